@@ -1,0 +1,231 @@
+"""What runs, as data: an Action is one step of one stage, a Schedule is every rank's ordered actions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from slipstream.errors import SlipstreamError
+
+
+class ScheduleError(SlipstreamError):
+    """A schedule or its text breaks a rule; the message names the action and the rule."""
+
+
+class Op(StrEnum):
+    """What an action does. The letters are PyTorch's; zero-bubble papers call B, I and W: BW, B and W."""
+
+    F = "F"
+    B = "B"  # whole backward
+    I = "I"  # noqa: E741  gradient of the input only
+    W = "W"  # gradient of the weights, after I
+    R = "R"  # recompute what F did not keep
+    SEND_F = "SEND_F"  # this stage's output, to the next stage
+    RECV_F = "RECV_F"  # this stage's input, from the stage before
+    SEND_B = "SEND_B"  # the gradient of this stage's input, to the stage before
+    RECV_B = "RECV_B"  # the gradient of this stage's output, from the next stage
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+
+BACKWARDS = frozenset({Op.B, Op.I, Op.W})
+SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+COMMUNICATION = SENDS | RECEIVES
+
+# SEND_F of stage g and RECV_F of stage g+1 are two ends of one message; gradients travel the other way.
+_OTHER_END = {
+    Op.SEND_F: (Op.RECV_F, 1),
+    Op.RECV_F: (Op.SEND_F, -1),
+    Op.SEND_B: (Op.RECV_B, -1),
+    Op.RECV_B: (Op.SEND_B, 1),
+}
+
+_NUMBER = "(0|[1-9][0-9]*)"
+_OPS = "|".join(sorted(Op, key=len, reverse=True))
+_ACTION = re.compile(rf"{_NUMBER}({_OPS})(?:{_NUMBER}(?:\.{_NUMBER})?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One op of one stage on one slice of one microbatch; REDUCE_GRAD concerns the whole stage."""
+
+    op: Op
+    stage: int
+    microbatch: int = 0
+    slice: int = 0
+
+    def __str__(self) -> str:
+        """`2F0.3`: stage 2, forward, microbatch 0, slice 3; `2REDUCE_GRAD`."""
+        if self.op is Op.REDUCE_GRAD:
+            return f"{self.stage}{self.op}"
+        return f"{self.stage}{self.op}{self.microbatch}.{self.slice}"
+
+    def text(self, num_slices: int) -> str:
+        """The text form in a schedule of `num_slices` slices: with one slice, `2F0` instead of `2F0.0`."""
+        return str(self) if num_slices > 1 else str(self).removesuffix(".0")
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read either text form; `2F0` is `2F0.0`. Anything before or after the action is an error."""
+        match = _ACTION.fullmatch(text)
+        if match is None or (match[2] == Op.REDUCE_GRAD) != (match[3] is None):
+            raise ScheduleError(
+                f"{text!r} is not an action. Write stage, op, microbatch and slice, as in 2F0.3 "
+                f"(2F0 with one slice per microbatch, 2REDUCE_GRAD for a stage). Ops: {', '.join(Op)}."
+            )
+        stage, op, microbatch, index = match.groups(default="0")
+        return cls(Op(op), int(stage), int(microbatch), int(index))
+
+    @property
+    def other_end(self) -> Action:
+        """The RECV that takes this SEND's message, or the SEND that fills this RECV."""
+        op, step = _OTHER_END[self.op]
+        return Action(op, self.stage + step, self.microbatch, self.slice)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Every rank's actions in order. `placement[stage]` is the rank that holds the stage.
+
+    `reach[microbatch][i]` is the first slice that slice i attends to (documents and sliding windows shorten
+    it); None means that every slice attends to all earlier ones. Raises ScheduleError if the counts, the
+    placement and the reach do not fit together; the order itself is checked by `validate`.
+    """
+
+    name: str
+    actions: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    num_microbatches: int
+    num_slices: int
+    reach: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name.splitlines()) != 1 or self.name.strip() != self.name:
+            raise ScheduleError(f"A schedule's name is one line of text, not {self.name!r}.")
+        if min(self.num_stages, self.num_ranks, self.num_microbatches, self.num_slices) < 1:
+            raise ScheduleError(
+                f"A schedule needs at least one stage, rank, microbatch and slice, but {self.name} has "
+                f"{self.num_stages}, {self.num_ranks}, {self.num_microbatches} and {self.num_slices}."
+            )
+        for stage, rank in enumerate(self.placement):
+            if not 0 <= rank < self.num_ranks:
+                ranks = f"0 to {self.num_ranks - 1}"
+                raise ScheduleError(f"Stage {stage} is placed on rank {rank}, but the ranks are {ranks}.")
+        if self.reach is not None:
+            self._check_reach(self.reach)
+
+    def _check_reach(self, reach: tuple[tuple[int, ...], ...]) -> None:
+        if len(reach) != self.num_microbatches or any(len(row) != self.num_slices for row in reach):
+            raise ScheduleError(
+                f"reach has rows of {[len(row) for row in reach]} slices; it needs one row of "
+                f"{self.num_slices} for each of {self.num_microbatches} microbatches."
+            )
+        for microbatch, row in enumerate(reach):
+            for i, first in enumerate(row):
+                if not 0 <= first <= i:
+                    raise ScheduleError(
+                        f"reach[{microbatch}][{i}] is {first}; slice {i} attends to itself and earlier "
+                        f"slices, so it must be 0 to {i}."
+                    )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    @cached_property
+    def positions(self) -> dict[Action, tuple[int, int]]:
+        """Where each action stands: (rank, index in that rank's order)."""
+        return {action: (rank, i) for rank, row in enumerate(self.actions) for i, action in enumerate(row)}
+
+    @cached_property
+    def is_lowered(self) -> bool:
+        """Whether sends and receives are written out."""
+        return any(action.op in COMMUNICATION for row in self.actions for action in row)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """False for a schedule of forwards only, as evaluation runs it."""
+        return any(action.op in BACKWARDS for row in self.actions for action in row)
+
+    def text(self, action: Action) -> str:
+        """The action's text as this schedule writes it."""
+        return action.text(self.num_slices)
+
+    def __str__(self) -> str:
+        """The text form that `Schedule.parse` reads: a header, then one line a rank."""
+        reach, rows = self.reach or (), self.actions
+        lines = [
+            f"schedule: {self.name}",
+            f"placement: {_join(self.placement)}",
+            f"microbatches: {self.num_microbatches}",
+            f"slices: {self.num_slices}",
+            *(f"reach {m}: {_join(row)}" for m, row in enumerate(reach)),
+            *(f"rank {rank}: {' '.join(map(self.text, row))}".rstrip() for rank, row in enumerate(rows)),
+        ]
+        return "\n".join(lines)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read the text form back, strictly: unknown, missing or doubled lines are errors."""
+        fields = _fields(text)
+        num_reach = sum(key.startswith("reach ") for key in fields)
+        num_ranks = sum(key.startswith("rank ") for key in fields)
+        wanted = ["schedule", "placement", "microbatches", "slices"]
+        wanted += [f"reach {m}" for m in range(num_reach)] + [f"rank {rank}" for rank in range(num_ranks)]
+        if list(fields) != wanted:
+            raise ScheduleError(
+                f"The schedule's lines are {', '.join(fields)}; they must be, in this order: schedule, "
+                "placement, microbatches, slices, reach 0, reach 1, ... (or no reach), rank 0, rank 1, ..."
+            )
+        return cls(
+            name=fields["schedule"],
+            actions=tuple(_actions(f"rank {rank}", fields) for rank in range(num_ranks)),
+            placement=_numbers("placement", fields),
+            num_microbatches=_number("microbatches", fields),
+            num_slices=_number("slices", fields),
+            reach=tuple(_numbers(f"reach {m}", fields) for m in range(num_reach)) or None,
+        )
+
+
+def _join(numbers: tuple[int, ...]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _fields(text: str) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for line in filter(str.strip, text.splitlines()):
+        key, colon, value = line.partition(":")
+        if not colon or key in fields:
+            problem = "comes twice" if colon else "has no colon"
+            raise ScheduleError(f"The line {line!r} {problem}. Lines look like 'rank 0: 0F0.0 0B0.0'.")
+        fields[key] = value.strip()
+    return fields
+
+
+def _numbers(key: str, fields: dict[str, str]) -> tuple[int, ...]:
+    words = fields[key].split()
+    if not words or not all(re.fullmatch(_NUMBER, word) for word in words):
+        raise ScheduleError(f"'{key}: {fields[key]}' needs whole numbers, as in '{key}: 0 1'.")
+    return tuple(map(int, words))
+
+
+def _number(key: str, fields: dict[str, str]) -> int:
+    numbers = _numbers(key, fields)
+    if len(numbers) != 1:
+        raise ScheduleError(f"'{key}: {fields[key]}' needs one whole number, as in '{key}: 4'.")
+    return numbers[0]
+
+
+def _actions(key: str, fields: dict[str, str]) -> tuple[Action, ...]:
+    try:
+        return tuple(map(Action.parse, fields[key].split()))
+    except ScheduleError as error:
+        raise ScheduleError(f"{key}: {error}") from None

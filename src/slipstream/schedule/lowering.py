@@ -1,0 +1,164 @@
+"""Passes, Schedule -> Schedule: they add communication or take backwards away; and the proof that it runs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from slipstream.schedule.action import RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
+from slipstream.schedule.dependencies import input_gradient, predecessors, running_order, validate
+from slipstream.schedule.grid import grid
+
+
+class Channel(NamedTuple):
+    """One communicator, first in, first out: all messages of one direction from one rank to another."""
+
+    direction: Literal["activations", "gradients"]
+    source: int
+    destination: int
+
+
+def channel(action: Action, schedule: Schedule) -> Channel:
+    """The channel of a SEND or RECV; source and destination are pipeline ranks."""
+    send = action if action.op in SENDS else action.other_end
+    source, destination = schedule.placement[send.stage], schedule.placement[send.other_end.stage]
+    return Channel("activations" if send.op is Op.SEND_F else "gradients", source, destination)
+
+
+def sending(producer: Action, schedule: Schedule) -> Action | None:
+    """The SEND that carries the producer's result to another rank; None if nothing leaves its rank."""
+    g, m, i = producer.stage, producer.microbatch, producer.slice
+    if producer.op is Op.F and g + 1 < schedule.num_stages:
+        send = Action(Op.SEND_F, g, m, i)
+    elif producer.op in (Op.B, Op.I) and g > 0:
+        send = Action(Op.SEND_B, g, m, i)
+    else:
+        return None
+    return send if schedule.placement[send.other_end.stage] != schedule.placement[g] else None
+
+
+def consumer(receive: Action, schedule: Schedule) -> Action:
+    """The action that needs what the RECV brings."""
+    g, m, i = receive.stage, receive.microbatch, receive.slice
+    return Action(Op.F, g, m, i) if receive.op is Op.RECV_F else input_gradient(g, m, i, schedule)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a compute-only schedule, for evaluation."""
+    rows = tuple(tuple(action for action in row if action.op is Op.F) for row in schedule.actions)
+    return replace(schedule, actions=rows)
+
+
+def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
+    """Write a SEND after every action whose result another rank needs, and the RECV that takes it there.
+
+    A run with unit times (backward 2) is the witness. Each RECV is posted where its rank stands when the SEND
+    happens in it, or `ahead` compute actions before its consumer if that is earlier, and never later than a
+    RECV whose message comes after it on the same channel. Between two compute actions RECVs come first, so
+    the ranks can follow the witness without a SEND ever waiting for its RECV: the result ends under
+    rendezvous too. Forwards of two ranks and three slices, each receive posted one forward ahead:
+
+        rank 0: 0F0.0 0SEND_F0.0 0F0.1 0SEND_F0.1 0F0.2 0SEND_F0.2
+        rank 1: 1RECV_F0.0 1RECV_F0.1 1F0.0 1RECV_F0.2 1F0.1 1F0.2
+
+    Raises ScheduleError if the schedule is not valid or has communication already.
+    """
+    if schedule.is_lowered:
+        raise ScheduleError(f"{schedule.name} has sends and receives already; lower it before they are added.")
+    if ahead < 0:
+        raise ScheduleError(f"ahead={ahead}: a number of compute actions, 0 or more.")
+    validate(schedule)
+    receives = _place_receives(schedule, ahead)
+    rows = []
+    for rank, row in enumerate(schedule.actions):
+        lowered: list[Action] = []
+        send: Action | None = None
+        for index, action in enumerate((*row, None)):
+            lowered += receives[rank, index]
+            if send is not None:
+                lowered.append(send)
+            if action is not None:
+                lowered.append(action)
+                send = sending(action, schedule)
+        rows.append(tuple(lowered))
+    return replace(schedule, actions=tuple(rows))
+
+
+def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, int], list[Action]]:
+    """The RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
+    starts, ends = _unit_times(schedule)
+    rank_starts = [[starts[action] for action in row] for row in schedule.actions]
+    latest: dict[Channel, int] = {}  # where the channel's next RECV stands
+    receives: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for producer in sorted(ends, key=ends.__getitem__, reverse=True):
+        send = sending(producer, schedule)
+        if send is None:
+            continue
+        line = channel(send, schedule)
+        witnessed = bisect_left(rank_starts[line.destination], ends[producer])
+        _, needed = schedule.positions[consumer(send.other_end, schedule)]
+        latest[line] = min(witnessed, max(needed - ahead, 0), latest.get(line, needed))
+        receives[line.destination, latest[line]].insert(0, send.other_end)
+    return receives
+
+
+def _unit_times(schedule: Schedule) -> tuple[dict[Action, int], dict[Action, int]]:
+    """Start and end of every action where whole backwards take 2, all others 1 and messages nothing."""
+    starts: dict[Action, int] = {}
+    ends: dict[Action, int] = {}
+    free = [0] * schedule.num_ranks
+    for action in running_order(schedule):
+        rank = schedule.placement[action.stage]
+        starts[action] = max([free[rank], *(ends[before] for before in predecessors(action, schedule))])
+        free[rank] = ends[action] = starts[action] + (2 if action.op is Op.B else 1)
+    return starts, ends
+
+
+def check_communication(schedule: Schedule) -> None:
+    """Prove of a lowered schedule that messages match in order and that it ends.
+
+    It must be valid, every channel's RECVs must stand in the order of its SENDs, and the ranks must come to
+    their ends (a) under rendezvous, where a SEND holds its rank until its RECV is posted, and (b) with one
+    stream per channel, where posting never waits and a message moves when both ends have reached it and the
+    messages before it have moved. Raises ScheduleError naming the first mismatch or the cycle.
+    """
+    validate(schedule)  # its run is model (b): given equal orders, the messages before have moved as well
+    sends, receives = _ends_by_channel(schedule, SENDS), _ends_by_channel(schedule, RECEIVES)
+    for line, sent in sends.items():
+        for send, receive in zip(sent, receives[line], strict=True):
+            if receive != send.other_end:
+                marked = [schedule.positions[send], schedule.positions[receive]]
+                raise ScheduleError(
+                    f"{schedule.text(send)} goes out where rank {line.destination} takes "
+                    f"{schedule.text(receive)}: the {line.direction} from rank {line.source} to rank "
+                    f"{line.destination} are first in, first out.\n{grid(schedule, marked)}"
+                )
+    try:
+        running_order(schedule, rendezvous=True)
+    except ScheduleError as error:
+        raise ScheduleError(f"With sends that wait for their receives: {error}") from None
+
+
+def _ends_by_channel(schedule: Schedule, ops: frozenset[Op]) -> defaultdict[Channel, list[Action]]:
+    ends: defaultdict[Channel, list[Action]] = defaultdict(list)
+    for row in schedule.actions:
+        for action in row:
+            if action.op in ops:
+                ends[channel(action, schedule)].append(action)
+    return ends
+
+
+def receives_in_flight(schedule: Schedule) -> Counter[Channel]:
+    """Per channel, the most receives posted at once whose consumers have not run: the buffers it needs."""
+    most: Counter[Channel] = Counter()
+    for row in schedule.actions:
+        posted: dict[Action, Channel] = {}  # consumer -> channel
+        for action in row:
+            if action.op in RECEIVES:
+                line = posted[consumer(action, schedule)] = channel(action, schedule)
+                most[line] = max(most[line], sum(other == line for other in posted.values()))
+            else:
+                posted.pop(action, None)
+    return most

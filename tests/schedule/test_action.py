@@ -1,0 +1,114 @@
+"""Actions and schedules: the text form and back, and what the parser refuses."""
+
+import contextlib
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import SlipstreamError
+from slipstream.schedule import Action, Op, Schedule, ScheduleError, add_communication, gpipe, one_f_one_b
+
+numbers = st.integers(0, 10**6)
+slice_actions = st.builds(
+    Action, st.sampled_from([op for op in Op if op is not Op.REDUCE_GRAD]), numbers, numbers, numbers
+)
+actions = slice_actions | st.builds(Action, st.just(Op.REDUCE_GRAD), numbers)
+
+
+@pytest.mark.parametrize(
+    ("action", "text", "text_of_one_slice"),
+    [
+        (Action(Op.F, 2, 0, 3), "2F0.3", "2F0.3"),
+        (Action(Op.F, 2, 0, 0), "2F0.0", "2F0"),
+        (Action(Op.SEND_F, 2, 10, 0), "2SEND_F10.0", "2SEND_F10"),
+        (Action(Op.REDUCE_GRAD, 2), "2REDUCE_GRAD", "2REDUCE_GRAD"),
+    ],
+)
+def test_text(action: Action, text: str, text_of_one_slice: str) -> None:
+    assert str(action) == action.text(num_slices=4) == text
+    assert action.text(num_slices=1) == text_of_one_slice
+    assert Action.parse(text) == Action.parse(text_of_one_slice) == action
+
+
+@settings(deadline=None)
+@given(actions)
+def test_text_round_trips(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+
+
+@settings(deadline=None)
+@given(actions, st.text(alphabet="012.FBW_ \n", min_size=1))
+def test_nothing_around_an_action_is_ignored(action: Action, extra: str) -> None:
+    """Either it makes another action, with another text, or it is refused."""
+    for text in (f"{action}{extra}", f"{extra}{action}"):
+        with contextlib.suppress(ScheduleError):
+            assert str(Action.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "2F", "F0", "2X0", "2f0", "2F0.", "2F0.3x", "2F0.3 ", " 2F0", "2F0\n", "2F-1", "02F0", "2F00"),
+        *("2F0.3.1", "2REDUCE_GRAD0", "2SEND0", "2RECV_F", "٢F0"),
+    ],
+)
+def test_parser_refuses(text: str) -> None:
+    with pytest.raises(SlipstreamError, match=re.escape(f"{text!r} is not an action")):
+        Action.parse(text)
+
+
+def test_both_ends_of_a_message() -> None:
+    assert Action.parse("2SEND_F1.3").other_end == Action.parse("3RECV_F1.3")
+    assert Action.parse("3SEND_B1.3").other_end == Action.parse("2RECV_B1.3")
+    for text in ("2SEND_F1.3", "3RECV_F1.3", "3SEND_B1.3", "2RECV_B1.3"):
+        assert Action.parse(text).other_end.other_end == Action.parse(text)
+
+
+def test_schedule_text() -> None:
+    schedule = replace(gpipe(2, 1, 2), reach=((0, 1),))
+    text = """\
+schedule: gpipe
+placement: 0 1
+microbatches: 1
+slices: 2
+reach 0: 0 1
+rank 0: 0F0.0 0F0.1 0B0.1 0B0.0
+rank 1: 1F0.0 1F0.1 1B0.1 1B0.0"""
+    assert str(schedule) == text
+    assert Schedule.parse(text) == Schedule.parse(text + "\n") == schedule
+
+
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_schedule_text_round_trips(num_slices: int) -> None:
+    for schedule in (gpipe(3, 2, num_slices), add_communication(one_f_one_b(3, 2, num_slices))):
+        assert Schedule.parse(str(schedule)) == schedule
+    empty_rank = Schedule("one stage, two ranks", ((Action(Op.F, 0),), ()), (0,), 1, 1)
+    assert Schedule.parse(str(empty_rank)) == empty_rank
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("slices: 2", "slices: 2\nslices: 2", "'slices: 2' comes twice"),
+        ("slices: 2", "slices 2", "'slices 2' has no colon"),
+        ("slices: 2", "", "they must be, in this order"),
+        ("slices: 2", "slices: two", "needs whole numbers"),
+        ("slices: 2", "slices: 2 3", "needs one whole number"),
+        ("slices: 2", "slices: 0", "at least one stage, rank, microbatch and slice"),
+        ("placement: 0 1", "placement: 0 2", "Stage 1 is placed on rank 2, but the ranks are 0 to 1"),
+        ("rank 1:", "rank 2:", "they must be, in this order"),
+        ("rank 1:", "extra: 1\nrank 1:", "they must be, in this order"),
+        ("1F0.0", "1F0.0x", "rank 1: '1F0.0x' is not an action"),
+        ("rank 0:", "reach 0: 0 2\nrank 0:", "reach[0][1] is 2; slice 1 attends to itself and earlier"),
+        ("rank 0:", "reach 0: 0\nrank 0:", "one row of 2 for each of 1 microbatches"),
+        ("schedule: gpipe", "schedule:", "one line of text"),
+    ],
+)
+def test_schedule_parser_refuses(old: str, new: str, message: str) -> None:
+    text = str(gpipe(2, 1, 2))
+    assert old in text
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        Schedule.parse(text.replace(old, new))

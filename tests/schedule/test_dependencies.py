@@ -1,0 +1,184 @@
+"""The rules of order, and how a schedule that breaks one is reported."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from slipstream.schedule import (
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    add_communication,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+    predecessors,
+    running_order,
+    validate,
+)
+
+
+def schedule_of(*rows: str, placement: tuple[int, ...] | None = None, **fields: object) -> Schedule:
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    counts = [1 + max(getattr(a, what) for row in actions for a in row) for what in ("microbatch", "slice")]
+    schedule = Schedule("test", actions, placement or tuple(range(len(rows))), *counts)
+    return replace(schedule, **fields)
+
+
+def before(action: str, schedule: Schedule) -> set[str]:
+    found = predecessors(Action.parse(action), schedule)
+    assert len(found) == len(set(found))
+    return set(map(str, found))
+
+
+def test_predecessors_of_plain_causal_slices() -> None:
+    schedule = gpipe(3, 2, 4)
+    assert before("0F1.0", schedule) == set()
+    assert before("1F1.2", schedule) == {"0F1.2", "1F1.1"}
+    assert before("1B1.2", schedule) == {"1F1.2", "1B1.3", "2B1.2"}
+    assert before("2B1.3", schedule) == {"2F1.3"}
+
+
+def test_predecessors_where_documents_and_windows_shorten_the_reach() -> None:
+    reach = ((0, 1, 1, 1), (0, 0, 1, 2))  # a document boundary before slice 1; a window of two slices
+    schedule = replace(gpipe(1, 2, 4), reach=reach)
+    assert before("0F0.1", schedule) == set()
+    assert before("0F0.3", schedule) == {"0F0.1", "0F0.2"}
+    assert before("0B0.0", schedule) == {"0F0.0"}
+    assert before("0B0.1", schedule) == {"0F0.1", "0B0.2", "0B0.3"}
+    assert before("0F1.3", schedule) == {"0F1.2"}
+    assert before("0B1.1", schedule) == {"0F1.1", "0B1.2"}
+
+
+def test_predecessors_of_a_split_backward_recomputation_and_reduction() -> None:
+    schedule = schedule_of(
+        "0F0.0 0F0.1 0B0.1 0B0.0 0REDUCE_GRAD", "1F0.0 1F0.1 1I0.1 1R0.0 1I0.0 1W0.0 1W0.1 1REDUCE_GRAD"
+    )
+    validate(schedule)
+    assert before("0B0.1", schedule) == {"0F0.1", "1I0.1"}
+    assert before("1I0.0", schedule) == {"1F0.0", "1I0.1", "1R0.0"}
+    assert before("1R0.0", schedule) == {"1F0.0"}
+    assert before("1W0.1", schedule) == {"1I0.1"}
+    assert before("1REDUCE_GRAD", schedule) == {"1W0.0", "1W0.1"}
+    assert before("0REDUCE_GRAD", schedule) == {"0B0.0", "0B0.1"}
+
+
+def test_predecessors_of_a_lowered_schedule_lead_over_messages_between_ranks_only() -> None:
+    v = schedule_of("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", placement=(0, 1, 1, 0))
+    lowered = add_communication(v)
+    assert before("1F0", v) == {"0F0.0"}
+    assert before("1F0", lowered) == {"1RECV_F0.0"}
+    assert before("1RECV_F0", lowered) == {"0SEND_F0.0"}
+    assert before("0SEND_F0", lowered) == {"0F0.0"}
+    assert before("2F0", lowered) == {"1F0.0"}
+    assert before("2B0", lowered) == {"2F0.0", "2RECV_B0.0"}
+    assert before("3SEND_B0", lowered) == {"3B0.0"}
+
+
+@pytest.mark.parametrize("op", [Op.OFFLOAD, Op.RELOAD])
+def test_an_op_without_rule_is_refused(op: Op) -> None:
+    schedule = schedule_of(f"0F0 0{op}0 0B0")
+    with pytest.raises(ScheduleError, match=f"0{op}0: {op} has no rule of order"):
+        validate(schedule)
+
+
+def error(schedule: Schedule) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule)
+    return str(caught.value)
+
+
+def test_wrong_order_on_one_rank_is_marked_with_its_rule() -> None:
+    schedule = schedule_of("0F0.0 0F0.1 0B0.0 0B0.1", "1F0.0 1F0.1 1B0.1 1B0.0")
+    assert error(schedule) == (
+        "This order can't run:\n"
+        "  0B0.0 (rank 0) waits for 0B0.1, which comes after it on the same rank: slice 1 attends to slice 0 "
+        "and leaves gradients there, so backwards of a microbatch run last in, first out.\n"
+        "step    0      1      2       3\n"
+        "rank 0  0F0.0  0F0.1 >0B0.0<  0B0.1\n"
+        "rank 1  1F0.0  1F0.1  1B0.1   1B0.0"
+    )
+
+
+def test_a_deadlock_names_its_cycle() -> None:
+    schedule = schedule_of("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1")
+    assert error(schedule) == (
+        "The ranks wait for each other for ever:\n"
+        "  0B0 (rank 0) waits for 1B0, which comes after 1F1 on rank 1: "
+        "a backward needs the gradient from the stage after it.\n"
+        "  1F1 (rank 1) waits for 0F1, which comes after 0B0 on rank 0: "
+        "a forward needs the output of the stage before it.\n"
+        "step    0     1     2    3\n"
+        "rank 0  0F0  >0B0<  0F1  0B1\n"
+        "rank 1 >1F1<  1F0   1B0  1B1"
+    )
+
+
+def test_a_rank_that_only_waits_for_the_cycle_is_not_part_of_it() -> None:
+    schedule = schedule_of("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F1 2F0 2B0 2B1")
+    message = error(schedule)
+    assert "0B0 (rank 0)" not in message
+    assert "1B0 (rank 1) waits for 2B0, which comes after 2F1 on rank 2" in message
+    assert "2F1 (rank 2) waits for 1F1, which comes after 1B0 on rank 1" in message
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["0F0 0F1 0B0"], "Stage 0, microbatch 1, slice 0 has F; it needs F and B, or F, I and W."),
+        (["0F0 0B0 0I0 0W0"], "slice 0 has F, B, I, W; it needs"),
+        (["0F0 0W0"], "slice 0 has F, W; it needs"),
+        (["0F0 0I0"], "slice 0 has F, I; it needs"),
+        (["0F0 0F0 0B0"], "0F0 comes a second time."),
+        (["0F0 1F0 0B0", "1B0"], "1F0 stands on rank 0, but stage 1 is placed on rank 1."),
+        (["0F0 2F0 0B0", "1F0 1B0"], "2F0 has stage 2, but the schedule's are 0 to 1."),
+        (["0F0 0SEND_F0 0B0", "1F0 1B0"], "0SEND_F0 has no other end: the schedule lacks 1RECV_F0."),
+        (["0F0 0B0 0SEND_B0"], "0SEND_B0 has no other end: there is no stage -1."),
+        (["0F0 0W0 0I0"], "0W0 (rank 0) waits for 0I0, which comes after it on the same rank: a weight"),
+        (["0F0 0B0 0R0"], "0B0 (rank 0) waits for 0R0, which comes after it on the same rank"),
+        (["0F0 0REDUCE_GRAD 0B0"], "gradients are reduced when every backward of the stage is done"),
+        (
+            ["0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0"],
+            "0B0 (rank 0) waits for 0RECV_B0, which the schedule lacks: a backward needs the gradient",
+        ),
+        (
+            ["0F0 0RECV_B0 0B0 0SEND_F0", "1RECV_F0 1F0 1B0 1SEND_B0"],
+            "1F0 (rank 1) waits for 0SEND_F0, which comes after 0B0 on rank 0: a forward needs",
+        ),
+    ],
+)
+def test_validate_refuses(rows: list[str], message: str) -> None:
+    text = error(schedule_of(*rows))
+    assert message in text
+    assert "rank 0 " in text.splitlines()[-len(rows)]
+
+
+def test_a_message_between_stages_of_one_rank_is_refused() -> None:
+    schedule = schedule_of("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0", placement=(0, 0))
+    assert "0SEND_F0 has no other end: stage 1 is on the same rank." in error(schedule)
+
+
+def test_the_grid_of_a_long_schedule_shows_the_steps_around_the_marks() -> None:
+    good = one_f_one_b(2, 40)
+    row = list(good.actions[1])
+    row[30], row[32] = row[32], row[30]
+    header, *rows = error(replace(good, actions=(good.actions[0], tuple(row)))).splitlines()[-3:]
+    assert re.fullmatch(r"step +\.\. +(\d+ +)+\.\.", header)
+    assert len(header.split()) <= 2 * 6 * 2 + 3
+    assert rows[1].count(">") == 1 or rows[0].count(">") == 1
+
+
+def test_evaluation_needs_no_backward() -> None:
+    schedule = forward_only(one_f_one_b(3, 2, 2))
+    validate(schedule)
+    validate(add_communication(schedule))
+    assert {action.op for row in schedule.actions for action in row} == {Op.F}
+
+
+def test_running_order_keeps_each_ranks_order() -> None:
+    schedule = add_communication(one_f_one_b(4, 3, 2))
+    order = running_order(schedule)
+    for rank, row in enumerate(schedule.actions):
+        assert tuple(a for a in order if schedule.placement[a.stage] == rank) == row

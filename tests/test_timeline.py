@@ -1,0 +1,209 @@
+"""Timelines: their numbers, text, picture and Perfetto trace."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from slipstream.cost import UnitCost
+from slipstream.errors import SlipstreamError
+from slipstream.schedule import Action, Op, Schedule, add_communication, forward_only, gpipe, one_f_one_b
+from slipstream.simulator import simulate
+from slipstream.timeline import Span, Timeline
+
+
+def measured() -> Timeline:
+    """Two ranks on a clock that was started long ago."""
+    texts = ["0F0.0 100 103", "0SEND_F0.0 103 105", "0F0.1 103 104", "1RECV_F0.0 99 104.5", "1F0.0 104.5 106"]
+    words = [text.split() for text in texts]
+    spans = [Span(int(text[0]), Action.parse(text), float(start), float(end)) for text, start, end in words]
+    return Timeline(tuple(spans), num_ranks=2, name="run")
+
+
+def test_numbers() -> None:
+    timeline = measured()
+    assert timeline.start == 99
+    assert timeline.makespan == 7
+    assert [timeline.busy(rank) for rank in (0, 1)] == [4, 1.5]
+    assert timeline.idle_fraction == 1 - 5.5 / 14
+    assert timeline.peak_memory == ()
+    (message,) = timeline.messages
+    assert (message.start, message.seconds) == (103, 1.5)
+
+
+def test_an_empty_timeline() -> None:
+    timeline = Timeline((), num_ranks=2)
+    assert (timeline.makespan, timeline.idle_fraction) == (0, 0)
+    assert timeline.to_text() == "rank 0\nrank 1"
+
+
+def test_exact_numbers_stay_exact() -> None:
+    timeline = simulate(gpipe(3, 2, 2), UnitCost(Fraction(1, 3), Fraction(2, 3)))
+    assert timeline.makespan == 6
+    assert isinstance(timeline.idle_fraction, Fraction)
+
+
+def test_text_with_longer_backwards() -> None:
+    assert simulate(gpipe(2, 1, 2), UnitCost()).to_text() == (
+        "rank 0  F0.0 F0.1                B0.1----- B0.0-----\nrank 1       F0.0 F0.1 B0.1----- B0.0-----"
+    )
+
+
+def test_text_names_the_stage_where_ranks_hold_several() -> None:
+    schedule = Schedule.parse(
+        "schedule: v\nplacement: 0 1 1 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0"
+    )
+    assert simulate(schedule, UnitCost(backward=1)).to_text() == (
+        "rank 0  0F0         3F0 3B0         0B0\n"
+        "rank 1      1F0 2F0         2B0 1B0"
+    )  # fmt: skip
+
+
+def test_text_of_uneven_times_is_scaled_to_the_width() -> None:
+    assert measured().to_text(70) == (
+        "rank 0            F0.0------------------------- F0.1-----\n"
+        "rank 1                                                         F0.0----------"
+    )
+    assert measured().to_text(10) == "rank 0   F0.0 F\nrank 1          FF"
+    assert max(map(len, measured().to_text().splitlines())) <= 100 + len("rank 0  ")
+    assert len(measured().to_text(50).splitlines()[1]) <= 50 + len("rank 0  ")
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_perfetto(lowered: bool, tmp_path: Path) -> None:
+    schedule = one_f_one_b(3, 2, 2)
+    timeline = simulate(add_communication(schedule) if lowered else schedule, UnitCost(link=Fraction(1, 4)))
+    timeline.save_perfetto(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace == timeline.to_perfetto()
+    events = trace["traceEvents"]
+    assert {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"} == {
+        (0, "rank 0"),
+        (1, "rank 1"),
+        (2, "rank 2"),
+    }
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(threads.values()) == ({"compute", "messages"} if lowered else {"compute"})
+
+    boxes = [e for e in events if e["ph"] == "X"]
+    assert len(boxes) == len(timeline.spans)
+    for span in timeline.spans:
+        (box,) = [e for e in boxes if (e["pid"], e["name"]) == (span.rank, str(span.action))]
+        assert box["ts"] == float(span.start) * 1e6
+        assert box["dur"] == float(span.seconds) * 1e6
+        assert threads[box["pid"], box["tid"]] == ("compute" if span.computes else "messages")
+        assert box["args"] == {
+            "stage": span.action.stage,
+            "microbatch": span.action.microbatch,
+            "slice": span.action.slice,
+        }
+    for thread in threads:  # boxes of one thread follow each other; viewers drop what overlaps
+        ends = sorted((e["ts"], e["ts"] + e["dur"]) for e in boxes if (e["pid"], e["tid"]) == thread)
+        assert all(first[1] <= second[0] for first, second in pairwise(ends))
+
+    def box_at(event: dict) -> str:
+        (name,) = [
+            e["name"]
+            for e in boxes
+            if (e["pid"], e["tid"]) == (event["pid"], event["tid"]) and e["ts"] <= event["ts"] < e["ts"] + e["dur"]
+        ]
+        return name
+
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert set(starts) == set(ends)
+    arrows = {(box_at(starts[i]), box_at(ends[i])) for i in starts}
+    units = [(m, i) for m in range(2) for i in range(2)]
+    up, down = (
+        ("SEND_F", "RECV_F") if lowered else ("F", "F"),
+        ("SEND_B", "RECV_B") if lowered else ("B", "B"),
+    )
+    assert arrows == {(f"{g}{up[0]}{m}.{i}", f"{g + 1}{up[1]}{m}.{i}") for g in (0, 1) for m, i in units} | {
+        (f"{g + 1}{down[0]}{m}.{i}", f"{g}{down[1]}{m}.{i}") for g in (0, 1) for m, i in units
+    }
+    assert all(starts[i]["ts"] <= ends[i]["ts"] for i in starts)
+    counters = [e for e in events if e["ph"] == "C"]
+    assert [max(e["args"]["bytes"] for e in counters if e["pid"] == rank) for rank in range(3)] == [4, 3, 2]
+
+
+def test_perfetto_of_one_rank_alone() -> None:
+    """A rank may only know its own spans; arrows to others are left out."""
+    timeline = simulate(add_communication(one_f_one_b(3, 2, 2)), UnitCost())
+    own = Timeline(tuple(span for span in timeline.spans if span.rank == 1), 3)
+    events = own.to_perfetto()["traceEvents"]
+    assert len([e for e in events if e["ph"] == "X"]) == len(own.spans)
+    assert not [e for e in events if e["ph"] in "sf"]
+
+
+TIMELINES = {
+    "one sequence": simulate(add_communication(one_f_one_b(2, 1, 8)), UnitCost(link=Fraction(1, 9), activation=3e8)),
+    "whole microbatches": simulate(one_f_one_b(8, 4), UnitCost(1e-3, 2e-3)),
+    "evaluation": simulate(forward_only(gpipe(2, 2)), UnitCost(1e-6)),
+    "measured": measured(),
+    "empty": Timeline((), 1),
+}
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_picture(name: str, tmp_path: Path) -> None:
+    timeline = TIMELINES[name]
+    timeline.draw(tmp_path / "picture.png")
+    header = (tmp_path / "picture.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", header[16:])
+    assert width == 1999
+    assert 300 < height < 1200
+    timeline.draw(str(tmp_path / "picture.svg"))
+    drawn = (tmp_path / "picture.svg").read_text()
+    for rank in range(timeline.num_ranks):
+        assert f"<!-- rank {rank} -->" in drawn
+    assert f"{float(timeline.idle_fraction):.1%} idle" in drawn
+    assert ("<!-- peak -->" in drawn) == bool(any(timeline.memory))
+
+
+def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"ends in \.png, \.svg or \.pdf"):
+        measured().draw(tmp_path / "picture.txt")
+    measured().draw(tmp_path / "picture.pdf")
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.pdf"]
+
+
+def test_picture_says_its_units(tmp_path: Path) -> None:
+    for name, words in {
+        "one sequence": ["1f1b: 27.", " s, ", "time (s)", "2.4 GB", "number: slice; later slices are darker"],
+        "whole microbatches": [
+            "1f1b: 33 ms",
+            "8 ranks, 4 microbatches, 1 slice",
+            "time (ms)",
+            "number: microbatch",
+        ],
+        "evaluation": ["gpipe: 3 µs", "time (µs)"],
+    }.items():
+        TIMELINES[name].draw(tmp_path / "picture.svg")
+        drawn = (tmp_path / "picture.svg").read_text(encoding="utf-8")
+        assert [word for word in words if word not in drawn] == []
+
+
+def test_neither_torch_nor_matplotlib_is_imported_before_it_is_needed() -> None:
+    code = (
+        "import sys, slipstream.schedule, slipstream.schedule.torch_csv, slipstream.simulator\n"
+        "print([name for name in ('torch', 'matplotlib', 'numpy') if name in sys.modules])"
+    )
+    path = str(Path(__file__).parents[1] / "src")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_schedule_that_ran_is_the_schedule() -> None:
+    lowered = add_communication(one_f_one_b(3, 2, 2))
+    ran = simulate(lowered, UnitCost()).schedule
+    compute = [tuple(a for a in row if a.op in (Op.F, Op.B)) for row in ran.actions]
+    assert compute == [tuple(a for a in row if a.op in (Op.F, Op.B)) for row in lowered.actions]
+    assert (ran.placement, ran.num_microbatches, ran.num_slices) == ((0, 1, 2), 2, 2)
