@@ -1,0 +1,60 @@
+"""Slipstream trains long-context language models over several devices by pipelining tokens inside a sequence."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.errors import SlipstreamError
+    from slipstream.model.self_check import check_sliceable
+    from slipstream.pipeline.pipeline import Pipeline
+    from slipstream.planner.partition import partition_layers
+    from slipstream.schedule.action import Action, Op, Schedule
+    from slipstream.schedule.dependencies import validate
+    from slipstream.schedule.generators import gpipe, one_f_one_b
+    from slipstream.simulator import simulate
+    from slipstream.timeline import Timeline
+
+__version__ = "0.1.0"
+
+# Loaded on first use: schedules and simulation work, and the command line answers, without importing torch.
+_HOMES = {
+    "Action": "slipstream.schedule.action",
+    "Op": "slipstream.schedule.action",
+    "Pipeline": "slipstream.pipeline.pipeline",
+    "Schedule": "slipstream.schedule.action",
+    "SlipstreamError": "slipstream.errors",
+    "Timeline": "slipstream.timeline",
+    "check_sliceable": "slipstream.model.self_check",
+    "gpipe": "slipstream.schedule.generators",
+    "one_f_one_b": "slipstream.schedule.generators",
+    "partition_layers": "slipstream.planner.partition",
+    "simulate": "slipstream.simulator",
+    "validate": "slipstream.schedule.dependencies",
+}
+
+__all__ = [
+    "Action",
+    "Op",
+    "Pipeline",
+    "Schedule",
+    "SlipstreamError",
+    "Timeline",
+    "check_sliceable",
+    "gpipe",
+    "one_f_one_b",
+    "partition_layers",
+    "simulate",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,169 @@
+"""Models of which only the owned layers take memory: random from a config, or read from safetensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import Anatomy
+from slipstream.model.split import keep_layers
+from slipstream.model.toy import quiet_transformers
+
+_FACTORIES = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.ones.default,
+    torch.ops.aten.full.default,
+    torch.ops.aten.randn.default,
+    torch.ops.aten.rand.default,
+}
+_SMALL = 1024  # elements; tensors up to this size are always real
+
+
+class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the tensors a model's constructor creates, and leaves those `on_meta` says without memory.
+
+    Random fills of a tensor without memory are drawn all the same, into a scratch tensor: the generator moves on as if
+    the whole model were there, so what is kept gets the numbers it would get in the unsplit model.
+    """
+
+    def __init__(self, on_meta: set[int] | None = None, draw: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.created: list[Tensor] = []
+        self._on_meta = on_meta  # None: every one
+        self._draw = draw
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and "meta" not in str(kwargs.get("device")):
+            return self._create(func, args, kwargs)
+        if args and isinstance(args[0], Tensor) and args[0].is_meta and torch.Tag.nondeterministic_seeded in func.tags:
+            if self._draw:
+                func(torch.empty_like(args[0], device="cpu"), *args[1:], **kwargs)
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _create(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        shape = args[0]
+        if torch.Size(shape).numel() <= _SMALL:
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
+        if self._on_meta is None or len(self.created) in self._on_meta:
+            tensor = func(*args, **kwargs | {"device": "meta"})
+        else:
+            tensor = func(*args, **kwargs)
+        self.created.append(tensor)
+        return tensor  # type: ignore[no-any-return]
+
+
+def random_model(
+    config: PretrainedConfig,
+    seed: int,
+    anatomy: Anatomy,
+    owned: Collection[int],
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """The layers `owned` of `torch.manual_seed(seed); AutoModelForCausalLM.from_config(config)`, to the bit.
+
+    The rest is never in memory: the constructor runs twice, first without any memory to see which tensor becomes
+    which parameter, then with memory for those that are kept.
+    """
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        with _Construction(draw=False) as dry_run:
+            model = _construct(config, dtype)
+        kept = _kept_storages(model, anatomy, owned)
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if _storage(tensor) not in kept}
+        torch.manual_seed(seed)
+        with _Construction(on_meta):
+            model = _construct(config, dtype)
+    keep_layers(model, anatomy, owned, torch.device("cpu"))
+    return model
+
+
+def pretrained_model(
+    path: str,
+    config: PretrainedConfig,
+    anatomy: Anatomy,
+    owned: Collection[int],
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """The layers `owned` of a folder of safetensors or a model on the hub; no other tensor is read.
+
+    Raises SlipstreamError for missing or damaged files, and for weights that are not in the checkpoint.
+    """
+    part = _partial_class(_causal_lm_class(config), anatomy, owned)
+    try:
+        with quiet_transformers():
+            model, report = part.from_pretrained(
+                path, config=config, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+            )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise SlipstreamError(
+            f"the weights of {path!r} can't be read: {error}. Expected whole safetensors files; "
+            "copy or download them again."
+        ) from error
+    absent = sorted(report["missing_keys"])
+    if absent:
+        raise SlipstreamError(
+            f"the checkpoint {path!r} lacks {len(absent)} weights of {config.model_type!r}, first {absent[0]!r}. "
+            "Expected a complete causal LM; a base model without its head can't be trained."
+        )
+    found: PreTrainedModel = model
+    return found
+
+
+def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SlipstreamError(f"model_type {config.model_type!r} has no causal LM in transformers.")
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+def _partial_class(whole: type[PreTrainedModel], anatomy: Anatomy, owned: Collection[int]) -> Any:
+    """`whole` with everything but `owned` cut off as soon as it is constructed, on meta, before weights are read."""
+
+    def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, *args, **kwargs)
+        keep_layers(self, anatomy, owned, torch.device("cpu"))
+
+    return type(whole.__name__, (whole,), {"__init__": construct, "__module__": whole.__module__})
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """The config of a model folder or hub name; SlipstreamError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        known = "a folder with config.json" if Path(path).exists() else "an existing folder or a hub name"
+        raise SlipstreamError(f"no model at {path!r}: expected {known}. {error}") from error
+
+
+def _construct(config: PretrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+    """`from_config` without its side effect: it writes the dtype into the config it is given."""
+    chosen = {} if dtype is None else {"dtype": dtype}
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)
+
+
+def _kept_storages(model: PreTrainedModel, anatomy: Anatomy, owned: Collection[int]) -> set[int]:
+    """Storages of what is left after the cut. Buffers are kept everywhere: rotary tables belong to every stage."""
+    buffers = [_storage(buffer) for buffer in model.buffers()]
+    keep_layers(model, anatomy, owned, torch.device("meta"))
+    return {*buffers, *(_storage(parameter) for parameter in model.parameters())}
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

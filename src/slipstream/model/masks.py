@@ -1,0 +1,94 @@
+"""From the mask functions a model builds to the range of keys each query sees, exactly.
+
+transformers describes a mask as a function of (batch, head, query, key). Slicing needs more structure than that: every
+causal mask in use lets query q see a contiguous range first(q)..q (plain causal: 0; a sliding window: q-w+1; llama4's
+blocks: the start of q's block). So each mask becomes one table `first`, found by evaluating the given function over all
+pairs, and a mask that is not such a range is refused as soon as a layer uses it, never approximated.
+
+Packed documents are separate sequences to transformers: positions and windows count from the document's start. A table
+is therefore read at the position within the document and shifted by where the document starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from slipstream.attention import KeyRanges
+
+MaskFunction = Callable[..., Tensor]
+_PAIRS_AT_ONCE = 1 << 24  # bounds the memory of an evaluation to about 100 MB
+
+
+def first_keys(mask_function: MaskFunction, length: int, device: torch.device) -> Tensor:
+    """The first key each of `length` queries sees: (length,) int64 on the CPU.
+
+    Raises NotCausalError where what a query sees is not the contiguous range first(q)..q.
+    """
+    if mask_function is causal_mask_function:
+        return torch.zeros(length, dtype=torch.int64)
+    rows = max(1, _PAIRS_AT_ONCE // length)
+    blocks = [(begin, min(begin + rows, length)) for begin in range(0, length, rows)]
+    return torch.cat([_first_keys(mask_function, begin, end, device) for begin, end in blocks])
+
+
+def _first_keys(mask_function: MaskFunction, begin: int, end: int, device: torch.device) -> Tensor:
+    query = torch.arange(begin, end, device=device)[:, None]
+    key = torch.arange(end, device=device)[None, :]
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    seen = torch.as_tensor(mask_function(zero, zero, query, key)).expand(end - begin, end)
+    first = seen.int().argmax(dim=1)
+    if not torch.equal(seen, (key >= first[:, None]) & (key <= query)):
+        raise NotCausalError
+    return first.cpu()
+
+
+class NotCausalError(Exception):
+    """A mask under which a query sees something else than the keys first(q)..q.
+
+    Models may build masks that no layer uses, so this travels in the mask's place and is raised by attention.
+    """
+
+    def __str__(self) -> str:
+        return "a mask that is not causal over a contiguous range of keys"
+
+
+class MaskTables:
+    """The masks of one stage's model, numbered in the order its forward asks for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._functions: list[MaskFunction] = []
+        self._tables: dict[int, Tensor] = {}
+        self._ranges: dict[tuple[int, int, int], KeyRanges] = {}
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def register(self, mask_function: MaskFunction) -> None:
+        self._functions.append(mask_function)
+
+    def ranges(
+        self, mask: int, start: int, position_ids: Tensor, document_start: Tensor | None
+    ) -> KeyRanges | NotCausalError:
+        """What the queries of a slice see: positions and document starts are (b, T)."""
+        try:
+            if document_start is not None:
+                table = self._table(mask, int(position_ids.max()) + 1)
+                return KeyRanges(document_start.cpu() + table[position_ids.cpu()], start)
+            return self._without_documents(mask, start, start + position_ids.shape[1])
+        except NotCausalError as refused:
+            return refused
+
+    def _without_documents(self, mask: int, start: int, end: int) -> KeyRanges:
+        if (mask, start, end) not in self._ranges:
+            self._ranges[mask, start, end] = KeyRanges(self._table(mask, end)[None, start:end], start)
+        return self._ranges[mask, start, end]
+
+    def _table(self, mask: int, length: int) -> Tensor:
+        if mask not in self._tables or len(self._tables[mask]) < length:
+            self._tables[mask] = first_keys(self._functions[mask], length, self._device)
+        return self._tables[mask]

@@ -1,0 +1,240 @@
+"""Before training: the same architecture at toy size, sliced and staged against whole, layer by layer, in float64.
+
+Whether an architecture can be sliced is not written anywhere in its config: attention may bypass the interface, state
+may run along the tokens, positions may come from elsewhere. Running it shows all of these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.attention import ContextStore
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import Anatomy, find_anatomy
+from slipstream.model.context import TokenSlice
+from slipstream.model.reference import full_precision, noting_attention
+from slipstream.model.split import share
+from slipstream.model.stage import Stage
+from slipstream.model.toy import TOY_LENGTH, toy_model, toy_tokens
+
+TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6 over slices, a mistake by 1e-4 or more
+_CUTS = (0, 5, 20, 41, TOY_LENGTH)  # unequal slices; the first ends below every threshold of the toy
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What the toy showed: the largest relative errors of layer outputs and gradients, and how long it took."""
+
+    model_type: str
+    num_layers: int
+    output_error: float
+    gradient_error: float
+    seconds: float
+
+
+def check_sliceable(config: PretrainedConfig, anatomy: Anatomy | None = None) -> SelfCheck:
+    """Run the check for `config`'s architecture: about one second.
+
+    Raises SlipstreamError that names the layer, or the feature, for which slices or stages would not be exact.
+    """
+    began = time.perf_counter()
+    _refuse_whole_batch_losses(config)
+    try:
+        anatomy = anatomy or find_anatomy(config)
+        with full_precision():
+            whole = _run_whole(toy_model(config), anatomy, toy_tokens(config))
+    except SlipstreamError:
+        raise
+    except Exception as error:
+        raise _refusal(config, f"a toy of it could not be run ({type(error).__name__}: {error})") from error
+    try:
+        with full_precision():
+            sliced = _run_sliced(toy_model(config), anatomy, toy_tokens(config))
+        output_error = _compare_outputs(whole, sliced)
+        gradient_error = _compare_gradients(whole.gradients, sliced.gradients)
+    except Exception as error:
+        raise _refusal(config, whole.without_attention or _explained(error)) from error
+    num_layers = len(whole.outputs) - 2
+    return SelfCheck(config.model_type, num_layers, output_error, gradient_error, time.perf_counter() - began)
+
+
+def _explained(error: Exception) -> str:
+    if isinstance(error, SlipstreamError):
+        return str(error)
+    return f"a toy of it fails when cut into stages and slices ({type(error).__name__}: {error})"
+
+
+@dataclass
+class _Trace:
+    """Outputs by place, in the order of the forward ("input of layer 0", "layer 0", ..., "logits"), and gradients."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    without_attention: str = ""  # names a layer that never attended through the interface
+
+
+def _run_whole(model: PreTrainedModel, anatomy: Anatomy, tokens: Tensor) -> _Trace:
+    outputs: dict[str, list[Tensor]] = {}
+    with _recording(model, anatomy, outputs), noting_attention() as attending:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    outputs["logits"] = [logits.detach()]
+    (logits * _weights(logits)).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return _Trace(_joined(outputs), gradients, _name_layer_without_attention(model, anatomy, attending))
+
+
+def _name_layer_without_attention(model: PreTrainedModel, anatomy: Anatomy, attending: list[nn.Module]) -> str:
+    for index, layer in enumerate(model.get_submodule(anatomy.layers).children()):
+        if not set(layer.modules()) & set(attending):
+            return (
+                f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, so what "
+                "it needs of earlier tokens (its own attention, a recurrent state) can't be handed to it"
+            )
+    return ""
+
+
+def _run_sliced(model: PreTrainedModel, anatomy: Anatomy, tokens: Tensor) -> _Trace:
+    """Two stages, four slices, forwards and reversed backwards, by hand."""
+    cpu, num_layers = torch.device("cpu"), len(list(model.get_submodule(anatomy.layers).children()))
+    middle = (num_layers + 1) // 2
+    cuts = [range(0, num_layers)] if num_layers == 1 else [range(0, middle), range(middle, num_layers)]
+    stages = [Stage(share(model), anatomy, owned, cpu) for owned in cuts]
+    stores = [ContextStore(TOY_LENGTH) for _ in stages]
+    outputs: dict[str, list[Tensor]] = {}
+    runs: list[list[tuple[Tensor | None, Tensor]]] = []
+    for index, (start, end) in enumerate(pairwise(_CUTS)):
+        piece = _slice(tokens, start, end, index)
+        hidden: Tensor | None = None
+        ends: list[tuple[Tensor | None, Tensor]] = []
+        for stage, store in zip(stages, stores, strict=True):
+            received = None if hidden is None else hidden.detach().requires_grad_()
+            with _recording(stage.model, anatomy, outputs, stage.owned):
+                output = hidden = stage.forward(piece, received, store)
+            ends.append((received, output))
+        _check_attention(stages, anatomy, stores, index + 1)
+        runs.append(ends)
+    outputs["logits"] = [ends[-1][1].detach() for ends in runs]
+    weights = torch.split(_weights(torch.cat(outputs["logits"], dim=1)), [b - a for a, b in pairwise(_CUTS)], dim=1)
+    for ends, gradient in reversed(list(zip(runs, weights, strict=True))):
+        for received, output in reversed(ends):
+            torch.autograd.backward(output, gradient)
+            if received is not None and received.grad is not None:
+                gradient = received.grad
+    return _Trace(_joined(outputs), _stage_gradients(stages))
+
+
+def _slice(tokens: Tensor, start: int, end: int, index: int) -> TokenSlice:
+    position_ids = torch.arange(start, end).expand(len(tokens), -1)
+    return TokenSlice(tokens[:, start:end], position_ids, None, start, TOY_LENGTH, TOY_LENGTH - 1, index=index)
+
+
+def _weights(logits: Tensor) -> Tensor:
+    """A fixed random cotangent: every logit and every token counts."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(logits.shape, dtype=logits.dtype, generator=generator)
+
+
+@contextmanager
+def _recording(
+    model: nn.Module, anatomy: Anatomy, outputs: dict[str, list[Tensor]], owned: range | None = None
+) -> Iterator[None]:
+    """Collect the first layer's input and every owned layer's output, a list of slices each."""
+    layers = list(model.get_submodule(anatomy.layers).children())
+    hooks = []
+    for index in owned or range(len(layers)):
+        if index == 0:
+            hooks.append(layers[0].register_forward_pre_hook(_recorder(outputs, "input of layer 0"), with_kwargs=True))
+        hooks.append(layers[index].register_forward_hook(_output_recorder(outputs, f"layer {index}")))
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def _recorder(outputs: dict[str, list[Tensor]], place: str) -> Any:
+    def record(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outputs.setdefault(place, []).append((args[0] if args else kwargs["hidden_states"]).detach())
+
+    return record
+
+
+def _output_recorder(outputs: dict[str, list[Tensor]], place: str) -> Any:
+    def record(_layer: nn.Module, _args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        outputs.setdefault(place, []).append(hidden.detach())
+
+    return record
+
+
+def _joined(outputs: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    return {place: torch.cat(slices, dim=1) for place, slices in outputs.items()}
+
+
+def _check_attention(stages: list[Stage], anatomy: Anatomy, stores: list[ContextStore], num_slices: int) -> None:
+    """A layer attends as often in every slice."""
+    for stage, store in zip(stages, stores, strict=True):
+        layers = list(stage.model.get_submodule(anatomy.layers).children())
+        for index in stage.owned:
+            inside = set(layers[index].modules())
+            calls = [call for call in store.calls if call[0] in inside]  # type: ignore[index]
+            if any(len(store.reads(call)) != num_slices for call in calls):
+                raise SlipstreamError(f"layer {index} does not attend equally often in every slice")
+
+
+def _stage_gradients(stages: list[Stage]) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = {}
+    for stage in stages:
+        gradients |= {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+        for tied in stage.tied:
+            if tied.head is not None and tied.head.grad is not None:
+                gradients[tied.name] = gradients.get(tied.name, torch.zeros(())) + tied.head.grad
+    return gradients
+
+
+def _compare_outputs(whole: _Trace, sliced: _Trace) -> float:
+    worst = 0.0
+    for place, expected in whole.outputs.items():
+        error = ((sliced.outputs[place] - expected).abs().max() / expected.abs().max()).item()
+        worst = max(worst, error)
+        if not error < TOLERANCE:
+            hint = ": its positions do not follow position_ids" if place.startswith("input") else ""
+            raise SlipstreamError(f"{place} of the sliced model differs from the whole one by {error:.1e}{hint}")
+    return worst
+
+
+def _compare_gradients(whole: dict[str, Tensor], sliced: dict[str, Tensor]) -> float:
+    floor = 1e-6 * max(gradient.abs().max() for gradient in whole.values())
+    worst = 0.0
+    for name, expected in whole.items():
+        if name not in sliced:
+            raise SlipstreamError(f"{name} gets no gradient when the model is sliced")
+        error = ((sliced[name] - expected).abs().max() / max(expected.abs().max(), floor)).item()
+        worst = max(worst, error)
+        if not error < TOLERANCE:
+            raise SlipstreamError(f"the gradient of {name} differs from the whole model's by {error:.1e}")
+    return worst
+
+
+def _refuse_whole_batch_losses(config: PretrainedConfig) -> None:
+    """The load-balancing loss of mixtures of experts is not a sum over tokens: slices would change it silently."""
+    if getattr(config, "output_router_logits", False):
+        raise _refusal(
+            config,
+            "output_router_logits=True adds a load-balancing loss over the whole batch, which slices don't sum to. "
+            "Set output_router_logits=False",
+        )
+
+
+def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
+    return SlipstreamError(
+        f"model_type {config.model_type!r} can't be trained in token slices: {reason}. "
+        "`slipstream check` runs this check for any model; Llama, Qwen, Mistral, Gemma, GPT-2 and their kin pass it."
+    )

@@ -1,0 +1,164 @@
+"""One stage of a causal LM: some of its layers, run on one token slice at a time by the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from slipstream.attention import ContextStore
+from slipstream.model import attention_interface
+from slipstream.model.anatomy import Anatomy
+from slipstream.model.context import SliceContext, TokenSlice, active_slice, keyed_random_state
+from slipstream.model.masks import MaskTables
+from slipstream.model.rope import fix_length_dependent_rope
+from slipstream.model.split import keep_layers
+
+
+@dataclass(frozen=True)
+class TiedWeight:
+    """A weight that embeds on the first stage and is the head on the last (rule 11).
+
+    `parameter` goes by the canonical name and collects the embedding's gradient; `head` shares its storage and collects
+    the head's, so that the two can be added in one fixed order whatever the number of stages. A stage that does not
+    compute one of the two has no gradient for it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    head: nn.Parameter | None  # on the last stage
+
+
+class Stage:
+    """Layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
+
+    What travels between stages is (b, T, hidden_size) of hidden_dtype.
+    """
+
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy, owned: range, device: torch.device) -> None:
+        attention_interface.register()
+        model.set_attn_implementation(attention_interface.NAME)
+        self.owned = owned
+        self.num_layers = len(list(model.get_submodule(anatomy.layers).children()))
+        keep_layers(model, anatomy, owned, device)
+        fix_length_dependent_rope(model)
+        self.model: PreTrainedModel = model.to(device)
+        self.tied = _separate_head(model, anatomy, self.is_last)
+        self.hidden_size: int = model.config.get_text_config().hidden_size
+        self.hidden_dtype: torch.dtype = next(model.get_submodule(anatomy.layers).parameters()).dtype
+        self.tables = MaskTables(device)
+        self._context: SliceContext | None = None
+        self._uses_randomness = _uses_randomness(model)
+        self._watch([*model.get_submodule(anatomy.layers).children()])
+        self._learn_masks(device)
+
+    @property
+    def is_first(self) -> bool:
+        return self.owned.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.owned.stop == self.num_layers
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the unsplit model's names; a tied weight goes by its canonical one."""
+        heads = {id(tied.head) for tied in self.tied}
+        return ((name, p) for name, p in self.model.named_parameters() if id(p) not in heads)
+
+    def state(self) -> dict[str, Tensor]:
+        """What of the unsplit model's state dict lives here, by its names."""
+        heads = {tied.head.data_ptr(): tied.name for tied in self.tied if tied.head is not None}
+        state = self.model.state_dict()
+        return {name: t.detach() for name, t in state.items() if heads.get(t.data_ptr(), name) == name}
+
+    def forward(self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore) -> Tensor:
+        """One slice through this stage: (b, T, hidden) in and out; the first takes None, the last gives logits."""
+        return self._run(SliceContext(token_slice, store, self.tables, hidden))
+
+    def _run(self, context: SliceContext) -> Tensor:
+        piece = context.token_slice
+        self._context = context
+        with active_slice(context), keyed_random_state(self._is_random):
+            self._enter(-1)
+            output = self.model(input_ids=piece.input_ids, position_ids=piece.position_ids, use_cache=False)
+        self._context = None
+        if context.num_masks != len(self.tables):
+            raise RuntimeError(f"the model built {context.num_masks} masks, {len(self.tables)} when it was first run")
+        if self.is_last:
+            return output.logits  # type: ignore[no-any-return]
+        assert context.output is not None, f"layer {self.owned.stop - 1} did not run"
+        return context.output
+
+    @property
+    def _is_random(self) -> bool:
+        return self._uses_randomness and self.model.training
+
+    def _enter(self, layer: int) -> SliceContext:
+        """Random state is keyed by layer, -1 before the first: recomputing a layer replays its dropout (rule 10)."""
+        assert self._context is not None
+        self._context.enter_layer(layer)
+        if self._is_random:
+            torch.manual_seed(self._context.seed(layer))
+        return self._context
+
+    def _watch(self, layers: list[nn.Module]) -> None:
+        for index in self.owned:
+            layers[index].register_forward_pre_hook(lambda *_, index=index: self._enter(index) and None)
+        if not self.is_first:
+            layers[self.owned.start].register_forward_pre_hook(self._receive, with_kwargs=True)
+        last = layers[self.owned.stop - 1]
+        last.register_forward_hook((lambda *_: self._enter(self.num_layers) and None) if self.is_last else self._keep)
+
+    def _receive(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The first owned layer works on what the stage before sent, whatever the placeholders handed down."""
+        assert self._context is not None
+        if args:
+            return (self._context.hidden, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._context.hidden}
+
+    def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
+        assert self._context is not None
+        self._context.output = output[0] if isinstance(output, tuple) else output
+
+    def _learn_masks(self, device: torch.device) -> None:
+        """One token through the stage: notes the mask functions the model builds, before documents wrap them."""
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.hidden_dtype, device=device)
+        piece = TokenSlice(zero, zero, None, start=0, length=1, max_position=0)
+        was_training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            self._run(SliceContext(piece, ContextStore(1), self.tables, hidden, records_masks=True))
+        self.model.train(was_training)
+
+
+def _separate_head(model: PreTrainedModel, anatomy: Anatomy, is_last: bool) -> list[TiedWeight]:
+    """Give the head an accumulator of its own, so that embedding and head gradients add in a fixed order."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = []
+    for head_name, name in anatomy.tied:
+        if name not in parameters:
+            continue  # neither the embedding nor the head is on this stage
+        head = None
+        if is_last:
+            head = nn.Parameter(parameters[name].detach(), requires_grad=parameters[name].requires_grad)
+            module, _, attribute = head_name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, head)
+        tied.append(TiedWeight(name, parameters[name], head))
+    return tied
+
+
+def _uses_randomness(model: nn.Module) -> bool:
+    """Whether training draws random numbers: dropout of any kind, or a router's jitter."""
+    return any(
+        isinstance(value, float)
+        and value > 0
+        and (isinstance(module, nn.Dropout) or "drop" in name or "jitter" in name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name == "p" or "drop" in name or "jitter" in name
+    )

@@ -1,0 +1,137 @@
+"""A batch cut into microbatches and token slices, its labels shifted and its documents located before the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.context import TokenSlice
+
+IGNORED = -100  # transformers' label for "predict nothing here"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`slices[microbatch][slice]` and its shifted targets (b, T); `num_valid` targets count in the whole batch."""
+
+    slices: list[list[TokenSlice]]
+    targets: list[list[Tensor]]
+    num_valid: int
+
+
+def cut_batch(
+    inputs: Tensor,
+    targets: Tensor,
+    slices: Sequence[int],
+    num_microbatches: int,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    seed: int = 0,
+) -> Batch:
+    """Cut (B, L) inputs and unshifted targets into `num_microbatches` rows of slices of the given token lengths.
+
+    Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
+    with each, and its last token predicts nothing (rule 12).
+    """
+    check_shapes(inputs, targets, slices, num_microbatches, position_ids, document_ids)
+    starts = _document_starts(inputs, position_ids, document_ids)  # (B, L) or None
+    targets = _shift(targets, starts)
+    if position_ids is None:
+        position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        position_ids = position_ids if starts is None else position_ids - starts
+    largest = int(position_ids.max())
+    bounds = list(pairwise(accumulate(slices, initial=0)))
+    rows = torch.arange(inputs.shape[0]).tensor_split(num_microbatches)
+    pieces = [
+        [
+            TokenSlice(
+                inputs[row[0] : row[-1] + 1, a:b],
+                position_ids[row[0] : row[-1] + 1, a:b],
+                None if starts is None else starts[row[0] : row[-1] + 1, a:b],
+                start=a,
+                length=inputs.shape[1],
+                max_position=largest,
+                microbatch=microbatch,
+                index=index,
+                seed=seed,
+            )
+            for index, (a, b) in enumerate(bounds)
+        ]
+        for microbatch, row in enumerate(rows)
+    ]
+    labels = [[targets[row[0] : row[-1] + 1, a:b] for a, b in bounds] for row in rows]
+    return Batch(pieces, labels, int((targets != IGNORED).sum()))
+
+
+def slice_lengths(slices: int | Sequence[int], length: int) -> list[int]:
+    """The token length of every slice: a count cuts evenly, the first slices one token longer where it doesn't divide.
+
+    Raises SlipstreamError where they don't add up to the sequence length.
+    """
+    if isinstance(slices, int):
+        if not 1 <= slices <= length:
+            raise SlipstreamError(f"slices={slices}: a sequence of {length} tokens takes 1 to {length} slices.")
+        return [length // slices + (i < length % slices) for i in range(slices)]
+    if sum(slices) != length or min(slices) < 1:
+        difference = length - sum(slices)
+        raise SlipstreamError(
+            f"slices={list(slices)} add up to {sum(slices)} tokens, but the sequence has {length}: all must be "
+            f"positive and sum to it. {'Add' if difference > 0 else 'Take away'} {abs(difference)}, or give a count."
+        )
+    return list(slices)
+
+
+def check_shapes(
+    inputs: Tensor,
+    targets: Tensor,
+    slices: Sequence[int],
+    num_microbatches: int,
+    position_ids: Tensor | None,
+    document_ids: Tensor | None,
+) -> None:
+    """Raise SlipstreamError where the tensors of a step don't fit each other or the pipeline."""
+    if inputs.dim() != 2 or inputs.dtype != torch.int64:
+        raise SlipstreamError(f"inputs are {_describe(inputs)}; expected token ids, (batch, sequence) int64.")
+    others = {"targets": targets, "position_ids": position_ids, "document_ids": document_ids}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != inputs.shape:
+            raise SlipstreamError(
+                f"{name} are {_describe(tensor)}, inputs {_describe(inputs)}: they must have one shape."
+            )
+    slice_lengths(slices, inputs.shape[1])
+    if inputs.shape[0] < num_microbatches:
+        raise SlipstreamError(
+            f"a batch of {inputs.shape[0]} sequences can't be cut into {num_microbatches} microbatches. "
+            f"Give at least {num_microbatches} sequences or set num_microbatches={inputs.shape[0]}."
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _document_starts(inputs: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    """Where the document of each token starts: (B, L); None where every sequence is one document."""
+    begins = torch.zeros_like(inputs, dtype=torch.bool)
+    if document_ids is not None:
+        begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    elif position_ids is not None:
+        begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if not begins.any():
+        return None
+    index = torch.arange(inputs.shape[1], device=inputs.device)
+    return (index * begins).cummax(dim=1).values
+
+
+def _shift(targets: Tensor, starts: Tensor | None) -> Tensor:
+    """The label of each token's successor, unless another document begins there: (B, L)."""
+    shifted = torch.full_like(targets, IGNORED)
+    shifted[:, :-1] = targets[:, 1:]
+    if starts is not None:
+        shifted[:, :-1][starts[:, 1:] != starts[:, :-1]] = IGNORED
+    return shifted

@@ -1,0 +1,343 @@
+"""The public Pipeline: a causal LM split over ranks and slices, with the gradients of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import Anatomy, find_anatomy
+from slipstream.model.loading import load_config, pretrained_model, random_model
+from slipstream.model.self_check import check_sliceable
+from slipstream.model.split import share
+from slipstream.model.stage import Stage
+from slipstream.pipeline.batch import IGNORED, Batch, cut_batch, slice_lengths
+from slipstream.pipeline.executor import Executor, LossFunction, run_together
+from slipstream.pipeline.export import save_pretrained
+from slipstream.pipeline.layout import plan_layout
+from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.tied import TiedGradients
+from slipstream.pipeline.transport import LocalTransport, Transport, connect
+from slipstream.schedule.action import Schedule
+from slipstream.timeline import Timeline
+
+
+def causal_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The default loss: (sum over tokens, number of valid tokens) of logits (b, T, vocabulary), targets (b, T)."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model that is not in memory yet: `load` makes the given layers of it."""
+
+    config: PretrainedConfig
+    load: Callable[[Anatomy, list[int]], PreTrainedModel]
+
+
+class Pipeline:
+    """Trains a Hugging Face causal LM whose layers are split over ranks and whose sequences are cut into slices.
+
+    Every rank builds it with an equal model after `init_process_group` and calls `step` with the same batch. Without a
+    process group it is a pipeline in this one process, of `num_stages` stages. The model is taken over: don't use it
+    elsewhere. `step` adds to `.grad`; the loop, the optimizer and `zero_grad` are the caller's.
+
+    Args:
+        model: a causal LM of transformers with its weights in memory. `from_config` and `from_pretrained` make one of
+            which each rank holds only its own layers.
+        schedule: "gpipe", "1f1b", or a Schedule, which then says how many microbatches, slices and stages there are.
+        num_microbatches: the rows of a batch are spread over them.
+        slices: the number of token slices of a sequence, or their lengths in tokens.
+        stages_per_rank: 1; a Schedule may place more stages on a rank.
+        partition: layers per stage, or "auto": by the weights each layer multiplies with, the head counted.
+        mesh: a DeviceMesh with an axis "pp"; default: all ranks.
+        recompute: "none".
+        loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
+            targets that are not -100.
+        dtype, device: of the parameters; default: as they are, the CPU or NCCL's current GPU.
+        num_stages: without a process group, the stages in this process (default 1, or as many ranks as a Schedule has).
+        self_check: whether to compare the architecture at toy size, sliced and whole, before training (a second).
+        timeout: how long a rank waits for a message before it gives up.
+
+    Raises:
+        SlipstreamError: what can't be exact or doesn't fit together, on every rank, before anything runs.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | _Source,
+        schedule: str | Schedule = "1f1b",
+        num_microbatches: int = 1,
+        slices: int | Sequence[int] = 8,
+        stages_per_rank: int = 1,
+        partition: str | Sequence[int] = "auto",
+        mesh: DeviceMesh | None = None,
+        recompute: str = "none",
+        loss_fn: LossFunction | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        num_stages: int | None = None,
+        self_check: bool = True,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        source = model if isinstance(model, _Source) else _in_memory(model)
+        _check_settings(stages_per_rank, recompute, slices)
+        self.config = source.config
+        self._ranks = Ranks(mesh)
+        self.device = self._ranks.device if device is None else torch.device(device)
+        if self_check:
+            self._ranks.agree(_finding(self.config) if self.rank == 0 else None)
+        anatomy = find_anatomy(self.config)
+        num_ranks = self._num_ranks(num_stages, schedule)
+        self.layout = plan_layout(self.config, anatomy, schedule, num_microbatches, slices, partition, num_ranks)
+        self._slices = slices if isinstance(slices, Sequence) else self.layout.training.num_slices
+        self._stages = self._make_stages(source, anatomy, dtype)
+        self._tied = TiedGradients([*self._stages.values()], self._ends() if anatomy.tied else [0])
+        self._executors = self._make_executors(loss_fn or causal_cross_entropy, timeout)
+        self._seed: int = self._ranks.gather(torch.initial_seed())[0]
+        self._num_steps = 0
+        self.train()
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, seed: int = 0, **settings: Any) -> Self:
+        """Random weights: those of `torch.manual_seed(seed)` and `AutoModelForCausalLM.from_config(config)`, of which
+        each rank keeps in memory its own. `settings` are the constructor's."""
+        dtype = settings.get("dtype")
+        return cls(
+            _Source(config, lambda anatomy, layers: random_model(config, seed, anatomy, layers, dtype)), **settings
+        )
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **settings: Any) -> Self:
+        """A folder of safetensors or a name on the hub; each rank reads its own layers. `settings` are the
+        constructor's."""
+        config, dtype = load_config(str(path)), settings.get("dtype")
+        return cls(
+            _Source(config, lambda anatomy, layers: pretrained_model(str(path), config, anatomy, layers, dtype)),
+            **settings,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process's place on the pipeline."""
+        return self._ranks.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes the pipeline has."""
+        return self._ranks.size
+
+    def step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Forward and backward of one batch: adds to `.grad`, returns the global mean loss, on every rank.
+
+        Args:
+            inputs: (batch, sequence) token ids, int64.
+            targets: (batch, sequence) labels, unshifted as in transformers; -100 counts nowhere.
+            position_ids: (batch, sequence); default: from 0 in every document.
+            document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
+                transformers, where position_ids don't count on.
+        """
+        batch = self._cut(inputs, targets, position_ids, document_ids)
+        self._tied.begin()
+        loss = self._run(self.layout.training, batch)
+        self._tied.end()
+        self._num_steps += 1
+        return loss
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """The global mean loss of one batch, forward only, in evaluation mode, on every rank."""
+        batch = self._cut(inputs, targets, None, document_ids)
+        modes = {stage: stage.model.training for stage in self._stages.values()}
+        self.eval()
+        with torch.no_grad():
+            loss = self._run(self.layout.evaluation, batch)
+        for stage, training in modes.items():
+            stage.model.train(training)
+        return loss
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the unsplit model's names, each once."""
+        seen: set[int] = set()
+        for stage in self._stages.values():
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+        A weight tied across ranks counts once.
+        """
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        counted = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in self._tied.copies]
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for gradient in counted:
+            square += gradient.double().square().sum()
+        norm = self._ranks.sum(square).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.dtype))
+        return norm
+
+    @property
+    def timeline(self) -> Timeline:
+        """What ran when in the last step or evaluation, on all ranks. Collective: every rank must ask."""
+        mine = [span for executor in self._executors for span in executor.spans]
+        spans = [span for spans in self._ranks.gather(mine) for span in spans]
+        return Timeline(tuple(spans), self.layout.num_ranks, name=self.layout.training.name)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the whole model as `AutoModelForCausalLM.from_pretrained` reads it. Collective; rank 0 writes."""
+        save_pretrained(folder, self.config, [*self._stages.values()], self._ranks)
+
+    def train(self) -> Self:
+        """Training mode: dropout is on."""
+        for stage in self._stages.values():
+            stage.model.train()
+        return self
+
+    def eval(self) -> Self:
+        """Evaluation mode: dropout is off."""
+        for stage in self._stages.values():
+            stage.model.eval()
+        return self
+
+    def _cut(self, inputs: Tensor, targets: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Batch:
+        _check_tokens(self.config, inputs, targets)
+        tensors = (inputs, targets, position_ids, document_ids)
+        here = [None if tensor is None else tensor.to(self.device) for tensor in tensors]
+        assert here[0] is not None
+        assert here[1] is not None
+        lengths = slice_lengths(self._slices, inputs.shape[-1])
+        seed = hash((self._seed, self._num_steps))
+        batch = cut_batch(here[0], here[1], lengths, self.layout.training.num_microbatches, here[2], here[3], seed=seed)
+        if batch.num_valid == 0:
+            raise SlipstreamError(
+                "no label of this batch counts: after shifting, all are -100. Leave such batches out."
+            )
+        return batch
+
+    def _run(self, schedule: Schedule, batch: Batch) -> Tensor:
+        run_together(self._executors, schedule, batch)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for executor in self._executors:
+            sums += torch.stack(executor.finish())
+        total, count = self._ranks.sum(sums)
+        if int(count) != batch.num_valid:
+            raise SlipstreamError(
+                f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "
+                "must be that number: gradients are divided by it before the loss is known."
+            )
+        mean: Tensor = total / count
+        return mean
+
+    def _num_ranks(self, num_stages: int | None, schedule: str | Schedule) -> int:
+        if self._ranks.size == 1:
+            return num_stages or (schedule.num_ranks if isinstance(schedule, Schedule) else 1)
+        if num_stages not in (None, self._ranks.size):
+            raise SlipstreamError(
+                f"num_stages={num_stages}, but {self._ranks.size} processes run: leave it out, each is a rank."
+            )
+        return self._ranks.size
+
+    def _make_stages(self, source: _Source, anatomy: Anatomy, dtype: torch.dtype | None) -> dict[int, Stage]:
+        here = self.layout.stages_of([self.rank] if self._ranks.size > 1 else range(self.layout.num_ranks))
+        model = source.load(anatomy, [layer for stage in here for layer in self.layout.layers[stage]])
+        model = model if dtype is None else model.to(dtype)
+        return {stage: Stage(share(model), anatomy, self.layout.layers[stage], self.device) for stage in here}
+
+    def _ends(self) -> list[int]:
+        """The global ranks of the first and the last stage."""
+        placement = self.layout.training.placement
+        ends = (placement[0], placement[-1]) if self._ranks.size > 1 else (0, 0)
+        return [self._ranks.global_ranks[rank] for rank in ends]
+
+    def _make_executors(self, loss_function: LossFunction, timeout: timedelta) -> list[Executor]:
+        ranks = [self.rank] if self._ranks.size > 1 else list(range(self.layout.num_ranks))
+        transport: Transport = LocalTransport()
+        if self._ranks.size > 1:
+            transport = connect(self.layout.training, self.device, self._ranks.global_ranks, timeout)
+        return [
+            Executor(
+                rank,
+                {stage: self._stages[stage] for stage in self.layout.stages_of([rank])},
+                transport,
+                loss_function,
+                self.device,
+            )
+            for rank in ranks
+        ]
+
+
+def _in_memory(model: object) -> _Source:
+    if not isinstance(model, PreTrainedModel):
+        raise SlipstreamError(
+            f"model is a {type(model).__name__}; this version takes causal LMs of transformers, for example "
+            "AutoModelForCausalLM.from_pretrained(...)."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise SlipstreamError(
+            "model is on the meta device, so it has no weights. Use Pipeline.from_config(config, seed=...) or "
+            "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
+        )
+    return _Source(model.config, lambda *_: model)
+
+
+def _check_settings(stages_per_rank: int, recompute: str, slices: object) -> None:
+    if stages_per_rank != 1:
+        raise SlipstreamError(
+            f"stages_per_rank={stages_per_rank}: schedules by name have one stage a rank in this version. "
+            "Pass a Schedule whose placement puts more on one."
+        )
+    if recompute != "none":
+        raise SlipstreamError(f"recompute={recompute!r} is not in this version; use recompute='none'.")
+    if not isinstance(slices, (int, Sequence)) or isinstance(slices, str):
+        raise SlipstreamError(f"slices={slices!r}: give a count, such as 8, or the token lengths, such as [512, 512].")
+
+
+def _finding(config: PretrainedConfig) -> SlipstreamError | None:
+    try:
+        check_sliceable(config)
+    except SlipstreamError as error:
+        return error
+    return None
+
+
+def _check_tokens(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -> None:
+    text, length = config.get_text_config(), inputs.shape[-1]
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if limit is not None and length > limit and rope.get("rope_type") != "dynamic":
+        raise SlipstreamError(
+            f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}. Use at "
+            f"most {limit} tokens, or a config with more positions."
+        )
+    largest = int(max(inputs.max(), targets.max()))
+    if largest >= text.vocab_size:
+        raise SlipstreamError(
+            f"the batch holds token id {largest}, but the model has a vocabulary of {text.vocab_size} (ids up to "
+            f"{text.vocab_size - 1}). Use the tokenizer the model was made for, or a config with a larger vocab_size."
+        )

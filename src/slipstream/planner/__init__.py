@@ -1,0 +1,1 @@
+"""Decides before anything runs: which stage gets which layers."""

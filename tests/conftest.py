@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import os
+import tempfile
+
+# Before anything imports torch, transformers or datasets: tests start several processes on few cores, never
+# ask the network and never write into the caches of the user. Processes that tests start inherit it.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+    HF_HOME=tempfile.mkdtemp(prefix="slipstream-tests-"),
+)

@@ -1,0 +1,122 @@
+"""Models of which only some layers are in memory: random, saved and loaded, damaged."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
+
+from architectures import ARCHITECTURES, llama
+from slipstream import Pipeline, SlipstreamError
+from slipstream.model.anatomy import find_anatomy
+from slipstream.model.loading import load_config, pretrained_model, random_model
+
+PARTS = [[0], [1, 2], [3], [0, 3], [0, 1, 2, 3]]
+
+
+def expected(config: PretrainedConfig, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    config = copy.deepcopy(config)
+    return dict(AutoModelForCausalLM.from_config(config).named_parameters())
+
+
+@pytest.mark.parametrize("layers", PARTS)
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "mixtral", "gemma3"])
+def test_random_parts_are_those_of_the_whole_model(name: str, layers: list[int]) -> None:
+    config = ARCHITECTURES[name]
+    whole = expected(config, seed=5)
+    state = torch.get_rng_state()
+    part = random_model(config, 5, find_anatomy(config), layers)
+    assert torch.equal(state, torch.get_rng_state())
+    found = dict(part.named_parameters())
+    assert found
+    for parameter_name, parameter in found.items():
+        assert torch.equal(parameter, whole[parameter_name]), parameter_name
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
+def test_the_parts_of_two_stages_are_all_there_is(name: str) -> None:
+    config = ARCHITECTURES[name]
+    parts = [
+        dict(random_model(config, 0, find_anatomy(config), layers).named_parameters()) for layers in ([0, 1], [2, 3])
+    ]
+    assert set(parts[0]) | set(parts[1]) == set(expected(config, seed=0))
+    shared = set(parts[0]) & set(parts[1])
+    assert shared == ({"model.embed_tokens.weight"} if config.tie_word_embeddings and name != "gpt2" else shared)
+    assert len(shared) == int(config.tie_word_embeddings)
+
+
+ONE_OF_TWELVE = """
+import resource
+from architectures import llama
+from slipstream.model.anatomy import find_anatomy
+from slipstream.model.loading import random_model
+
+config = llama(hidden_size=1024, intermediate_size=2816, num_attention_heads=8, num_hidden_layers=12, head_dim=128)
+anatomy = find_anatomy(config)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+part = random_model(config, 0, anatomy, [3])
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+print(grown, sum(parameter.nbytes for parameter in part.parameters()))
+"""
+
+
+def test_other_layers_take_no_memory() -> None:
+    """One of twelve layers of 45 MB each: what is drawn for the others passes through scratch memory."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run([sys.executable, "-c", ONE_OF_TWELVE], env=environment, capture_output=True, text=True)
+    grown, own = map(int, ended.stdout.split())
+    assert own > 40e6
+    assert grown < 12 * own / 3
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "mixtral", "qwen2_moe", "gpt_oss"])
+def test_saved_parts_are_read_back(name: str, tmp_path: Path) -> None:
+    config = ARCHITECTURES[name]
+    torch.manual_seed(1)
+    whole = AutoModelForCausalLM.from_config(config)
+    whole.save_pretrained(tmp_path, max_shard_size="30KB")
+    anatomy = find_anatomy(load_config(str(tmp_path)))
+    wanted = dict(whole.named_parameters())
+    for layers in PARTS:
+        part = pretrained_model(str(tmp_path), load_config(str(tmp_path)), anatomy, layers)
+        for parameter_name, parameter in part.named_parameters():
+            assert torch.equal(parameter, wanted[parameter_name]), parameter_name
+
+
+def save(folder: Path) -> Path:
+    logging.set_verbosity_error()
+    AutoModelForCausalLM.from_config(llama()).save_pretrained(folder)
+    return folder / "model.safetensors"
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    weights = save(tmp_path)
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(SlipstreamError, match=r"weights of .* can't be read.*copy or download them again"):
+        Pipeline.from_pretrained(tmp_path, self_check=False)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    save(tmp_path).unlink()
+    with pytest.raises(SlipstreamError, match=r"weights of .* can't be read"):
+        Pipeline.from_pretrained(tmp_path, self_check=False)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"no model at .*nowhere"):
+        Pipeline.from_pretrained(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    AutoModelForCausalLM.from_config(llama()).model.save_pretrained(tmp_path)
+    with pytest.raises(SlipstreamError, match=r"lacks 1 weights of 'llama', first 'lm_head.weight'"):
+        Pipeline.from_pretrained(tmp_path, num_stages=2, self_check=False)

@@ -1,0 +1,52 @@
+"""The self-check accepts what is exact and refuses the rest by the name of the layer or feature."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+from transformers import BartConfig, BloomConfig, MambaConfig, MixtralConfig, PretrainedConfig
+
+import slipstream
+from architectures import ARCHITECTURES, llama
+from slipstream import SlipstreamError
+from slipstream.model import rope
+from slipstream.model.self_check import check_sliceable
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_accepts(name: str) -> None:
+    found = check_sliceable(ARCHITECTURES[name])
+    assert found.output_error < 1e-10
+    assert found.gradient_error < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (BloomConfig(), r"'bloom'.*layer 0 \(BloomBlock\) never attends through"),
+        (MambaConfig(), r"'mamba'.*layer 0 \(MambaBlock\) never attends through"),
+        (BartConfig(is_decoder=True), r"'bart'.*input of layer 0 .* positions do not follow position_ids"),
+        (MixtralConfig(output_router_logits=True), r"load-balancing loss.*Set output_router_logits=False"),
+    ],
+)
+def test_refuses_by_name(config: PretrainedConfig, reason: str) -> None:
+    with pytest.raises(SlipstreamError, match=reason):
+        check_sliceable(config)
+
+
+def test_runs_before_the_pipeline_is_built() -> None:
+    with pytest.raises(SlipstreamError, match="BloomBlock"):
+        slipstream.Pipeline.from_config(BloomConfig())
+
+
+def test_catches_a_feature_that_slices_get_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the fix for dynamic rope the slices below the threshold get other frequencies: layer 0 differs first."""
+
+    def no_fix(model: nn.Module) -> None:
+        pass
+
+    monkeypatch.setattr("slipstream.model.stage.fix_length_dependent_rope", no_fix)
+    assert rope.fix_length_dependent_rope is not no_fix
+    dynamic = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(SlipstreamError, match="layer 0 of the sliced model differs"):
+        check_sliceable(dynamic)

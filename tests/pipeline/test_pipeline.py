@@ -1,0 +1,272 @@
+"""The Pipeline in one process: documents, ignored labels, accumulation, evaluation, export, and refusals."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from architectures import (
+    ARCHITECTURES,
+    BOUND,
+    LENGTH,
+    VOCABULARY,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    llama,
+    tokens,
+    unsplit_step,
+)
+from slipstream import Pipeline, SlipstreamError, one_f_one_b
+from slipstream.pipeline.pipeline import causal_cross_entropy
+
+
+def documents() -> Tensor:
+    """Two rows with different documents; some cuts fall inside a document, some between two."""
+    ids = torch.zeros(2, LENGTH, dtype=torch.int64)
+    for row, ends in enumerate([(3, 17, 18, 50), (30, 41)]):
+        for end in ends:
+            ids[row, end:] += 1
+    return ids
+
+
+def positions_within(document_ids: Tensor) -> Tensor:
+    rows = [[int((row[: t + 1] == row[t]).sum()) - 1 for t in range(LENGTH)] for row in document_ids]
+    return torch.tensor(rows)
+
+
+def labels_within(inputs: Tensor, document_ids: Tensor) -> Tensor:
+    """As transformers wants them, with a document's first token ignored: nothing predicts it."""
+    labels = inputs.clone()
+    labels[:, 1:][document_ids[:, 1:] != document_ids[:, :-1]] = -100
+    return labels
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral, window of 7", "llama4_text", "gemma3"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_documents_are_separate_sequences(name: str, num_microbatches: int) -> None:
+    model, inputs, ids = build(ARCHITECTURES[name]), tokens(), documents()
+    whole = copy.deepcopy(model)
+    expected = unsplit_step(whole, inputs, labels_within(inputs, ids), position_ids=positions_within(ids))
+    pipe = Pipeline(model, slices=[5, 30, 17, 12], num_microbatches=num_microbatches, num_stages=2, self_check=False)
+    loss = pipe.step(inputs, inputs, document_ids=ids)
+    bound = 1e-6 if name == "gemma3" else 1e-7 if name == "llama4_text" else BOUND  # their norms round to float32
+    assert abs(loss - expected) < bound * expected
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < bound
+
+
+def test_restarting_positions_mean_documents() -> None:
+    model, inputs, ids = build(ARCHITECTURES["llama"]), tokens(), documents()
+    pipe = Pipeline(model, slices=4, self_check=False)
+    by_ids = pipe.step(inputs, inputs, document_ids=ids)
+    by_positions = pipe.step(inputs, inputs, position_ids=positions_within(ids))
+    assert by_ids == by_positions
+
+
+def test_a_row_without_valid_labels_counts_nowhere() -> None:
+    """The mean is over tokens, not over microbatches: one of them may have none."""
+    model, inputs = build(ARCHITECTURES["llama"]), tokens(batch=3)
+    labels = inputs.clone()
+    labels[1] = -100
+    labels[2, 5:] = -100
+    whole = copy.deepcopy(model)
+    expected = unsplit_step(whole, inputs, labels)
+    pipe = Pipeline(model, slices=3, num_microbatches=3, num_stages=2, self_check=False)
+    assert abs(pipe.step(inputs, labels) - expected) < BOUND
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied"])
+def test_steps_add_to_grad(name: str) -> None:
+    pipe = Pipeline(build(ARCHITECTURES[name]), slices=4, num_stages=2, self_check=False)
+    inputs = tokens()
+    pipe.step(inputs, inputs)
+    once = gradients(pipe.named_parameters())
+    pipe.step(inputs, inputs)
+    twice = gradients(pipe.named_parameters())
+    assert gradient_error({name: 2 * gradient for name, gradient in once.items()}, twice) < BOUND
+
+
+def test_training_follows_the_unsplit_model() -> None:
+    """Five steps of AdamW with clipping, tied embeddings included, end at the same parameters."""
+    model = build(ARCHITECTURES["llama, tied"])
+    whole = copy.deepcopy(model)
+    pipe = Pipeline(model, slices=4, num_stages=3, self_check=False)
+    ours = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for step in range(5):
+        inputs = tokens(seed=step)
+        ours.zero_grad()
+        theirs.zero_grad()
+        pipe.step(inputs, inputs)
+        unsplit_step(whole, inputs, inputs)
+        norm = pipe.clip_grad_norm_(0.5)
+        assert abs(norm - torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)) < 1e-9
+        ours.step()
+        theirs.step()
+    found = dict(pipe.named_parameters())
+    for name, parameter in whole.named_parameters():
+        assert (found[name] - parameter).abs().max() < 1e-9, name
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model, inputs = build(ARCHITECTURES["llama"]), tokens()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.3" in name or "layers.1" in name)
+    whole = copy.deepcopy(model)
+    unsplit_step(whole, inputs, inputs)
+    pipe = Pipeline(model, slices=4, num_stages=4, self_check=False)
+    pipe.step(inputs, inputs)
+    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    assert set(found) == set(wanted)
+    assert gradient_error(wanted, found) < BOUND
+
+
+def test_evaluation_is_the_loss_without_dropout_or_gradients() -> None:
+    config = copy.deepcopy(ARCHITECTURES["gpt2"])
+    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.5
+    model, inputs = build(config), tokens()
+    labels = labels_of(inputs)
+    whole = copy.deepcopy(model).eval()
+    pipe = Pipeline(model, slices=4, num_stages=2, self_check=False)
+    assert abs(pipe.evaluate(inputs, labels) - unsplit_step(whole, inputs, labels)) < BOUND
+    assert not gradients(pipe.named_parameters())
+    assert abs(pipe.step(inputs, labels) - pipe.evaluate(inputs, labels)) > 1e-3  # training mode is back
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_dropout_is_the_same_for_every_number_of_stages_and_schedule(schedule: str) -> None:
+    config = copy.deepcopy(ARCHITECTURES["gpt2"])
+    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.2
+    model, inputs = build(config), tokens()
+    results = []
+    for num_stages in (1, 2, 4):
+        torch.manual_seed(7)
+        pipe = Pipeline(
+            copy.deepcopy(model),
+            schedule=schedule,
+            slices=4,
+            num_microbatches=2,
+            num_stages=num_stages,
+            self_check=False,
+        )
+        first, second = pipe.step(inputs, inputs), pipe.step(inputs, inputs)
+        assert first != second  # every step draws anew
+        results.append((first, second, gradients(pipe.named_parameters())))
+    for first, second, found in results[1:]:
+        assert (first, second) == results[0][:2]
+        assert gradient_error(results[0][2], found) < BOUND
+
+
+def test_a_step_leaves_the_callers_random_state_alone() -> None:
+    config = copy.deepcopy(ARCHITECTURES["gpt2"])
+    config.resid_pdrop = 0.2
+    pipe = Pipeline(build(config), slices=4, self_check=False)
+    before = torch.get_rng_state()
+    pipe.step(tokens(), tokens())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_loss_of_ones_own() -> None:
+    def scaled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = causal_cross_entropy(outputs, targets)
+        return 3 * total, count
+
+    model, inputs = build(ARCHITECTURES["llama"]), tokens()
+    plain = Pipeline(copy.deepcopy(model), slices=4, self_check=False).step(inputs, inputs)
+    own = Pipeline(model, slices=4, num_stages=2, loss_fn=scaled, self_check=False).step(inputs, inputs)
+    assert abs(own - 3 * plain) < BOUND
+
+
+def test_the_timeline_has_every_action_once() -> None:
+    pipe = Pipeline(build(ARCHITECTURES["llama"]), slices=4, num_stages=2, self_check=False)
+    pipe.step(tokens(), tokens())
+    compute = [span.action for span in pipe.timeline.compute_spans]
+    expected = [action for row in one_f_one_b(2, 1, 4).actions for action in row]
+    assert sorted(map(str, compute)) == sorted(map(str, expected))
+    assert 0 < pipe.timeline.idle_fraction < 1
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral", "gpt2"])
+def test_the_export_is_the_model(name: str, tmp_path: Path) -> None:
+    model, inputs = build(ARCHITECTURES[name]), tokens()
+    whole = copy.deepcopy(model)
+    Pipeline(model, num_stages=2, self_check=False).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
+    with torch.no_grad():
+        assert torch.allclose(loaded(inputs).logits, whole(inputs).logits, rtol=1e-12, atol=1e-12)
+
+
+class TestRefusals:
+    def pipeline(self, **settings: object) -> Pipeline:
+        return Pipeline(build(llama()), self_check=False, **settings)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"schedule": "1f1p"}, r"schedule='1f1p' is not known; did you mean '1f1b'"),
+            ({"num_stages": 5}, r"5 stages for 4 layers: every stage needs a layer. Use 1 to 4"),
+            (
+                {"num_stages": 2, "partition": [3, 2]},
+                r"partition=\[3, 2\] has 2 stages and 5 layers.*2 stages.*4 layers",
+            ),
+            ({"partition": "even"}, r"partition='even': give 'auto' or the number of layers"),
+            ({"stages_per_rank": 2}, r"stages_per_rank=2: .*Pass a Schedule"),
+            ({"recompute": "full"}, r"recompute='full' is not in this version"),
+            ({"slices": "auto"}, r"slices='auto': give a count, such as 8"),
+            ({"schedule": one_f_one_b(3, 1, 4), "num_stages": 2}, r"is for 3 ranks, but there are 2"),
+        ],
+    )
+    def test_settings(self, settings: dict[str, object], message: str) -> None:
+        with pytest.raises(SlipstreamError, match=message):
+            self.pipeline(**settings)
+
+    @pytest.mark.parametrize(
+        ("slices", "inputs", "message"),
+        [
+            ([30, 30], tokens(), r"slices=\[30, 30\] add up to 60 tokens, but the sequence has 64.*Add 4"),
+            (99, tokens(), r"slices=99: a sequence of 64 tokens takes 1 to 64"),
+            (4, tokens(length=80), r"80 tokens, but 'llama' has max_position_embeddings=64"),
+            (4, tokens().double(), r"inputs are \(2, 64\) float64; expected token ids"),
+            (4, tokens() + VOCABULARY, r"token id 1?\d\d.*vocabulary of 61"),
+        ],
+    )
+    def test_batches(self, slices: int | list[int], inputs: Tensor, message: str) -> None:
+        with pytest.raises(SlipstreamError, match=message):
+            self.pipeline(slices=slices).step(inputs, inputs)
+
+    def test_fewer_rows_than_microbatches(self) -> None:
+        with pytest.raises(SlipstreamError, match="batch of 2 sequences can't be cut into 4 microbatches"):
+            self.pipeline(num_microbatches=4).step(tokens(), tokens())
+
+    def test_no_label_counts(self) -> None:
+        with pytest.raises(SlipstreamError, match="no label of this batch counts"):
+            self.pipeline().step(tokens(), torch.full_like(tokens(), -100))
+
+    def test_targets_of_another_shape(self) -> None:
+        with pytest.raises(SlipstreamError, match=r"targets are \(2, 63\) int64, inputs \(2, 64\) int64"):
+            self.pipeline().step(tokens(), tokens()[:, 1:])
+
+    def test_a_loss_that_counts_otherwise(self) -> None:
+        def mean_of_means(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            total, count = causal_cross_entropy(outputs, targets)
+            return total / count, torch.ones(())
+
+        with pytest.raises(SlipstreamError, match="loss_fn counted 8 tokens, but 126 targets"):
+            self.pipeline(loss_fn=mean_of_means).step(tokens(), tokens())
+
+    def test_other_models(self) -> None:
+        with pytest.raises(SlipstreamError, match="model is a Linear; this version takes causal LMs"):
+            Pipeline(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+    def test_a_model_without_weights(self) -> None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(llama())
+        with pytest.raises(SlipstreamError, match=r"meta device.*Pipeline\.from_config"):
+            Pipeline(model)

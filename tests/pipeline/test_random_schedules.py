@@ -1,0 +1,80 @@
+"""Any valid order of actions, on any placement, with any slices, gives the unsplit model's gradients."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from architectures import (
+    ARCHITECTURES,
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    tokens,
+    unsplit_step,
+)
+from slipstream import Action, Op, Pipeline, Schedule
+from slipstream.schedule.dependencies import predecessors
+
+LENGTH = 24
+MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """A random order over a random placement: several stages a rank, in any arrangement."""
+    num_stages, num_ranks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    placement = tuple(draw(st.integers(0, num_ranks - 1)) for _ in range(num_stages))
+    m, s = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    actions = [
+        Action(op, g, j, i) for op in (Op.F, Op.B) for g in range(num_stages) for j in range(m) for i in range(s)
+    ]
+    rows = [[action for action in actions if placement[action.stage] == rank] for rank in range(num_ranks)]
+    rules = Schedule("rules", tuple(map(tuple, rows)), placement, m, s)
+    order = _random_order(actions, rules, random.Random(draw(st.integers(0, 2**32))))
+    rows = [[action for action in order if placement[action.stage] == rank] for rank in range(num_ranks)]
+    return Schedule("random", tuple(map(tuple, rows)), placement, m, s)
+
+
+def _random_order(actions: list[Action], rules: Schedule, generator: random.Random) -> list[Action]:
+    done: list[Action] = []
+    left = list(actions)
+    while left:
+        ready = [action for action in left if set(predecessors(action, rules)) <= set(done)]
+        done.append(generator.choice(ready))
+        left.remove(done[-1])
+    return done
+
+
+@st.composite
+def cuts(draw: st.DrawFn, num_slices: int) -> list[int]:
+    bounds = sorted(draw(st.sets(st.integers(1, LENGTH - 1), min_size=num_slices - 1, max_size=num_slices - 1)))
+    return [b - a for a, b in zip([0, *bounds], [*bounds, LENGTH], strict=True)]
+
+
+def run_unsplit(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    whole = copy.deepcopy(model)
+    unsplit_step(whole, inputs, labels)
+    return gradients(whole.named_parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
+    schedule = data.draw(schedules())
+    lengths = data.draw(cuts(schedule.num_slices))
+    inputs = tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99)))
+    labels = labels_of(inputs)
+    pipe = Pipeline(copy.deepcopy(MODELS[name]), schedule=schedule, slices=lengths, self_check=False)
+    pipe.step(inputs, labels)
+    expected = run_unsplit(MODELS[name], inputs, labels)
+    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
