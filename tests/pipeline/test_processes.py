@@ -39,3 +39,9 @@ def test_batches_of_different_shapes_are_found_out() -> None:
     ended = torchrun(2, "mismatch")
     assert "rank 1 found the mismatch" in ended.stdout, ended.stderr[-3000:]
     assert "rank 0 found the mismatch" in ended.stdout, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize("what", ["buffers", "mesh"])
+def test_two_processes(what: str) -> None:
+    ended = torchrun(2, what)
+    assert ended.returncode == 0, ended.stderr[-3000:]

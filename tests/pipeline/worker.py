@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from architectures import (
     ARCHITECTURES,
@@ -18,7 +19,7 @@ from architectures import (
     tokens,
     unsplit_step,
 )
-from slipstream import Pipeline
+from slipstream import Pipeline, SlipstreamError
 from slipstream.pipeline.transport import TransportError
 
 
@@ -66,12 +67,35 @@ def mismatch() -> None:
     print(f"rank {pipe.rank} found the mismatch", flush=True)
 
 
+def buffers() -> None:
+    """64 messages a channel pass through as many buffers as are in flight, not through 64."""
+    inputs = tokens(batch=4)
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=16, num_microbatches=4, self_check=False)
+    for _ in range(2):
+        pipe.step(inputs, inputs)
+    (executor,) = pipe._executors
+    pool = executor._transport._pool  # type: ignore[attr-defined]
+    assert 0 < sum(len(free) for free in pool.values()) <= 30, {size: len(free) for size, free in pool.items()}
+
+
+def mesh() -> None:
+    """An axis pp of a mesh is the pipeline; other axes of more than one are refused."""
+    model, inputs = build(ARCHITECTURES["llama"]), tokens()
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "pp"))["pp"]
+    expected = Pipeline(model, mesh=alone, slices=4).step(inputs, inputs)
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
+    pipe = Pipeline(model, mesh=both, slices=4)
+    assert pipe.num_ranks == 2
+    assert abs(pipe.step(inputs, inputs) - expected) < BOUND
+    for axes, reason in ((("dp", "pp"), r"\{'dp': 2\} beside pp"), (("dp", "tp"), "none of them 'pp'")):
+        with pytest.raises(SlipstreamError, match=reason):
+            Pipeline(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=axes))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if sys.argv[1] == "exact":
-        exact(*sys.argv[2:])
+    {"exact": exact, "mismatch": mismatch, "buffers": buffers, "mesh": mesh}[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] != "mismatch":
         dist.barrier()
-    else:
-        mismatch()
     dist.destroy_process_group()

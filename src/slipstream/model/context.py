@@ -63,7 +63,7 @@ class SliceContext:
         """The ranges of the next mask the model asks for; models ask for their masks in a fixed order."""
         self.num_masks += 1
         piece = self.token_slice
-        return self.tables.ranges(self.num_masks - 1, piece.start, piece.position_ids, piece.document_start)
+        return self.tables.ranges(self.num_masks - 1, piece.start, piece.end, piece.length, piece.document_start)
 
     def attention_seed(self) -> int:
         return self.seed(self.layer, "attention", self.calls_in_layer)

@@ -62,7 +62,7 @@ class MaskTables:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._functions: list[MaskFunction] = []
-        self._tables: dict[int, Tensor] = {}
+        self._tables: dict[int, Tensor | NotCausalError] = {}
         self._ranges: dict[tuple[int, int, int], KeyRanges] = {}
 
     def __len__(self) -> int:
@@ -72,23 +72,26 @@ class MaskTables:
         self._functions.append(mask_function)
 
     def ranges(
-        self, mask: int, start: int, position_ids: Tensor, document_start: Tensor | None
+        self, mask: int, start: int, end: int, length: int, document_start: Tensor | None
     ) -> KeyRanges | NotCausalError:
-        """What the queries of a slice see: positions and document starts are (b, T)."""
-        try:
-            if document_start is not None:
-                table = self._table(mask, int(position_ids.max()) + 1)
-                return KeyRanges(document_start.cpu() + table[position_ids.cpu()], start)
-            return self._without_documents(mask, start, start + position_ids.shape[1])
-        except NotCausalError as refused:
-            return refused
-
-    def _without_documents(self, mask: int, start: int, end: int) -> KeyRanges:
+        """What queries [start, end) of a sequence see; document_start (b, end - start) or None."""
+        table = self._table(mask, length)
+        if isinstance(table, NotCausalError):
+            return table
+        if document_start is not None:
+            begins = document_start.cpu()
+            return KeyRanges(begins + table[torch.arange(start, end) - begins], start)
         if (mask, start, end) not in self._ranges:
-            self._ranges[mask, start, end] = KeyRanges(self._table(mask, end)[None, start:end], start)
+            self._ranges[mask, start, end] = KeyRanges(table[None, start:end], start)
         return self._ranges[mask, start, end]
 
-    def _table(self, mask: int, length: int) -> Tensor:
-        if mask not in self._tables or len(self._tables[mask]) < length:
-            self._tables[mask] = first_keys(self._functions[mask], length, self._device)
-        return self._tables[mask]
+    def _table(self, mask: int, length: int) -> Tensor | NotCausalError:
+        """The first keys for at least `length` queries: a longer sequence's begin with a shorter one's."""
+        known = self._tables.get(mask)
+        if known is None or (isinstance(known, Tensor) and len(known) < length):
+            try:
+                known = first_keys(self._functions[mask], length, self._device)
+            except NotCausalError as refused:
+                known = refused
+            self._tables[mask] = known
+        return known

@@ -96,8 +96,8 @@ def _name_layer_without_attention(model: PreTrainedModel, anatomy: Anatomy, atte
     for index, layer in enumerate(model.get_submodule(anatomy.layers).children()):
         if not set(layer.modules()) & set(attending):
             return (
-                f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, so what "
-                "it needs of earlier tokens (its own attention, a recurrent state) can't be handed to it"
+                f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, so "
+                "what it needs of earlier tokens (its own attention, a recurrent state) can't be handed to it"
             )
     return ""
 
