@@ -79,9 +79,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 class TestExact:
     @settings(deadline=None, max_examples=150)
     @given(cases())
-    def test_flash_parts_equal_plain_attention(
-        self, make_case: Any, distance: Any, case: dict[str, Any]
-    ) -> None:
+    def test_flash_parts_equal_plain_attention(self, make_case: Any, distance: Any, case: dict[str, Any]) -> None:
         case = make_case(**case)
         assert distance(case.sliced(), case.reference()) < 1e-12
 
@@ -151,9 +149,7 @@ def test_frozen_inputs_leave_the_other_gradients_alone(frozen: list[str]) -> Non
     def run(frozen: list[str]) -> dict[str, Tensor | None]:
         generator = torch.Generator().manual_seed(0)
         inputs = {
-            name: torch.randn(1, 2, 20, 4, generator=generator, dtype=torch.float64).requires_grad_(
-                name not in frozen
-            )
+            name: torch.randn(1, 2, 20, 4, generator=generator, dtype=torch.float64).requires_grad_(name not in frozen)
             for name in ("query", "key", "value")
         }
         store = ContextStore(20)
@@ -308,8 +304,6 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, tuple[int, ...]], 
 
 
 def test_mixed_dtypes_are_refused() -> None:
-    tensors = [
-        torch.zeros(1, 2, 8, 4, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64)
-    ]
+    tensors = [torch.zeros(1, 2, 8, 4, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64)]
     with pytest.raises(SlipstreamError, match="give one dtype"):
         attend(*tensors, store=ContextStore(8), call=0, ranges=KeyRanges.causal(0, 8), scale=1.0)

@@ -29,12 +29,8 @@ MASKS = {
 @pytest.mark.parametrize("first_key", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("widths", [(64, 64), (72, 40), (20, 20)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_flash(
-    make_case: Any, distance: Any, first_key: Tensor, widths: tuple[int, int], dtype: torch.dtype
-) -> None:
-    case = make_case(
-        (2, 4, 2, LENGTH, *widths), first_key, [0, 1, 20, 350, LENGTH], dtype, "cuda", sinks=True
-    )
+def test_flash(make_case: Any, distance: Any, first_key: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> None:
+    case = make_case((2, 4, 2, LENGTH, *widths), first_key, [0, 1, 20, 350, LENGTH], dtype, "cuda", sinks=True)
     backend = function._backend(case.query, case.value, 0.3, None, 0.0, 0)
     assert isinstance(backend, flash.FlashCUDA)
     assert distance(case.sliced(), case.reference()) < (2e-2 if dtype == torch.bfloat16 else 2e-3)
@@ -52,7 +48,5 @@ def test_masked_math(
 
 
 def test_dropout_replays(make_case: Any) -> None:
-    case = make_case(
-        (1, 2, 2, 100, 8, 8), MASKS["causal"][:, :100], [0, 40, 100], torch.float32, "cuda", dropout=0.5
-    )
+    case = make_case((1, 2, 2, 100, 8, 8), MASKS["causal"][:, :100], [0, 40, 100], torch.float32, "cuda", dropout=0.5)
     assert all(torch.equal(a, b) for a, b in zip(case.sliced(), case.sliced(), strict=True))

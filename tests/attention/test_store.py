@@ -13,9 +13,7 @@ CUTS = [(0, 4), (4, 9), (9, 12)]
 
 def inputs(start: int, end: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(start)
-    return [
-        torch.randn(1, 2, end - start, 4, generator=generator).to(dtype).requires_grad_() for _ in range(3)
-    ]
+    return [torch.randn(1, 2, end - start, 4, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
 
 
 def run(store: ContextStore, start: int, end: int, first: int = 0, call: object = "a") -> Tensor:
@@ -70,9 +68,7 @@ def test_wrong_backward_order_is_named() -> None:
     store = ContextStore(12)
     outputs = [run(store, *cut) for cut in CUTS]
     outputs[2].sum().backward(retain_graph=True)
-    with pytest.raises(
-        ContextError, match=r"slice \[0, 4\) of attention call 'a' runs backward before .* \[4, 9\)"
-    ):
+    with pytest.raises(ContextError, match=r"slice \[0, 4\) of attention call 'a' runs backward before .* \[4, 9\)"):
         outputs[0].sum().backward()
     with pytest.raises(ContextError, match=r"slice \[9, 12\) .* a second time"):
         outputs[2].sum().backward()
@@ -107,9 +103,7 @@ def test_backward_after_freeing_is_named() -> None:
         ([], (0, 13), "ends after the sequence of 12 tokens"),
     ],
 )
-def test_wrong_forward_order_is_named(
-    before: list[tuple[int, int]], cut: tuple[int, int], message: str
-) -> None:
+def test_wrong_forward_order_is_named(before: list[tuple[int, int]], cut: tuple[int, int], message: str) -> None:
     store = ContextStore(12)
     for each in before:
         run(store, *each)

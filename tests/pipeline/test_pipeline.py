@@ -25,6 +25,7 @@ from architectures import (
 )
 from slipstream import Pipeline, SlipstreamError, one_f_one_b
 from slipstream.pipeline.pipeline import causal_cross_entropy
+from slipstream.schedule import split_backwards
 
 
 def documents() -> Tensor:
@@ -188,7 +189,7 @@ def test_the_timeline_has_every_action_once() -> None:
     pipe = Pipeline(build(ARCHITECTURES["llama"]), slices=4, num_stages=2, self_check=False)
     pipe.step(tokens(), tokens())
     compute = [span.action for span in pipe.timeline.compute_spans]
-    expected = [action for row in one_f_one_b(2, 1, 4).actions for action in row]
+    expected = [action for row in split_backwards(one_f_one_b(2, 1, 4)).actions for action in row]
     assert sorted(map(str, compute)) == sorted(map(str, expected))
     assert 0 < pipe.timeline.idle_fraction < 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -30,18 +31,22 @@ MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """A random order over a random placement: several stages a rank, in any arrangement."""
+    """A random order over a random placement: several stages a rank, in any arrangement, backwards whole or split."""
     num_stages, num_ranks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     placement = tuple(draw(st.integers(0, num_ranks - 1)) for _ in range(num_stages))
     m, s = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    actions = [
-        Action(op, g, j, i) for op in (Op.F, Op.B) for g in range(num_stages) for j in range(m) for i in range(s)
-    ]
-    rows = [[action for action in actions if placement[action.stage] == rank] for rank in range(num_ranks)]
-    rules = Schedule("rules", tuple(map(tuple, rows)), placement, m, s)
+    actions = []
+    for unit in product(range(num_stages), range(m), range(s)):
+        split = draw(st.booleans())
+        actions += [Action(op, *unit) for op in ((Op.F, Op.I, Op.W) if split else (Op.F, Op.B))]
+
+    def rows(order: list[Action]) -> tuple[tuple[Action, ...], ...]:
+        of_rank = [[action for action in order if placement[action.stage] == rank] for rank in range(num_ranks)]
+        return tuple(map(tuple, of_rank))
+
+    rules = Schedule("rules", rows(actions), placement, m, s)
     order = _random_order(actions, rules, random.Random(draw(st.integers(0, 2**32))))
-    rows = [[action for action in order if placement[action.stage] == rank] for rank in range(num_ranks)]
-    return Schedule("random", tuple(map(tuple, rows)), placement, m, s)
+    return Schedule("random", rows(order), placement, m, s)
 
 
 def _random_order(actions: list[Action], rules: Schedule, generator: random.Random) -> list[Action]:

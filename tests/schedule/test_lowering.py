@@ -10,6 +10,7 @@ import pytest
 from slipstream.schedule import (
     Action,
     Channel,
+    Op,
     Schedule,
     ScheduleError,
     add_communication,
@@ -19,6 +20,7 @@ from slipstream.schedule import (
     gpipe,
     one_f_one_b,
     receives_in_flight,
+    split_backwards,
     validate,
 )
 
@@ -132,3 +134,10 @@ def test_a_lowered_schedule_that_lost_a_receive_is_refused() -> None:
     lowered = add_communication(gpipe(2, 1))
     with pytest.raises(ScheduleError, match="0SEND_F0 has no other end"):
         check_communication(with_row(lowered, 1, "1F0 1B0 1SEND_B0"))
+
+
+def test_split_backwards_sends_before_the_weights() -> None:
+    lowered = add_communication(split_backwards(gpipe(2, 1, 2)))
+    check_communication(lowered)
+    assert " ".join(map(str, lowered.actions[1][-6:])) == "1I0.1 1SEND_B0.1 1W0.1 1I0.0 1SEND_B0.0 1W0.0"
+    assert all(action.op not in (Op.I, Op.W) for action in lowered.actions[0])  # the first stage sends no gradient

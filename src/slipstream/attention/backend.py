@@ -17,9 +17,13 @@ class Queries(NamedTuple):
     logsumexp: Tensor  # (B,H,T), likewise
     grad_output: Tensor  # (B,H,T,Dv)
 
-    def cut(self, heads: slice, rows: slice) -> Queries:
-        """The same of some heads and queries."""
-        return Queries(*(each[:, heads, rows] for each in self))
+    def heads(self, some: slice) -> Queries:
+        """The same of some heads."""
+        return Queries(*(each[:, some] for each in self))
+
+    def rows(self, some: slice) -> Queries:
+        """The same of some queries."""
+        return Queries(*(each[:, :, some] for each in self))
 
 
 class Gradients(NamedTuple):
@@ -39,15 +43,11 @@ class Backend(Protocol):
         dV = P^T dO,   dS = P * (dO V^T - rowsum(dO * O)),   dQ = scale * dS K,   dK = scale * dS^T Q
     """
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: Tile
-    ) -> None:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: Tile) -> None:
         """Fill output (B,H,T,Dv) and logsumexp (B,H,T), in float32 or wider."""
         ...
 
-    def backward(
-        self, queries: Queries, key: Tensor, value: Tensor, gradients: Gradients, tile: Tile
-    ) -> None:
+    def backward(self, queries: Queries, key: Tensor, value: Tensor, gradients: Gradients, tile: Tile) -> None:
         """Add the tile's share to the gradients."""
         ...
 

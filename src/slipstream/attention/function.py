@@ -71,9 +71,7 @@ def _padded(each: Tensor, width: int | None) -> Tensor:
     return each if width in (None, each.shape[-1]) else F.pad(each, (0, width - each.shape[-1]))
 
 
-def _backend(
-    query: Tensor, value: Tensor, scale: float, softcap: float | None, dropout: float, seed: int
-) -> Backend:
+def _backend(query: Tensor, value: Tensor, scale: float, softcap: float | None, dropout: float, seed: int) -> Backend:
     if softcap is None and dropout == 0.0:
         if query.device.type == "cpu":
             return FlashCPU(scale)
@@ -108,9 +106,7 @@ class _SliceAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, site: _Site
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, site: _Site) -> Tensor:
         keys, values = site.store.write(site.call, key, value, site.ranges)  # (B,Hkv,L,D)
         wide = torch.promote_types(query.dtype, torch.float32)
         output = _empty(query, value.shape[-1], wide)

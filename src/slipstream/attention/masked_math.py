@@ -20,9 +20,7 @@ class MaskedMath:
     In backward dS = P * (keep * dO V^T - rowsum(dO * O)), times 1 - (s / softcap)^2 for tanh.
     """
 
-    def __init__(
-        self, scale: float, softcap: float | None = None, dropout: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, scale: float, softcap: float | None = None, dropout: float = 0.0, seed: int = 0) -> None:
         self.scale = scale
         self.softcap = softcap
         self.dropout = dropout
@@ -32,9 +30,7 @@ class MaskedMath:
         """See Backend."""
         return None
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: Tile
-    ) -> None:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: Tile) -> None:
         """See Backend."""
         query, key, value = (each.to(output.dtype) for each in (query, key, value))
         generator = self._generator(query.device, tile)
@@ -45,15 +41,13 @@ class MaskedMath:
             output[:, :, block] = _times(self._dropped(probs, generator), value)
             logsumexp[:, :, block] = lse
 
-    def backward(
-        self, queries: Queries, key: Tensor, value: Tensor, gradients: Gradients, tile: Tile
-    ) -> None:
+    def backward(self, queries: Queries, key: Tensor, value: Tensor, gradients: Gradients, tile: Tile) -> None:
         """See Backend."""
         wide = gradients.query.dtype
         key, value = key.to(wide), value.to(wide)
         generator = self._generator(key.device, tile)
         for block, seen in _blocks(queries.query, key, tile):
-            query, out, lse, grad_out = (each.to(wide) for each in queries.cut(slice(None), block))
+            query, out, lse, grad_out = (each.to(wide) for each in queries.rows(block))
             scores = self._scores(query, key, seen)  # (B,H,t,S)
             probs = (scores - lse[..., None]).exp_()
             keep = self._dropped(torch.ones_like(probs), generator)

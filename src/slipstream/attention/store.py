@@ -112,9 +112,7 @@ class ContextStore:
         """K, V, dK, dV of a slice whose backward begins now; every later slice that attends to it is done."""
         context = self._contexts.get(call)
         if context is None or ranges.start not in context.slices:
-            raise ContextError(
-                f"{_name(call, ranges)} runs backward, but its keys aren't in the store (any more)"
-            )
+            raise ContextError(f"{_name(call, ranges)} runs backward, but its keys aren't in the store (any more)")
         if context.slices[ranges.start].done:
             raise ContextError(f"{_name(call, ranges)} runs backward a second time")
         for start, later in context.slices.items():

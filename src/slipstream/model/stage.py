@@ -17,6 +17,7 @@ from slipstream.model.context import SliceContext, TokenSlice, active_slice, key
 from slipstream.model.masks import MaskTables
 from slipstream.model.rope import fix_length_dependent_rope
 from slipstream.model.split import keep_layers
+from slipstream.model.weight_gradients import add_weight_gradients_in_place
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Stage:
         self.num_layers = len(list(model.get_submodule(anatomy.layers).children()))
         keep_layers(model, anatomy, owned, device)
         fix_length_dependent_rope(model)
+        add_weight_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
         self.tied = _separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size

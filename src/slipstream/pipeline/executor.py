@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from slipstream.attention import ContextStore
 from slipstream.model.stage import Stage
+from slipstream.model.weight_gradients import WeightGradient, deferring
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.stopwatch import Stopwatch
 from slipstream.pipeline.transport import Transport
@@ -34,6 +36,7 @@ class _Flight:
     handed: dict[_Key, Tensor] = field(default_factory=dict)  # from a stage of the same rank: its output
     gradients: dict[_Key, Tensor] = field(default_factory=dict)  # of a stage's output, from the same rank
     outgoing: dict[Action, Tensor] = field(default_factory=dict)  # computed, not yet sent
+    weights: dict[_Key, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
     stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # by stage and microbatch
 
     def leftovers(self) -> list[str]:
@@ -60,6 +63,8 @@ class Executor:
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
+            Op.I: self._backward_input,
+            Op.W: self._backward_weights,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._post_receive,
@@ -103,7 +108,7 @@ class Executor:
         g, m, i = action.stage, action.microbatch, action.slice
         if action.op is Op.F and g > 0 and not self._is_here(g - 1):
             return Action(Op.SEND_F, g - 1, m, i)
-        if action.op is Op.B and g + 1 < self._schedule.num_stages and not self._is_here(g + 1):
+        if action.op in (Op.B, Op.I) and g + 1 < self._schedule.num_stages and not self._is_here(g + 1):
             return Action(Op.SEND_B, g + 1, m, i)
         return None
 
@@ -152,9 +157,20 @@ class Executor:
             self._flight.stores.pop((action.stage, action.microbatch)).free()
 
     def _backward(self, action: Action) -> None:
+        for message in self._differentiate(action):
+            self._transport.release(message)
+
+    def _backward_input(self, action: Action) -> None:
+        """I: everything but the weight gradients of linear layers. W needs what came in, so it releases that."""
+        with deferring() as work:
+            messages = self._differentiate(action)
+        work += [partial(self._transport.release, message) for message in messages]
+        self._flight.weights[_key(action)] = work
+
+    def _differentiate(self, action: Action) -> list[Action]:
+        """The backward of one slice. Returns the messages whose buffers it worked on."""
         g, m, i = key = _key(action)
         stage, flight = self._stages[g], self._flight
-        awaited = self._awaited(action)
         gradient = None if stage.is_last else self._output_gradient(action)
         began = self._stopwatch.mark()
         output, hidden = flight.outputs.pop(key), flight.inputs.pop(key, None)
@@ -163,14 +179,19 @@ class Executor:
         if i == 0:
             flight.stores.pop((g, m)).free()
         self._stopwatch.record(action, began)
-        if awaited:
-            self._transport.release(awaited)
         if hidden is not None:
             sent = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+            if gradient is not None and sent.data_ptr() == gradient.data_ptr():
+                sent = sent.clone()  # a stage that changed nothing: the buffer goes back to the pool before it is sent
             self._hand_on(Action(Op.SEND_B, g, m, i), sent, flight.gradients, (g - 1, m, i))
-            arrived = self._awaited(Action(Op.F, g, m, i))
-            if arrived is not None:
-                self._transport.release(arrived)
+        received = self._awaited(action), self._awaited(Action(Op.F, g, m, i))
+        return [message for message in received if message is not None]
+
+    def _backward_weights(self, action: Action) -> None:
+        began = self._stopwatch.mark()
+        for add_gradient in self._flight.weights.pop(_key(action)):
+            add_gradient()
+        self._stopwatch.record(action, began)
 
     def _output_gradient(self, action: Action) -> Tensor:
         """The gradient B starts from: received, or left by a stage of this rank."""

@@ -18,7 +18,7 @@ from slipstream.model.toy import quiet_transformers
 from slipstream.planner.partition import partition_layers
 from slipstream.schedule.action import Schedule
 from slipstream.schedule.generators import GENERATORS
-from slipstream.schedule.lowering import add_communication, check_communication, forward_only
+from slipstream.schedule.lowering import add_communication, check_communication, forward_only, split_backwards
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,15 @@ def plan_layout(
 
 
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_slices: int) -> Schedule:
-    """A schedule by its name; SlipstreamError suggests the nearest one."""
+    """A schedule by its name, its gradients sent before the weights' are computed; SlipstreamError suggests the nearest
+    name."""
     if name not in GENERATORS:
         near = difflib.get_close_matches(name.lower(), GENERATORS, n=1, cutoff=0.3)
         raise SlipstreamError(
             f"schedule={name!r} is not known; {'did you mean ' + repr(near[0]) + '? ' if near else ''}"
             f"Choose one of {', '.join(GENERATORS)}, or pass a Schedule."
         )
-    return GENERATORS[name](num_stages, num_microbatches, num_slices)
+    return split_backwards(GENERATORS[name](num_stages, num_microbatches, num_slices))
 
 
 def _evaluation(schedule: Schedule) -> Schedule:

@@ -10,6 +10,7 @@ from slipstream.schedule.lowering import (
     check_communication,
     forward_only,
     receives_in_flight,
+    split_backwards,
 )
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "predecessors",
     "receives_in_flight",
     "running_order",
+    "split_backwards",
     "validate",
 ]

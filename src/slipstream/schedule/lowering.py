@@ -1,4 +1,4 @@
-"""Passes, Schedule -> Schedule: they add communication or take backwards away; and the proof that it runs."""
+"""Passes, Schedule -> Schedule: they add communication, split or leave out backwards; and the proof that it runs."""
 
 from __future__ import annotations
 
@@ -48,6 +48,24 @@ def consumer(receive: Action, schedule: Schedule) -> Action:
 def forward_only(schedule: Schedule) -> Schedule:
     """The forwards of a compute-only schedule, for evaluation."""
     rows = tuple(tuple(action for action in row if action.op is Op.F) for row in schedule.actions)
+    return replace(schedule, actions=rows)
+
+
+def split_backwards(schedule: Schedule) -> Schedule:
+    """Each B that sends its result to another rank becomes I and W, so that the message leaves before W.
+
+    The stage before starts its backward earlier by the time of the weight gradients:
+
+        rank 0        B0.1           B0.0
+        rank 1  I0.1 W0.1 I0.0 W0.0
+    """
+
+    def halves(action: Action) -> tuple[Action, ...]:
+        if action.op is not Op.B or sending(action, schedule) is None:
+            return (action,)
+        return replace(action, op=Op.I), replace(action, op=Op.W)
+
+    rows = tuple(tuple(half for action in row for half in halves(action)) for row in schedule.actions)
     return replace(schedule, actions=rows)
 
 

@@ -1,0 +1,129 @@
+"""Linear layers and embeddings that add their weight's gradient in place, at once or later: what I leaves to W.
+
+Autograd makes a new weight-sized tensor for every slice and adds it to `.grad`: several passes over memory where a
+matrix product that accumulates needs one, and an embedding touches a few rows. With short slices those passes cost as
+much as the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+WeightGradient = Callable[[], None]
+_deferred: list[WeightGradient] | None = None
+
+
+@contextmanager
+def deferring() -> Iterator[list[WeightGradient]]:
+    """A backward within it (I) leaves its weight gradients in the list; calling each of them is W."""
+    global _deferred
+    work: list[WeightGradient] = []
+    _deferred = work
+    try:
+        yield work
+    finally:
+        _deferred = None
+
+
+def add_weight_gradients_in_place(model: nn.Module) -> None:
+    """Give every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below. Subclasses stay as they are."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if type(module) in (nn.Linear, Conv1D):
+            module.forward = partial(_linear, module, module.forward)
+        elif type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
+            module.forward = partial(_embedding, module, module.forward)
+
+
+def _linear(module: nn.Module, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type) or not _is_ours(module.weight):
+        return original(x)
+    output: Tensor = _Linear.apply(x, module.weight, module.bias, isinstance(module, Conv1D))  # type: ignore[no-untyped-call]
+    return output
+
+
+def _embedding(module: nn.Module, original: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    if not _is_ours(module.weight):
+        return original(ids)
+    output: Tensor = _Embedding.apply(ids, module.weight, module.padding_idx)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _is_ours(weight: Any) -> bool:
+    """Hooks on a weight must see its gradient, which then goes autograd's way."""
+    hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return torch.is_grad_enabled() and weight.requires_grad and not hooked
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b, or x W + b where the weight is kept transposed, as Conv1D does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.transposed = weight, transposed
+        return functional.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        rows = grad_output.flatten(0, -2), x.flatten(0, -2)  # (b T, out), (b T, in)
+        left, right = reversed(rows) if ctx.transposed else rows
+        _now_or_later(partial(_add_product, weight, left, right))
+        needs_x, _, needs_bias, _ = ctx.needs_input_grad
+        grad_x = grad_output @ (weight.t() if ctx.transposed else weight) if needs_x else None
+        return grad_x, None, rows[0].sum(0) if needs_bias else None, None
+
+
+class _Embedding(torch.autograd.Function):
+    """y = W[ids]."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding_idx = weight, padding_idx
+        return functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        if ctx.padding_idx is not None:
+            grad_output = grad_output.masked_fill((ids == ctx.padding_idx)[..., None], 0)
+        _now_or_later(partial(_add_rows, ctx.weight, ids.flatten(), grad_output.flatten(0, -2)))
+        return None, None, None
+
+
+def _now_or_later(work: WeightGradient) -> None:
+    if _deferred is None:
+        work()
+    else:
+        _deferred.append(work)
+
+
+@torch.no_grad()
+def _add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
+    """weight.grad += left^T right, in one pass."""
+    if weight.grad is None:
+        weight.grad = left.t() @ right
+    else:
+        weight.grad.addmm_(left.t(), right)
+
+
+@torch.no_grad()
+def _add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
+    """weight.grad[ids] += rows; ids may repeat."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    weight.grad.index_add_(0, ids, rows)
