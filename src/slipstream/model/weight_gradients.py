@@ -36,12 +36,11 @@ def deferring() -> Iterator[list[WeightGradient]]:
 
 def add_weight_gradients_in_place(model: nn.Module) -> None:
     """Give every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below. Subclasses stay as they are."""
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
+    for module in model.modules():
         if type(module) in (nn.Linear, Conv1D):
             module.forward = partial(_linear, module, module.forward)
         elif type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
-            module.forward = partial(_embedding, module, module.forward)
+            module.forward = partial(_embedding, module, module.forward)  # type: ignore[method-assign]
 
 
 def _linear(module: nn.Module, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Measurements behind the claims: each writes its table and setting to results/."""

@@ -1,0 +1,18 @@
+"""All benchmarks, one after the other: `python -m benchmarks`. Leave the machine alone meanwhile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+ALL = ["command_line", "attention", "executor_overhead", "token_slices"]
+
+
+def main() -> None:
+    for name in ALL:
+        print(f"\n== {name}", flush=True)
+        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What every benchmark shares: its environment, its processes, interleaved medians, and the record it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+ENVIRONMENT = {  # glibc would give memory back and fault it in again, which distorts every figure on a CPU
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "67108864",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def in_environment() -> bool:
+    return all(os.environ.get(name) == value for name, value in ENVIRONMENT.items())
+
+
+def restart_in_environment(num_processes: int = 1) -> None:
+    """Run this program again with ENVIRONMENT, under torchrun where it needs several processes; then exit."""
+    if in_environment():
+        return
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "start benchmarks as modules: python -m benchmarks.NAME"
+    program = ["-m", spec.name, *sys.argv[1:]]
+    if num_processes > 1:
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", *program]
+    sys.exit(subprocess.run([sys.executable, *program], env=os.environ | ENVIRONMENT).returncode)
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], float]], repeats: int, warmups: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of every contender, run in turns, so that what else the machine does meets all of them.
+
+    The first rounds pay for page faults and do not count.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(warmups + repeats):
+        for name, run in contenders.items():
+            measured = run()
+            if index >= warmups:
+                seconds[name].append(measured)
+    return seconds
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def setting(**more: object) -> dict[str, object]:
+    """What the figures depend on."""
+    import torch
+    import transformers
+
+    with open("/proc/cpuinfo") as lines:
+        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads_per_process": torch.get_num_threads(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "environment": ENVIRONMENT,
+        **more,
+    }
+
+
+def write(name: str, report: dict[str, object]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    return path
