@@ -1,6 +1,6 @@
 """One long sequence on two processes: token slices against torch.distributed.pipelining and against one process.
 
-    python -m benchmarks.token_slices                  # 2048 and 4096 tokens, and 8 sequences; results/token_slices.json
+    python -m benchmarks.token_slices                  # prints tables, writes results/token_slices.json
 
 Everything runs in turns in one run; a step is forward and backward, its time the slower rank's, ratios are of medians.
 """

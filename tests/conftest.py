@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
+
+_CACHE = tempfile.mkdtemp(prefix="slipstream-tests-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 # Before anything imports torch, transformers or datasets: tests start several processes on few cores, never
 # ask the network and never write into the caches of the user. Processes that tests start inherit it.
@@ -9,5 +14,5 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
-    HF_HOME=tempfile.mkdtemp(prefix="slipstream-tests-"),
+    HF_HOME=_CACHE,
 )

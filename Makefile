@@ -1,0 +1,49 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer and a way to reach the packages of the lock.
+PYTHON ?= python3.11
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# One thread per process: the tests start several processes, and ranks must not share cores.
+ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: install demo test test-slow check lint types imports bench docs clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check --quiet -r requirements.lock
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/slipstream train examples/demo.yaml --training.overwrite=true
+
+test: $(INSTALLED)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow" -n 2
+
+test-slow: $(INSTALLED)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
+
+check: lint types imports docs test
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+imports: $(INSTALLED)
+	$(BIN)/lint-imports
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.token_slices
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf .venv build dist site runs .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf src/slipstream.egg-info

@@ -1,0 +1,50 @@
+"""The `slipstream` command: one file per subcommand. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from slipstream.cli.check import check
+from slipstream.cli.timeline import timeline
+from slipstream.cli.train import train
+from slipstream.errors import SlipstreamError
+from slipstream.training.launch import RankFailedError
+
+_INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
+
+app = typer.Typer(
+    help="Pipeline-parallel training of causal language models with token slices.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command()(timeline)
+app.command()(check)
+
+
+def main() -> None:
+    """Exit code 0 where all went well, 1 where a rank failed, 2 for bad input, 130 after Ctrl-C.
+
+    What went wrong is the last thing on standard error.
+    """
+    try:
+        app()
+    except SlipstreamError as error:
+        _fail(f"error: {error}", 2)
+    except RankFailedError as error:
+        _fail(f"error: {error}", 1)
+    except SystemExit as ending:
+        if ending.code != _INTERRUPTED:
+            raise
+        _fail("interrupted; all ranks have ended", _INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> None:
+    if sys.stderr.isatty():
+        print("\033[?25h", end="", file=sys.stderr)  # a rank that was stopped can't show the cursor again
+    print(message, file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,27 @@
+"""`slipstream check`: whether a model can be trained in token slices."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def check(
+    model: Annotated[str, typer.Argument(help="A model's folder, hub name, or a training configuration (.yaml).")],
+) -> None:
+    """Run a toy of the MODEL's architecture sliced and unsliced, and compare every layer and gradient."""
+    from pathlib import Path
+
+    from slipstream.model.self_check import check_sliceable
+    from slipstream.training.config import ModelSection, load_config
+    from slipstream.training.preflight import load_model_config
+
+    is_configuration = model.endswith((".yaml", ".yml"))
+    section = load_config(Path(model)).model if is_configuration else ModelSection(path=model)
+    result = check_sliceable(load_model_config(section))
+    print(
+        f"{result.model_type}: sliced and unsliced agree; largest relative difference "
+        f"{result.output_error:.0e} in outputs, {result.gradient_error:.0e} in gradients "
+        f"({result.num_layers} layers, float64, {result.seconds:.1f} s)"
+    )

@@ -1,0 +1,23 @@
+"""`slipstream train`: from a configuration to a trained, exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="A YAML file; see the documentation for its settings.")],
+) -> None:
+    """Train a model as CONFIG says.
+
+    Any setting can be given on the command line: --training.steps=100 --pipeline.slices=[128,256,640].
+    Starts its own local processes, or joins those of torchrun.
+    """
+    from slipstream.training.config import load_config
+    from slipstream.training.run import train as run
+
+    run(load_config(config, context.args))

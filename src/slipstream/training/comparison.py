@@ -1,0 +1,116 @@
+"""The run against one process: the same model, the same batches, alone on the same machine."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.training.config import Config, load_config
+from slipstream.training.data import PackedSequences, TokenisedText
+from slipstream.training.launch import reported_to_the_launcher
+from slipstream.training.optimizer import make_optimizer, make_scheduler
+from slipstream.training.output import Output
+from slipstream.training.rank import choose_device
+from slipstream.training.trainer import make_pipeline, update
+
+_WARM_UP = 2  # steps that pay for first touches of memory
+
+
+class Unsliced:
+    """The model as transformers has it, in one piece.
+
+    Attention runs over whole sequences, across documents: that is its fastest way.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        path = config.model.path if config.model.pretrained else Output(config.training.output).inputs
+        if config.model.pretrained:
+            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        else:
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        self.model.to(device).train()
+        self.device = device
+
+    def parameters(self) -> Any:
+        """All of them."""
+        return self.model.parameters()
+
+    def step(self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+        """Forward and backward of the whole batch."""
+        del document_ids
+        loss = self.model(input_ids=inputs.to(self.device), labels=targets.to(self.device), use_cache=False).loss
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch does it."""
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+
+def measure(config: Config) -> dict[str, float]:
+    """Median seconds of a step in this process, for each way of running it."""
+    device = choose_device(config)
+    ways: dict[str, Callable[[], Any]] = {
+        "unsliced, by transformers": lambda: Unsliced(config, device),
+        "unsliced": lambda: make_pipeline(config, device, slices=1, partition="auto"),
+        "sliced": lambda: make_pipeline(config, device, partition="auto"),
+    }
+    seconds = {}
+    for name, make in ways.items():
+        seconds[name] = statistics.median(_time_steps(config, make(), device))
+        gc.collect()
+    return seconds
+
+
+def _time_steps(config: Config, model: Any, device: torch.device) -> list[float]:
+    training = config.training
+    train = TokenisedText.load(Output(training.output).inputs, "train")
+    sequences = PackedSequences(train, training.seq_len, training.seed)
+    optimizer = make_optimizer(model.parameters(), config.optimizer)
+    scheduler = make_scheduler(optimizer, config.optimizer, training.single_process_steps)
+    seconds = []
+    for index in range(_WARM_UP + training.single_process_steps):
+        batch = sequences.batch(index * training.batch_size, training.batch_size)
+        started = time.perf_counter()
+        update(model, optimizer, scheduler, batch, config, device)
+        seconds.append(time.perf_counter() - started)
+    return seconds[_WARM_UP:]
+
+
+def compare(output: Output) -> str:
+    """What `measure` found beside the run's own steps, in words; both are kept in `comparison.json`."""
+    alone: dict[str, float] = json.loads(output.comparison.read_text())
+    lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
+    steps = [line for line in lines if "step_seconds" in line]
+    together = statistics.median(step["step_seconds"] for step in steps[min(_WARM_UP, len(steps) - 1) :])
+    num_ranks = len(steps[0]["peak_memory"])
+    best = min(alone, key=lambda name: alone[name])
+    result = {"num_ranks": num_ranks, "seconds_per_step": together, "one_process": alone}
+    output.comparison.write_text(json.dumps(result, indent=2) + "\n")
+    others = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in alone.items())
+    return (
+        f"{num_ranks} ranks: {together * 1e3:.0f} ms per step; one process: {others}\n"
+        f"{alone[best] / together:.2f}x the best single process ({best})"
+    )
+
+
+def main() -> None:
+    """The process that is measured: `python -m slipstream.training.comparison config.yaml`."""
+    with reported_to_the_launcher():
+        config = load_config(Path(sys.argv[1]))
+        Output(config.training.output).comparison.write_text(json.dumps(measure(config)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""What `slipstream train` is told: a YAML file and dotted overrides, checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from slipstream.errors import SlipstreamError
+
+
+class Section(BaseModel):
+    """A group of settings; a key it doesn't know is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which model: `path` or `config`."""
+
+    path: str | None = None
+    """A folder in Hugging Face's format, or a hub name."""
+    config: dict[str, Any] | None = None
+    """A transformers configuration, `model_type` first: `{model_type: llama, hidden_size: 256, ...}`."""
+    init: Literal["pretrained", "random"] | None = None
+    """Weights of `path`, or random ones from `training.seed`. Default: `pretrained` with a path."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give either model.path (folder or hub name) or model.config, not both or none")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("model.config needs a model_type, such as llama")
+        if self.config is not None and self.init == "pretrained":
+            raise ValueError("model.init=pretrained needs model.path: a model.config has no weights")
+        return self
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether the weights come from `path`."""
+        return self.path is not None and self.init != "random"
+
+
+class DataSection(Section):
+    """Which text, and how it becomes tokens: one of `corpus`, `files` and `dataset`."""
+
+    corpus: Literal["python-stdlib"] | None = None
+    """Text that every machine has: the source files of Python's standard library."""
+    files: list[Path] | None = None
+    """Text files and folders; each file is a document."""
+    suffixes: list[str] = [".txt", ".md"]
+    """Which files of a folder are read."""
+    dataset: str | None = None
+    """A .txt (a line is a document), .jsonl or .parquet file, or the hub name of a data set."""
+    dataset_config: str | None = None
+    """Configuration of a data set on the hub, where it has several."""
+    split: str = "train"
+    """Which split of the data set is read (validation text is held out of it)."""
+    text_column: str = "text"
+    """The column that holds the documents."""
+    tokenizer: str | None = None
+    """A folder or hub name. Default: the one of `model.path`; without one, a BPE is trained on the text."""
+    vocab_size: PositiveInt | None = None
+    """Tokens of the tokenizer that is trained here. Default: the model's vocabulary."""
+    validation_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the documents that is held out."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("corpus", "files", "dataset") if getattr(self, name) is not None]
+        if len(given) != 1:
+            what = " and ".join(given) or "none"
+            raise ValueError(f"give one of data.corpus, data.files and data.dataset; given: {what}")
+        if self.tokenizer is not None and self.vocab_size is not None:
+            raise ValueError("data.vocab_size is for a tokenizer trained here; remove it or data.tokenizer")
+        return self
+
+
+class PipelineSection(Section):
+    """How the model and its sequences are cut, and in which order the pieces run."""
+
+    num_stages: PositiveInt = 2
+    """Processes the layers are spread over."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of forwards and backwards."""
+    num_microbatches: PositiveInt = 1
+    """Parts of a batch that go through the pipeline one after the other."""
+    slices: PositiveInt | list[PositiveInt] = 8
+    """Token slices of a sequence: how many, or the length of each."""
+    partition: Literal["auto"] | list[PositiveInt] = "auto"
+    """Layers of each stage."""
+    self_check: bool = True
+    """Compare a toy of the same architecture, sliced against unsliced, before training."""
+
+
+class OptimizerSection(Section):
+    """AdamW, its warm-up and its decay."""
+
+    lr: PositiveFloat = 3e-4
+    """Learning rate at the end of the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running mean and of the running square."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the running square."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """For matrices only: norms and biases don't decay."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """How the learning rate goes on after the warm-up."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Where the cosine ends, as a share of `lr`."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the whole model's gradient; null for no clipping."""
+
+
+class TrainingSection(Section):
+    """How long, on what, and where the results go."""
+
+    output: Path
+    """Folder for the metrics, the timeline and the exported model."""
+    seq_len: PositiveInt
+    """Tokens of a sequence."""
+    batch_size: PositiveInt = 1
+    """Sequences of a step, over all microbatches."""
+    steps: PositiveInt | None = None
+    """Steps of the optimizer; or give `epochs`."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training text; or give `steps`."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """bf16: float32 weights, computed under bfloat16 autocast."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is a device for each rank."""
+    seed: int = 0
+    """Of the weights, the order of the documents, dropout and sampling."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between validations (also one at the end); 0 for none."""
+    eval_batches: PositiveInt | None = None
+    """Batches of a validation, spread evenly over the held-out text. Default: all of it."""
+    export_every: int = Field(default=0, ge=0)
+    """Steps between exports to `model-step-N`; 0 for the final one only."""
+    overwrite: bool = False
+    """Replace what an earlier run left in `output`."""
+    single_process_steps: int = Field(default=0, ge=0)
+    """Steps of one process measured at the end for comparison; 0 for none."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either training.steps or training.epochs, not both or none")
+        return self
+
+
+class SampleSection(Section):
+    """The text that the trained model writes at the end."""
+
+    prompt: str | None = None
+    """What it continues; null for no sample."""
+    max_new_tokens: PositiveInt = 64
+    """How far."""
+    temperature: float = Field(default=0.8, ge=0)
+    """0 for the likeliest token each time."""
+
+
+class Config(Section):
+    """A whole training run."""
+
+    model: ModelSection
+    data: DataSection
+    pipeline: PipelineSection = PipelineSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    training: TrainingSection
+    sample: SampleSection = SampleSection()
+
+    @model_validator(mode="after")
+    def _lengths_add_up(self) -> Self:
+        _check_slices(self.pipeline.slices, self.training.seq_len)
+        pipeline, batch_size = self.pipeline, self.training.batch_size
+        if batch_size < pipeline.num_microbatches:
+            raise ValueError(
+                f"training.batch_size={batch_size} can't be cut into "
+                f"pipeline.num_microbatches={pipeline.num_microbatches} parts; "
+                f"choose 1 to {batch_size}, or a larger batch"
+            )
+        if pipeline.partition != "auto" and len(pipeline.partition) != pipeline.num_stages:
+            raise ValueError(
+                f"pipeline.partition={pipeline.partition} names {len(pipeline.partition)} stages, but "
+                f"pipeline.num_stages={pipeline.num_stages}; give one number of layers per stage"
+            )
+        return self
+
+
+def _check_slices(slices: int | Sequence[int], seq_len: int) -> None:
+    if isinstance(slices, int):
+        if slices > seq_len:
+            raise ValueError(
+                f"pipeline.slices={slices} is more than the {seq_len} tokens of training.seq_len; choose 1 to {seq_len}"
+            )
+    elif sum(slices) != seq_len:
+        raise ValueError(
+            f"pipeline.slices={list(slices)} add up to {sum(slices)} tokens, but training.seq_len={seq_len}; "
+            f"make them add up, or give a count such as pipeline.slices={len(slices)}"
+        )
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file, with `section.key=value` overrides (values are YAML).
+
+    Raises SlipstreamError for a file that can't be read, an unknown key or a value that isn't allowed.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SlipstreamError(f"can't read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SlipstreamError(f"{path} isn't valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
+    for override in overrides:
+        _override(values, override)
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> Config:
+    """A checked configuration from nested dictionaries; SlipstreamError lists everything that is wrong."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise SlipstreamError("\n".join(_describe(error))) from None
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    """Sets `a.b=value` in nested dictionaries."""
+    name, equals, text = override.removeprefix("--").partition("=")
+    if not equals or not name:
+        raise SlipstreamError(f"can't read the override {override!r}; write it as --training.steps=100")
+    *path, key = name.split(".")
+    section = values
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise SlipstreamError(f"can't set {name}: {part} is the value {section!r}, not a section")
+    try:
+        section[key] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {error}") from error
+
+
+def _describe(error: ValidationError) -> list[str]:
+    """Pydantic's problems in our words, one per setting: its name, its value, what is allowed."""
+    lines: dict[str, str] = {}
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"]]
+        name = ".".join(path[:2])  # what follows says which type of several was tried
+        if problem["type"] == "extra_forbidden":
+            lines[name] = _describe_unknown(path)
+        elif problem["type"] == "missing":
+            lines[name] = f"{name} is missing; add it to the configuration or give --{name}=..."
+        elif problem["type"] == "value_error":
+            lines[name or str(problem["ctx"]["error"])] = str(problem["ctx"]["error"])
+        elif name in lines:
+            lines[name] += f", or {problem['msg'].lower()}"
+        else:
+            lines[name] = f"{name}={problem['input']!r} isn't allowed: {problem['msg'].lower()}"
+    return list(lines.values())
+
+
+def _describe_unknown(path: list[str]) -> str:
+    section: Any = Config
+    for part in path[:-1]:
+        section = section.model_fields[part].annotation
+    near = difflib.get_close_matches(path[-1], section.model_fields, n=1)
+    where = ".".join(path[:-1]) or "the configuration"
+    known = ", ".join(sorted(section.model_fields))
+    hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"{where} has: {known}"
+    return f"unknown key {'.'.join(path)}; {hint}"

@@ -1,0 +1,150 @@
+"""Tokenised documents and how they are packed into batches of equally long sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from slipstream.errors import SlipstreamError
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class TokenisedText:
+    """Documents one after the other: document d is tokens[offsets[d] : offsets[d + 1]]."""
+
+    tokens: Array  # (N,) int32
+    offsets: Array  # (D + 1,) int64
+
+    @classmethod
+    def join(cls, documents: Sequence[Array]) -> TokenisedText:
+        """The documents, each an array of token ids, in one array."""
+        lengths = np.array([len(document) for document in documents], dtype=np.int64)
+        tokens = np.concatenate(documents) if documents else np.zeros(0, dtype=np.int32)
+        return cls(tokens, np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)]))
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return len(self.offsets) - 1
+
+    def document(self, index: int) -> Array:
+        """The tokens of one document."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def split(self, fraction: float, seed: int) -> tuple[TokenisedText, TokenisedText]:
+        """Training and validation text: a `fraction` of the documents, drawn by `seed`, is held out.
+
+        One document alone is cut in two, and its end is held out.
+        """
+        if fraction == 0:
+            return self, TokenisedText.join([])
+        if self.num_documents == 1:
+            cut = round(len(self.tokens) * (1 - fraction))
+            return TokenisedText.join([self.tokens[:cut]]), TokenisedText.join([self.tokens[cut:]])
+        order = np.random.default_rng(seed).permutation(self.num_documents)
+        num_held_out = min(max(1, round(self.num_documents * fraction)), self.num_documents - 1)
+        held_out, kept = np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
+        return self._select(kept), self._select(held_out)
+
+    def _select(self, documents: Array) -> TokenisedText:
+        return TokenisedText.join([self.document(int(index)) for index in documents])
+
+    def save(self, folder: Path, name: str) -> None:
+        """Writes `name`.tokens.npy and `name`.offsets.npy."""
+        np.save(folder / f"{name}.tokens.npy", self.tokens)
+        np.save(folder / f"{name}.offsets.npy", self.offsets)
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> TokenisedText:
+        """What `save` wrote, read from the disk as it is used."""
+        tokens = np.load(folder / f"{name}.tokens.npy", mmap_mode="r")
+        return cls(tokens, np.load(folder / f"{name}.offsets.npy"))
+
+
+class Batch(NamedTuple):
+    """Packed sequences, all (batch, sequence) int64: what `Pipeline.step` takes."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor  # unshifted, as in transformers
+    document_ids: torch.Tensor
+
+
+class PackedSequences:
+    """Documents one after the other, cut every `seq_len` tokens.
+
+        documents   |aaaaaaaa|bbb|ccccccccccc|dd|
+        sequences   [aaaaaa|aabbbc|cccccc|ccccdd]     a document goes on in the next sequence
+
+    `seed` draws two orders anew for each epoch: that of the documents, and that in which the sequences
+    are visited, so that the pieces of a long document don't follow each other. `None` keeps both.
+    Nothing is dropped except what is left at the end of an epoch, less than one sequence. Sequence
+    `index` depends on nothing but the text, the seed and `index`, so every rank makes the same ones,
+    and a run that knows the next index can go on.
+    """
+
+    def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
+        self.text, self.seq_len, self.seed = text, seq_len, seed
+        self.num_sequences = len(text.tokens) // seq_len  # of an epoch
+        if self.num_sequences == 0:
+            raise SlipstreamError(
+                f"the text has {len(text.tokens)} tokens, less than one sequence of {seq_len}; "
+                f"give more text or a smaller training.seq_len"
+            )
+        self._epoch = -1
+        self._order = self._starts = self._visits = np.zeros(0, dtype=np.int64)
+
+    def batch(self, first: int, size: int) -> Batch:
+        """Sequences first .. first + size - 1; those past the last one belong to the next epoch."""
+        rows = [self._sequence(index) for index in range(first, first + size)]
+        input_ids = torch.from_numpy(np.stack([tokens for tokens, _ in rows]))
+        document_ids = torch.from_numpy(np.stack([documents for _, documents in rows]))
+        return Batch(input_ids, input_ids.clone(), document_ids)
+
+    def batches(self, size: int, limit: int | None = None) -> Iterator[Batch]:
+        """The full batches of the first epoch; with a `limit` at most so many, spread evenly over it."""
+        num_batches = self.num_sequences // size
+        count = min(limit or num_batches, num_batches)
+        for index in range(count):
+            yield self.batch(index * num_batches // count * size, size)
+
+    def _sequence(self, index: int) -> tuple[Array, Array]:
+        """Tokens and document numbers of one sequence, both (seq_len,) int64."""
+        epoch, position = divmod(index, self.num_sequences)
+        self._enter(epoch)
+        start = int(self._visits[position]) * self.seq_len
+        stop = start + self.seq_len
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._starts, stop, side="left"))
+        tokens, documents = [], []
+        for place in range(first, last):  # the documents, in this epoch's order, that the sequence touches
+            document = self.text.document(int(self._order[place]))
+            begin = int(self._starts[place])
+            piece = document[max(start - begin, 0) : stop - begin]
+            tokens.append(piece)
+            documents.append(np.full(len(piece), place, dtype=np.int64))
+        return np.concatenate(tokens).astype(np.int64), np.concatenate(documents)
+
+    def _enter(self, epoch: int) -> None:
+        """Draws the epoch's orders, and finds where each document starts in the stream of tokens."""
+        if epoch == self._epoch:
+            return
+        self._order, self._visits = np.arange(self.text.num_documents), np.arange(self.num_sequences)
+        if self.seed is not None:
+            random = np.random.default_rng([self.seed, epoch])
+            self._order, self._visits = random.permutation(self._order), random.permutation(self._visits)
+        lengths = np.diff(self.text.offsets)[self._order]
+        self._starts, self._epoch = np.cumsum(lengths) - lengths, epoch
+
+
+def unigram_entropy(tokens: Array) -> float:
+    """Nats per token of the best model that knows only how often each token occurs: -Σ p log p."""
+    counts = np.bincount(tokens)
+    shares = counts[counts > 0] / len(tokens)
+    return float(-(shares * np.log(shares)).sum())

@@ -1,0 +1,39 @@
+"""A whole run from the command line's point of view: check, prepare, start the ranks, compare."""
+
+from __future__ import annotations
+
+from slipstream.training.config import Config
+from slipstream.training.launch import has_launcher, launch
+from slipstream.training.output import Output
+from slipstream.training.progress import Progress, make_console
+
+
+def train(config: Config) -> None:
+    """Trains as configured: with local ranks of its own, or as one rank under torchrun.
+
+    Raises SlipstreamError for bad input (nothing has started), RankFailedError where a rank ended early.
+    """
+    if has_launcher():
+        from slipstream.training.rank import join
+
+        join(config)
+        return
+    output = Output(config.training.output)
+    progress = Progress(make_console())
+    _prepare(config, output, progress)
+    num_stages = config.pipeline.num_stages
+    progress.say(f"starting {num_stages} ranks")
+    launch(["-m", "slipstream.training.rank", str(output.config)], num_stages)
+    if config.training.single_process_steps:
+        from slipstream.training.comparison import compare
+
+        with progress.waiting("measuring one process alone"):
+            launch(["-m", "slipstream.training.comparison", str(output.config)], num_ranks=1)
+        progress.say(compare(output))
+
+
+def _prepare(config: Config, output: Output, progress: Progress) -> None:
+    """Checks and writes the inputs; on return their memory is free again."""
+    from slipstream.training.preflight import preflight
+
+    preflight(config, progress).write(output)

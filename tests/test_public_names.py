@@ -1,0 +1,48 @@
+"""The public surface, pinned: a name that comes or goes is a decision, not an accident."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import slipstream
+
+NAMES = [
+    "Action",
+    "Op",
+    "Pipeline",
+    "Schedule",
+    "SlipstreamError",
+    "Timeline",
+    "check_sliceable",
+    "gpipe",
+    "one_f_one_b",
+    "partition_layers",
+    "simulate",
+    "validate",
+]
+
+
+def test_public_names() -> None:
+    assert slipstream.__all__ == NAMES
+    assert all(getattr(slipstream, name).__doc__ for name in NAMES)
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'pipelines'"):
+        _ = slipstream.pipelines
+
+
+def test_planning_needs_no_torch() -> None:
+    """Schedules, simulation and the command line's help answer without loading torch."""
+    program = (
+        "import sys, slipstream, slipstream.cli\n"
+        "from slipstream.cost import UnitCost\n"
+        "slipstream.simulate(slipstream.one_f_one_b(2, 1, 4), UnitCost())\n"
+        "slipstream.partition_layers([1, 2, 3], 2)\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.config import dump_config, load_config, parse_config
+
+MINIMAL = """
+model: {config: {model_type: llama, num_hidden_layers: 2}}
+data: {corpus: python-stdlib}
+training: {output: runs/x, steps: 10, seq_len: 64}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_overrides_are_yaml_and_reach_every_section(path: Path) -> None:
+    overrides = ["--training.steps=100", "--pipeline.slices=[32, 32]", "optimizer.lr=3e-4"]
+    config = load_config(path, [*overrides, "--model.config.hidden_size=8"])
+    assert config.training.steps == 100
+    assert config.pipeline.slices == [32, 32]
+    assert config.optimizer.lr == 3e-4
+    assert config.model.config == {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8}
+
+
+def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, ["--sample.prompt=def ", "--pipeline.slices=[60, 4]"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--training.step=3", ["unknown key training.step", "did you mean training.steps?"]),
+        ("--pipline.slices=3", ["unknown key pipline", "did you mean pipeline?"]),
+        ("--sample.promt=x", ["unknown key sample.promt", "did you mean sample.prompt?"]),
+        ("--optimizer.colour=red", ["unknown key optimizer.colour", "optimizer has: betas, clip_norm"]),
+        ("--training.steps=-1", ["training.steps=-1", "greater than 0"]),
+        ("--training.precision=fp8", ["training.precision='fp8'", "'float32' or 'bf16'"]),
+        ("--pipeline.partition=x", ["pipeline.partition='x'", "'auto', or input should be a valid list"]),
+        ("--optimizer.lr=.nan", ["optimizer.lr=nan", "finite"]),
+        ("--pipeline.slices=[32, 33]", ["[32, 33] add up to 65", "training.seq_len=64", "pipeline.slices=2"]),
+        ("--pipeline.slices=65", ["pipeline.slices=65", "64 tokens", "1 to 64"]),
+        ("--pipeline.num_microbatches=2", ["training.batch_size=1", "num_microbatches=2", "1 to 1"]),
+        ("--pipeline.partition=[1, 1, 1]", ["[1, 1, 1] names 3 stages", "pipeline.num_stages=2"]),
+        ("--training.epochs=2", ["either training.steps or training.epochs"]),
+        ("--model.path=x", ["either model.path", "or model.config"]),
+        ("--data.dataset=x", ["one of data.corpus, data.files and", "given: corpus and dataset"]),
+        ("--training.steps", ["can't read the override", "--training.steps=100"]),
+        ("--training.steps.more=1", ["can't set training.steps.more", "steps is the value 10"]),
+        ("--training.steps=[", ["training.steps='['", "isn't valid YAML"]),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(path: Path, override: str, words: list[str]) -> None:
+    with pytest.raises(SlipstreamError) as error:
+        load_config(path, [override])
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({}, "model is missing"),
+        ({"model": {"config": {}}, "data": {}, "training": {}}, "training.output is missing"),
+        ({"model": {"config": {"hidden_size": 3}}, "data": {}, "training": {}}, "needs a model_type"),
+    ],
+)
+def test_missing_settings_are_listed(values: dict[str, Any], word: str) -> None:
+    with pytest.raises(SlipstreamError, match=word):
+        parse_config(values)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"can't read the configuration .*No such file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(SlipstreamError, match="isn't valid YAML"):
+        load_config(tmp_path / "bad.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(SlipstreamError, match="holds no settings"):
+        load_config(tmp_path / "empty.yaml")

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.config import DataSection
+from slipstream.training.corpus import read_documents
+from slipstream.training.progress import Progress
+from slipstream.training.tokenizer import END_OF_DOCUMENT, load_tokenizer, tokenise, train_tokenizer
+
+TEXTS = ["first text", "second text, longer", "third"]
+
+
+def test_files_and_folders_in_order(tmp_path: Path) -> None:
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "folder" / "b.txt").write_text("b")
+    (tmp_path / "folder" / "deep" / "c.md").write_text("c")
+    (tmp_path / "folder" / "a.txt").write_text("a")
+    (tmp_path / "folder" / "blank.txt").write_text("  \n")
+    (tmp_path / "folder" / "code.py").write_text("not asked for")
+    (tmp_path / "single.rst").write_text("single")
+    config = DataSection(files=[tmp_path / "single.rst", tmp_path / "folder"])
+    assert read_documents(config) == ["single", "a", "b", "c"]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_a_dataset_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"data{suffix}"
+    if suffix == ".txt":
+        path.write_text("\n".join(TEXTS))
+    elif suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps({"text": text, "other": 1}) for text in TEXTS))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    assert read_documents(DataSection(dataset=str(path))) == TEXTS
+
+
+def test_the_standard_library_is_here() -> None:
+    documents = read_documents(DataSection(corpus="python-stdlib"))
+    assert len(documents) > 300
+    assert any("class JSONDecodeError" in document for document in documents)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "there is no file or folder"),
+        (b"", "holds no text"),
+        (b" \n ", "holds no text"),
+        (b"\x89PNG", r"isn't UTF-8 text \(byte 0\); convert it"),
+    ],
+)
+def test_empty_or_unreadable_files(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SlipstreamError, match=words):
+        read_documents(DataSection(files=[path]))
+
+
+def test_a_folder_without_text_names_the_endings(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"no file ending in \.txt, \.md.*--data.suffixes"):
+        read_documents(DataSection(files=[tmp_path]))
+
+
+def test_a_wrong_column_lists_the_columns(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"body": "x", "title": "y"}))
+    with pytest.raises(SlipstreamError, match=r"no column 'text'; choose data.text_column from: body, title"):
+        read_documents(DataSection(dataset=str(path)))
+
+
+def test_a_dataset_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="there is no file"):
+        read_documents(DataSection(dataset=str(tmp_path / "none.jsonl")))
+    with pytest.raises(SlipstreamError, match=r"can't read data.dataset=no-such/data-set"):
+        read_documents(DataSection(dataset="no-such/data-set"))
+
+
+def test_a_trained_tokenizer_closes_documents_and_survives_saving(tmp_path: Path) -> None:
+    documents = ["for x in range(10):\n    print(x)\n" * 20, "while True:\n    naïve = '☃'\n" * 20]
+    tokenizer = train_tokenizer(documents, 300, Progress(None))
+    assert len(tokenizer) <= 300
+    text = tokenise(tokenizer, documents, Progress(None))
+    assert text.num_documents == 2
+    for index, document in enumerate(documents):
+        tokens = text.document(index)
+        assert tokens[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(tokens) == document + END_OF_DOCUMENT
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).encode(documents[1]) == tokenizer.encode(documents[1])
+
+
+def test_a_vocabulary_below_the_bytes_is_refused() -> None:
+    with pytest.raises(SlipstreamError, match="at least 257 tokens; given: 256"):
+        train_tokenizer(["x"], 256, Progress(None))
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"(?s)can.t load a tokenizer from .*--data.tokenizer"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
+
+lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+
+
+def numbered(lengths: list[int]) -> TokenisedText:
+    """Documents whose tokens say where they come from: document d has d * 100, d * 100 + 1, ..."""
+    return TokenisedText.join([np.arange(n, dtype=np.int32) + d * 100 for d, n in enumerate(lengths)])
+
+
+@given(lengths=lengths, seq_len=st.integers(1, 20), seed=st.none() | st.integers(0, 5), epoch=st.integers(0, 2))
+@settings(deadline=None)
+def test_an_epoch_is_every_document_once_in_whole_sequences(
+    lengths: list[int], seq_len: int, seed: int | None, epoch: int
+) -> None:
+    text = numbered(lengths)
+    if len(text.tokens) < seq_len:
+        return
+    packed = PackedSequences(text, seq_len, seed)
+    batch = packed.batch(epoch * packed.num_sequences, packed.num_sequences)
+    assert torch.equal(batch.labels, batch.input_ids)
+    tokens = batch.input_ids.flatten().tolist()
+    assert len(set(tokens)) == len(tokens) <= len(text.tokens)
+    assert set(tokens) <= set(text.tokens.tolist())
+    assert len(text.tokens) - len(tokens) < seq_len  # all that is dropped
+    for row, numbers in zip(batch.input_ids.tolist(), batch.document_ids.tolist(), strict=True):
+        for (here, after), (number, next_number) in zip(pairwise(row), pairwise(numbers), strict=True):
+            same_document = number == next_number
+            assert same_document == (here // 100 == after // 100)
+            if same_document:
+                assert after == here + 1
+            else:  # a whole document before, and the next one from its start
+                assert here % 100 == lengths[here // 100] - 1
+                assert after % 100 == 0
+
+
+def test_without_a_seed_everything_keeps_its_place() -> None:
+    text = numbered([4, 7, 2])
+    assert PackedSequences(text, 3, seed=None).batch(0, 4).input_ids.flatten().tolist() == text.tokens[:12].tolist()
+
+
+def test_the_pieces_of_a_document_do_not_follow_each_other() -> None:
+    order = PackedSequences(numbered([90]), 1, seed=0).batch(0, 90).input_ids.flatten()
+    assert (order.diff() == 1).sum() < 10
+
+
+def test_batches_depend_on_the_index_alone_and_epochs_differ() -> None:
+    text = numbered([7] * 10)
+    one, other = PackedSequences(text, 5, seed=1), PackedSequences(text, 5, seed=1)
+    ahead = other.batch(30, 2)
+    first, second = one.batch(0, 14), one.batch(14, 14)
+    assert torch.equal(one.batch(30, 2).input_ids, ahead.input_ids)
+    assert not torch.equal(first.input_ids, second.input_ids)
+    assert torch.equal(first.input_ids.flatten().sort().values, second.input_ids.flatten().sort().values)
+    over_the_end = one.batch(13, 2)
+    assert torch.equal(over_the_end.input_ids[0], first.input_ids[13])
+    assert torch.equal(over_the_end.input_ids[1], second.input_ids[0])
+
+
+def test_batches_of_one_epoch_are_full_and_limited() -> None:
+    packed = PackedSequences(numbered([50]), 5, seed=None)
+    assert [batch.input_ids.shape for batch in packed.batches(3)] == [(3, 5)] * 3
+    spread = [int(batch.input_ids[0, 0]) for batch in packed.batches(1, limit=3)]
+    assert spread == [0, 15, 30]  # sequences 0, 3 and 6 of ten
+
+
+def test_too_little_text_for_one_sequence() -> None:
+    with pytest.raises(SlipstreamError, match=r"9 tokens, less than one sequence of 10.*smaller training.seq_len"):
+        PackedSequences(numbered([9]), 10, seed=0)
+
+
+@given(lengths=lengths, fraction=st.floats(0.01, 0.9), seed=st.integers(0, 3))
+@settings(deadline=None)
+def test_the_split_keeps_documents_whole_and_loses_none(lengths: list[int], fraction: float, seed: int) -> None:
+    text = numbered(lengths)
+    train, held_out = text.split(fraction, seed)
+    both = np.sort(np.concatenate([train.tokens, held_out.tokens]))
+    np.testing.assert_array_equal(both, np.sort(text.tokens))
+    if len(lengths) > 1:
+        assert train.num_documents
+        assert held_out.num_documents
+        assert not set(train.tokens // 100) & set(held_out.tokens // 100)
+        np.testing.assert_array_equal(text.split(fraction, seed)[1].tokens, held_out.tokens)
+
+
+def test_a_single_document_is_cut_and_its_end_held_out() -> None:
+    train, held_out = numbered([10]).split(0.2, seed=0)
+    assert train.tokens.tolist() == list(range(8))
+    assert held_out.tokens.tolist() == [8, 9]
+
+
+def test_text_survives_the_disk(tmp_path: Path) -> None:
+    text = numbered([3, 4])
+    text.save(tmp_path, "train")
+    again = TokenisedText.load(tmp_path, "train")
+    np.testing.assert_array_equal(again.tokens, text.tokens)
+    np.testing.assert_array_equal(again.offsets, text.offsets)
+
+
+def test_unigram_entropy() -> None:
+    assert unigram_entropy(np.array([5, 5, 5])) == 0
+    assert unigram_entropy(np.arange(8)) == pytest.approx(math.log(8))
+    assert unigram_entropy(np.array([0, 0, 0, 1])) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))

@@ -1,0 +1,245 @@
+"""Every bad input is found before a rank starts, says what to do, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from slipstream.cli import main
+from slipstream.errors import SlipstreamError
+from slipstream.training.config import dump_config, parse_config
+from slipstream.training.output import Output
+from slipstream.training.preflight import check_world_size, preflight
+from slipstream.training.progress import Progress
+
+Refuse = Callable[[dict[str, Any]], str]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(4):
+        (folder / f"{index}.txt").write_text(f"document {index}: " + "some words to learn from. " * 40)
+    return folder
+
+
+@pytest.fixture
+def values(tmp_path: Path, text: Path) -> dict[str, Any]:
+    return {
+        "model": {"config": dict(LLAMA)},
+        "data": {"files": [text], "validation_fraction": 0.3},
+        "pipeline": {"slices": 2, "self_check": False},
+        "training": {"output": tmp_path / "output", "steps": 2, "seq_len": 32, "eval_every": 1},
+    }
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    folder = tmp_path / "a-model"
+    AutoModelForCausalLM.from_config(LlamaConfig(**settings)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refuse:
+    """Gives a configuration to the command line: what it says on standard error, with code 2 and nothing written."""
+
+    def run(values: dict[str, Any]) -> str:
+        config = parse_config(values)
+        (tmp_path / "config.yaml").write_text(dump_config(config))
+        before = snapshot(config.training.output)
+        monkeypatch.setattr("sys.argv", ["slipstream", "train", str(tmp_path / "config.yaml")])
+        monkeypatch.setattr("slipstream.training.run.launch", lambda *_: pytest.fail("ranks were started"))
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert ending.value.code == 2
+        assert snapshot(config.training.output) == before
+        return capsys.readouterr().err
+
+    return run
+
+
+def snapshot(folder: Path) -> dict[Path, bytes] | None:
+    if not folder.exists():
+        return None
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_good_run_prepares_and_writes_what_ranks_need(values: dict[str, Any], tmp_path: Path) -> None:
+    config = parse_config(values)
+    inputs = preflight(config, Progress(None))
+    assert not config.training.output.exists()
+    assert inputs.train.num_documents == 3
+    assert inputs.validation.num_documents == 1
+    assert inputs.model_config.eos_token_id == inputs.tokenizer.eos_token_id
+    output = Output(config.training.output)
+    inputs.write(output)
+    assert {path.name for path in output.inputs.iterdir()} >= {
+        "config.json",
+        "tokenizer.json",
+        "train.tokens.npy",
+        "validation.tokens.npy",
+    }
+
+
+def test_more_stages_than_layers(refuse: Refuse, values: dict[str, Any]) -> None:
+    values["pipeline"]["num_stages"] = 3
+    message = refuse(values)
+    assert "pipeline.num_stages=3 is more than the model's 2 layers; choose 1 to 2" in message
+
+
+def test_a_partition_of_other_layers(refuse: Refuse, values: dict[str, Any]) -> None:
+    values["pipeline"]["partition"] = [2, 1]
+    assert "[2, 1] adds up to 3 layers, but the model has 2" in refuse(values)
+
+
+def test_a_sequence_longer_than_the_positions(refuse: Refuse, values: dict[str, Any]) -> None:
+    values["training"]["seq_len"] = 65
+    assert "training.seq_len=65 is more than the model's 64 positions" in refuse(values)
+
+
+def test_a_vocabulary_smaller_than_a_token_id(refuse: Refuse, values: dict[str, Any]) -> None:
+    values["data"]["vocab_size"] = 301
+    message = refuse(values)
+    assert "vocabulary has 300 tokens (0 to 299), but the text needs token id 300" in message
+
+
+def test_a_tokenizer_larger_than_the_model(refuse: Refuse, values: dict[str, Any], tmp_path: Path) -> None:
+    preflight(parse_config(values), Progress(None)).tokenizer.save_pretrained(tmp_path / "tokenizer")
+    values["data"]["tokenizer"] = str(tmp_path / "tokenizer")
+    values["model"]["config"]["vocab_size"] = 258
+    message = refuse(values)
+    assert "vocabulary has 258 tokens (0 to 257), but the text needs token id " in message
+
+
+def test_empty_text(refuse: Refuse, values: dict[str, Any], text: Path) -> None:
+    for path in text.iterdir():
+        path.write_text("\n")
+    assert "holds no text" in refuse(values)
+
+
+def test_unreadable_text(refuse: Refuse, values: dict[str, Any], text: Path) -> None:
+    (text / "9.txt").write_bytes(b"\xff\xfe")
+    assert "9.txt isn't UTF-8 text" in refuse(values)
+
+
+def test_too_little_text(refuse: Refuse, values: dict[str, Any], text: Path) -> None:
+    for path in text.iterdir():
+        path.write_text("few")
+    assert "less than one sequence of 32" in refuse(values)
+
+
+def test_too_little_text_to_validate(refuse: Refuse, values: dict[str, Any]) -> None:
+    values["training"]["batch_size"] = 100
+    assert "less than one batch of 3200; give more text" in refuse(values)
+
+
+@pytest.mark.parametrize("kept", ["config.json", "x.safetensors", "model/config.json", "metrics.jsonl"])
+def test_an_output_folder_that_holds_a_model(refuse: Refuse, values: dict[str, Any], tmp_path: Path, kept: str) -> None:
+    path = tmp_path / "output" / kept
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    message = refuse(values)
+    assert f"already holds {Path(kept).parts[0]}" in message
+    assert "--training.overwrite=true" in message
+
+
+def test_overwriting_removes_what_runs_make_and_nothing_else(values: dict[str, Any], tmp_path: Path) -> None:
+    output = Output(tmp_path / "output")
+    output.model_at(3).mkdir(parents=True)
+    output.metrics.write_text("{}")
+    (output.folder / "notes.txt").write_text("mine")
+    values["training"]["overwrite"] = True
+    preflight(parse_config(values), Progress(None)).write(output)
+    assert sorted(path.name for path in output.folder.iterdir()) == ["config.yaml", "inputs", "notes.txt"]
+
+
+def test_more_ranks_than_devices(refuse: Refuse, values: dict[str, Any]) -> None:
+    values["pipeline"]["num_stages"] = num_stages = torch.cuda.device_count() + 1
+    values["training"]["device"] = "cuda"
+    assert f"training.device=cuda needs {num_stages} CUDA devices" in refuse(values)
+
+
+def test_an_output_that_is_a_file(refuse: Refuse, values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("mine")
+    assert "is a file; name a folder" in refuse(values)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "corrupt", "missing"])
+def test_damaged_weights(refuse: Refuse, values: dict[str, Any], model_folder: Path, damage: str) -> None:
+    weights = model_folder / "model.safetensors"
+    content = weights.read_bytes()
+    if damage == "truncated":
+        weights.write_bytes(content[:-100])
+    elif damage == "corrupt":
+        weights.write_bytes(b"\xff" * 8 + content[8:])
+    else:
+        weights.unlink()
+    values["model"] = {"path": str(model_folder)}
+    message = refuse(values)
+    if damage == "missing":
+        assert "holds no .safetensors file" in message
+        assert "--model.init=random" in message
+    else:
+        assert f"{weights} is corrupt or truncated" in message
+        assert "copy or download it again" in message
+
+
+def test_a_model_that_is_not_there(refuse: Refuse, values: dict[str, Any], tmp_path: Path) -> None:
+    values["model"] = {"path": str(tmp_path / "none")}
+    assert "none" in refuse(values)
+
+
+def test_an_unknown_architecture(refuse: Refuse, values: dict[str, Any]) -> None:
+    values["model"]["config"]["model_type"] = "lama"
+    assert "model_type='lama' isn't usable" in refuse(values)
+
+
+def test_a_world_size_that_does_not_fit(values: dict[str, Any]) -> None:
+    with pytest.raises(SlipstreamError) as error:
+        check_world_size(parse_config(values), {"RANK": "0", "WORLD_SIZE": "3"})
+    assert "started 3 processes, but pipeline.num_stages=2 needs 2" in str(error.value)
+    assert "torchrun --nproc-per-node=2 or --pipeline.num_stages=3" in str(error.value)
+
+
+def test_pretrained_weights_use_their_own_tokenizer(values: dict[str, Any], model_folder: Path) -> None:
+    trained = preflight(parse_config(values), Progress(None))
+    trained.tokenizer.save_pretrained(model_folder)
+    values["model"] = {"path": str(model_folder)}
+    inputs = preflight(parse_config(values), Progress(None))
+    assert torch.equal(torch.from_numpy(inputs.train.tokens), torch.from_numpy(trained.train.tokens))
+
+
+def test_an_architecture_that_cannot_be_sliced(refuse: Refuse, values: dict[str, Any]) -> None:
+    values["pipeline"]["self_check"] = True
+    values["model"]["config"] = {
+        "model_type": "bloom",
+        "hidden_size": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "vocab_size": 300,
+    }
+    assert "model_type 'bloom' can't be trained in token slices: layer 0 (BloomBlock)" in refuse(values)
+
+
+def test_an_output_that_cannot_be_written(values: dict[str, Any], tmp_path: Path) -> None:
+    inputs = preflight(parse_config(values), Progress(None))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SlipstreamError, match=r"can't write to training.output=.*file/output"):
+        inputs.write(Output(tmp_path / "file" / "output"))

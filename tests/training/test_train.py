@@ -1,0 +1,236 @@
+"""`slipstream train` from text to an exported model: real processes, started by itself and by torchrun."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slipstream.training.config import load_config
+from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
+from slipstream.training.output import Output
+
+TRAIN = [sys.executable, "-m", "slipstream", "train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN += ["-m", "slipstream", "train"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Output:
+    return Output(tmp_path / "output")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Output, str]:
+    """A run that has ended well, and what it wrote on the terminal."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = run(TRAIN, write_config(folder), "--training.single_process_steps=2")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return Output(folder / "output"), result.stdout
+
+
+def write_config(folder: Path) -> Path:
+    """A tiny run on two stages: three exports, two validations, a sample."""
+    text = folder / "text"
+    text.mkdir()
+    for index in range(8):
+        (text / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 40)
+    values: dict[str, Any] = {
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "vocab_size": 300,
+                "max_position_embeddings": 64,
+                "initializer_range": 0.1,
+            }
+        },
+        "data": {"files": [str(text)], "validation_fraction": 0.25},
+        "pipeline": {"slices": [20, 30, 14], "num_microbatches": 2, "self_check": False},
+        "optimizer": {"lr": 0.01, "warmup_steps": 2},
+        "training": {
+            "output": str(folder / "output"),
+            "seq_len": 64,
+            "batch_size": 3,
+            "steps": 20,
+            "eval_every": 10,
+            "export_every": 8,
+        },
+        "sample": {"prompt": "the quick", "max_new_tokens": 8},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def run(command: list[str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+
+
+def read_metrics(output: Output) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
+    return [line for line in lines if "loss" in line], [line for line in lines if "perplexity" in line]
+
+
+def test_from_text_to_an_exported_model(finished: tuple[Output, str]) -> None:
+    output, terminal = finished
+    steps, validations = read_metrics(output)
+    assert [step["step"] for step in steps] == list(range(1, 21))
+    assert steps[0]["loss"] == pytest.approx(math.log(300), rel=0.2)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    for step in steps:
+        assert 0 < step["idle_fraction"] < 1
+        assert step["tokens_per_second"] == pytest.approx(3 * 64 / step["step_seconds"])
+        assert len(step["peak_memory"]) == 2
+        assert all(2**26 < peak < 2**32 for peak in step["peak_memory"])
+    assert [validation["step"] for validation in validations] == [10, 20]
+    assert validations[1]["perplexity"] == pytest.approx(math.exp(validations[1]["validation_loss"]))
+    entropy = unigram_entropy(TokenisedText.load(output.inputs, "validation").tokens)
+    below = entropy - validations[1]["validation_loss"]
+    assert f"{below:.2f} below the text's unigram entropy" in terminal
+
+    assert sorted(path.name for path in output.folder.glob("model*")) == [
+        "model",
+        "model-step-16",
+        "model-step-8",
+    ]
+    assert output.timeline.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(output.perfetto.read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"0F0.0", "0B1.2"}  # a training step, not a validation
+    assert "the exported model continues 'the quick':\nthe quick" in terminal
+
+    comparison = json.loads(output.comparison.read_text())
+    best = min(comparison["one_process"].values())
+    ratio = f"{best / comparison['seconds_per_step']:.2f}x the best single process"
+    assert ratio in terminal.splitlines()[-1]
+
+
+def test_the_export_has_the_trained_weights(finished: tuple[Output, str]) -> None:
+    """Its loss on the held-out text, by transformers alone, is the one that was measured."""
+    output, _ = finished
+    model = AutoModelForCausalLM.from_pretrained(output.model)
+    assert AutoTokenizer.from_pretrained(output.model).eos_token_id == model.config.eos_token_id
+    settings = load_config(output.config).training
+    text = TokenisedText.load(output.inputs, "validation")
+    losses, counts = [], []
+    for batch in PackedSequences(text, settings.seq_len, seed=None).batches(settings.batch_size):
+        for row, documents in zip(batch.input_ids, batch.document_ids, strict=True):
+            for number in documents.unique():
+                tokens = row[documents == number][None]
+                if tokens.shape[1] > 1:
+                    with torch.no_grad():
+                        losses.append(model(tokens, labels=tokens).loss.item())
+                    counts.append(tokens.shape[1] - 1)
+    loss = sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts)
+    assert read_metrics(output)[1][-1]["validation_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("command", "changes"),
+    [
+        (TRAIN, ["--pipeline.num_stages=1", "--pipeline.slices=1", "--pipeline.num_microbatches=1"]),
+        (TORCHRUN, ["--pipeline.schedule=gpipe", "--pipeline.slices=2"]),
+    ],
+    ids=["unsliced in one process", "under torchrun"],
+)
+def test_the_numbers_do_not_depend_on_how_it_is_started_or_cut(
+    finished: tuple[Output, str], config: Path, output: Output, command: list[str], changes: list[str]
+) -> None:
+    result = run(command, config, "--sample.prompt=null", *changes)
+    assert result.returncode == 0, result.stderr
+    losses, expected = ([step["loss"] for step in read_metrics(o)[0]] for o in (output, finished[0]))
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_bfloat16_trains_too(config: Path, output: Output) -> None:
+    result = run(TRAIN, config, "--training.precision=bf16", "--sample.prompt=null")
+    assert result.returncode == 0, result.stderr
+    steps, _ = read_metrics(output)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+
+
+def test_an_export_is_trained_further(finished: tuple[Output, str], config: Path, output: Output) -> None:
+    values = yaml.safe_load(config.read_text())
+    values["model"] = {"path": str(finished[0].model)}
+    config.write_text(yaml.safe_dump(values))
+    result = run(TRAIN, config, "--sample.prompt=null", "--training.steps=3")
+    assert result.returncode == 0, result.stderr
+    before, after = read_metrics(finished[0])[0], read_metrics(output)[0]
+    assert after[0]["loss"] == pytest.approx(before[-1]["loss"], abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("--pipeline.slices=[20,30]", "[20, 30] add up to 50 tokens, but training.seq_len=64"),
+        ("--data.files=[nowhere]", "there is no file or folder nowhere"),
+    ],
+)
+def test_bad_input_starts_nothing(config: Path, output: Output, change: str, words: str) -> None:
+    result = run(TRAIN, config, change)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not output.folder.exists()
+
+
+def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: Output) -> None:
+    result = run(TORCHRUN, config, "--data.files=[nowhere]")
+    assert result.returncode != 0
+    assert "there is no file or folder nowhere" in result.stderr
+    assert not output.folder.exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:
+    result = run(TRAIN, config, "--optimizer.lr=1e30", "--optimizer.clip_norm=null")
+    assert result.returncode == 2
+    assert "lower optimizer.lr (now 1e+30)" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("how", ["interrupt", "kill a rank"])
+def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: Output, how: str) -> None:
+    command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 60
+    while not (output.metrics.exists() and output.metrics.read_text().count("\n") > 3):
+        assert time.monotonic() < deadline, "training didn't start"
+        time.sleep(0.1)
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    started = time.monotonic()
+    if how == "interrupt":
+        process.send_signal(signal.SIGINT)
+    else:
+        os.kill(ranks[1].pid, signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - started < 10
+    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+    last = errors.strip().splitlines()[-1]
+    if how == "interrupt":
+        assert process.returncode == 130
+        assert last == "interrupted; all ranks have ended"
+    else:
+        assert process.returncode == 1
+        assert last.startswith("error: rank ")
+        assert last.endswith("was ended by SIGKILL; the other ranks were stopped")
