@@ -37,8 +37,7 @@ imports: $(INSTALLED)
 	$(BIN)/lint-imports
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks.attention
-	$(BIN)/python -m benchmarks.token_slices
+	$(BIN)/python -m benchmarks
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -19,10 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, mean_loss, model_config, torch_pipeline, whole_model
 from slipstream import Pipeline
-from slipstream.pipeline.batch import slice_lengths
 
 CUT = [4, 4]
 INTERLEAVED_CUT = [2, 2, 2, 2]
+# Equal slices, and slices that grow: the first fills the pipeline, so it is short, and each next is longer by no more
+# than the second stage, with its head, is slower. Matrix products like multiples of 64 rows.
+SLICES = {
+    2048: [[256] * 8, [128, 192, 256, 320, 384, 384, 384]],
+    4096: [
+        [512] * 8,
+        [192, 320, 448, 576, 640, 640, 640, 640],
+        [128, 192, 256, 320, 384, 448, 448, 448, 448, 512, 512],
+    ],
+}
 Step = Callable[[], float | None]
 
 
@@ -62,12 +71,6 @@ def tokens(batch: int, length: int) -> tuple[Tensor, Tensor]:
 def shifted(inputs: Tensor) -> Tensor:
     """Targets for the peers' loss: the last token of a row predicts nothing."""
     return torch.cat([inputs[:, 1:], torch.full_like(inputs[:, :1], -100)], dim=1)
-
-
-def first_slice_small(length: int, num_slices: int) -> list[int]:
-    """Only the first slice's two passes are not overlapped, so it is half as long as the others."""
-    first = round(length / (2 * num_slices - 1))
-    return [first, *slice_lengths(num_slices - 1, length - first)]
 
 
 def ours(runner: Runner, name: str, inputs: Tensor, **settings: object) -> Callable[[], float]:
@@ -125,10 +128,10 @@ def one_sequence(runner: Runner, length: int, repeats: int) -> dict[str, object]
     inputs, _ = tokens(1, length)
     contenders = peers(runner, inputs, ["gpipe", "1f1b", "interleaved 1f1b", "interleaved zero-bubble"], [1])
     contenders |= one_process(runner, inputs, (4, 8))
-    for num_slices in (8, 12, 16):
-        name = f"slipstream, {num_slices} slices"
-        contenders[name] = ours(runner, name, inputs, slices=first_slice_small(length, num_slices), partition=CUT)
-    measured = interleaved(contenders, repeats)
+    for slices in SLICES.get(length, [8]):
+        name = f"slipstream, slices {slices}"
+        contenders[name] = ours(runner, name, inputs, slices=slices, partition=CUT)
+    measured = interleaved(contenders, repeats, warmups=3)
     middle = medians(measured)
     best = min((name for name in middle if name.startswith("slipstream")), key=middle.__getitem__)
 

@@ -47,7 +47,7 @@ def draw(timeline: Timeline, path: Path) -> None:
     scale, unit = _time_unit(timeline.makespan)
     _draw_lanes(lanes, timeline, scale)
     _draw_titles(figure, timeline, 1 - 0.42 / height, 1 - 0.75 / height)
-    _draw_legend(figure, timeline, 1 - 0.2 / height)
+    _draw_legend(figure, timeline, 1 - 0.6 / height)
     lowest = lanes
     if has_memory:
         lowest = figure.add_axes((_LEFT, _BOTTOM / height, _RIGHT - _LEFT, _MEMORY / height), sharex=lanes)
@@ -148,10 +148,9 @@ def _draw_titles(figure: Any, timeline: Timeline, top: float, below: float) -> N
         ("slice", "slices"): schedule.num_slices,
     }
     words = ", ".join(f"{n} {one if n == 1 else more}" for (one, more), n in counts.items())
-    figure.text(_LEFT, below, words, fontsize=_FONT, color=_GREY)
+    figure.text(_RIGHT, top, words, fontsize=_FONT, color=_GREY, ha="right")
     number = "microbatch" if schedule.num_microbatches > 1 else "slice"
-    shade = "; later slices are darker" if schedule.num_slices > 1 else ""
-    figure.text(_RIGHT, below, f"number: {number}{shade}", fontsize=_FONT, color=_GREY, ha="right")
+    figure.text(_RIGHT, below, f"number: {number}", fontsize=_FONT, color=_GREY, ha="right")
 
 
 def _draw_legend(figure: Any, timeline: Timeline, top: float) -> None:
@@ -169,7 +168,7 @@ def _draw_legend(figure: Any, timeline: Timeline, top: float) -> None:
     swatches["idle"] = Patch(**_IDLE)
     if timeline.messages:
         swatches["message"] = Patch(**_MESSAGE)
-    place = {"loc": "upper right", "bbox_to_anchor": (_RIGHT, top), "borderaxespad": 0, "borderpad": 0}
+    place = {"loc": "upper left", "bbox_to_anchor": (_LEFT, top), "borderaxespad": 0, "borderpad": 0}
     style = {"ncols": len(swatches), "frameon": False, "fontsize": _FONT, "handlelength": 2.2}
     gradient = {tuple: HandlerTuple(ndivide=None, pad=0)}
     figure.legend([*swatches.values()], [*swatches], handler_map=gradient, **place, **style)

@@ -235,7 +235,8 @@ class TestRefusals:
             (99, tokens(), r"slices=99: a sequence of 64 tokens takes 1 to 64"),
             (4, tokens(length=80), r"80 tokens, but 'llama' has max_position_embeddings=64"),
             (4, tokens().double(), r"inputs are \(2, 64\) float64; expected token ids"),
-            (4, tokens() + VOCABULARY, r"token id 1?\d\d.*vocabulary of 61"),
+            (4, tokens() - 30, r"token id -\d+, but .* ids 0 to 60|token id -\d+.*\(ids 0 to 60\)"),
+            (4, tokens() + VOCABULARY, r"token id 1?\d\d.*vocabulary of 61.*tokenizer the model was made for"),
         ],
     )
     def test_batches(self, slices: int | list[int], inputs: Tensor, message: str) -> None:

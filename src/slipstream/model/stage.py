@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,21 +99,26 @@ class Stage:
     def _is_random(self) -> bool:
         return self._uses_randomness and self.model.training
 
-    def _enter(self, layer: int) -> SliceContext:
+    def _enter(self, layer: int) -> None:
         """Random state is keyed by layer, -1 before the first: recomputing a layer replays its dropout (rule 10)."""
         assert self._context is not None
         self._context.enter_layer(layer)
         if self._is_random:
             torch.manual_seed(self._context.seed(layer))
-        return self._context
 
     def _watch(self, layers: list[nn.Module]) -> None:
         for index in self.owned:
-            layers[index].register_forward_pre_hook(lambda *_, index=index: self._enter(index) and None)
+            layers[index].register_forward_pre_hook(self._entering(index))
         if not self.is_first:
             layers[self.owned.start].register_forward_pre_hook(self._receive, with_kwargs=True)
         last = layers[self.owned.stop - 1]
-        last.register_forward_hook((lambda *_: self._enter(self.num_layers) and None) if self.is_last else self._keep)
+        last.register_forward_hook(self._entering(self.num_layers) if self.is_last else self._keep)
+
+    def _entering(self, layer: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._enter(layer)
+
+        return hook
 
     def _receive(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The first owned layer works on what the stage before sent, whatever the placeholders handed down."""

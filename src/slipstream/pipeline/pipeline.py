@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy, find_anatomy
+from slipstream.model.limits import check_length, check_token_ids
 from slipstream.model.loading import load_config, pretrained_model, random_model
 from slipstream.model.self_check import check_sliceable
 from slipstream.model.split import share
@@ -65,7 +66,8 @@ class Pipeline:
         recompute: "none".
         loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
             targets that are not -100.
-        dtype, device: of the parameters; default: as they are, the CPU or NCCL's current GPU.
+        dtype: of the parameters; default: as they are.
+        device: default: the CPU, or with NCCL the current GPU.
         num_stages: without a process group, the stages in this process (default 1, or as many ranks as a Schedule has).
         self_check: whether to compare the architecture at toy size, sliced and whole, before training (a second).
         timeout: how long a rank waits for a message before it gives up.
@@ -226,7 +228,8 @@ class Pipeline:
         return self
 
     def _cut(self, inputs: Tensor, targets: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Batch:
-        _check_tokens(self.config, inputs, targets)
+        check_length(self.config, inputs.shape[-1])
+        check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), targets.max())))
         tensors = (inputs, targets, position_ids, document_ids)
         here = [None if tensor is None else tensor.to(self.device) for tensor in tensors]
         assert here[0] is not None
@@ -324,20 +327,3 @@ def _finding(config: PretrainedConfig) -> SlipstreamError | None:
     except SlipstreamError as error:
         return error
     return None
-
-
-def _check_tokens(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -> None:
-    text, length = config.get_text_config(), inputs.shape[-1]
-    limit = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if limit is not None and length > limit and rope.get("rope_type") != "dynamic":
-        raise SlipstreamError(
-            f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}. Use at "
-            f"most {limit} tokens, or a config with more positions."
-        )
-    largest = int(max(inputs.max(), targets.max()))
-    if largest >= text.vocab_size:
-        raise SlipstreamError(
-            f"the batch holds token id {largest}, but the model has a vocabulary of {text.vocab_size} (ids up to "
-            f"{text.vocab_size - 1}). Use the tokenizer the model was made for, or a config with a larger vocab_size."
-        )

@@ -135,10 +135,10 @@ def check_layers(config: Config, model_config: Any) -> None:
 
 def check_positions(seq_len: int, model_config: Any) -> None:
     """A sequence isn't longer than the positions the model knows."""
-    text_config = model_config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if limit is not None and seq_len > limit and rope.get("rope_type") != "dynamic":  # which grows as needed
+    from slipstream.model.limits import longest_sequence
+
+    limit = longest_sequence(model_config)
+    if limit is not None and seq_len > limit:
         raise SlipstreamError(
             f"training.seq_len={seq_len} is more than the model's {limit} positions "
             f"(max_position_embeddings); choose at most {limit}"

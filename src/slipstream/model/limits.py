@@ -1,0 +1,37 @@
+"""What a model's config limits: how long a sequence and how large a token id may be."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from slipstream.errors import SlipstreamError
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """The model's positions, in tokens; None where any length will do.
+
+    Rope of type dynamic grows with the sequence: there the number is only where it begins to.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    return None if rope.get("rope_type") == "dynamic" else getattr(text, "max_position_embeddings", None)
+
+
+def check_length(config: PretrainedConfig, length: int) -> None:
+    """Raise SlipstreamError for a sequence longer than the model's positions."""
+    limit = longest_sequence(config)
+    if limit is not None and length > limit:
+        raise SlipstreamError(
+            f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}. Use at "
+            f"most {limit} tokens, or a config with more positions."
+        )
+
+
+def check_token_ids(config: PretrainedConfig, smallest: int, largest: int) -> None:
+    """Raise SlipstreamError for a token id that the model's vocabulary doesn't have."""
+    size = config.get_text_config().vocab_size
+    if smallest < 0 or largest >= size:
+        raise SlipstreamError(
+            f"there is a token id {smallest if smallest < 0 else largest}, but the model has a vocabulary of {size} "
+            f"(ids 0 to {size - 1}). Use the tokenizer the model was made for, or a config with a larger vocab_size."
+        )
