@@ -47,6 +47,7 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.created: list[Tensor] = []
         self._on_meta = on_meta  # None: every one
         self._draw = draw
+        self._scratch: dict[torch.dtype, Tensor] = {}  # one that grows: freed ones would leave holes in the heap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,9 +55,15 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._create(func, args, kwargs)
         if args and isinstance(args[0], Tensor) and args[0].is_meta and torch.Tag.nondeterministic_seeded in func.tags:
             if self._draw:
-                func(torch.empty_like(args[0], device="cpu"), *args[1:], **kwargs)
+                func(self._scratch_like(args[0]), *args[1:], **kwargs)
             return args[0]
         return func(*args, **kwargs)
+
+    def _scratch_like(self, tensor: Tensor) -> Tensor:
+        scratch = self._scratch.get(tensor.dtype)
+        if scratch is None or scratch.numel() < tensor.numel():
+            scratch = self._scratch[tensor.dtype] = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        return scratch[: tensor.numel()].view(tensor.shape)
 
     def _create(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         shape = args[0]

@@ -5,8 +5,9 @@ causal mask in use lets query q see a contiguous range first(q)..q (plain causal
 blocks: the start of q's block). So each mask becomes one table `first`, found by evaluating the given function over all
 pairs, and a mask that is not such a range is refused as soon as a layer uses it, never approximated.
 
-Packed documents are separate sequences to transformers: positions and windows count from the document's start. A table
-is therefore read at the position within the document and shifted by where the document starts.
+Packed documents are separate sequences to transformers: windows and blocks count from the document's start, so a table
+is read at the position within the document and shifted by where the document starts. Older versions count blocks from
+the sequence's start; we do what the installed version does.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function
+from transformers import masking_utils
 
 from slipstream.attention import KeyRanges
 
 MaskFunction = Callable[..., Tensor]
+_COUNTS_WITHIN_DOCUMENTS = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 _PAIRS_AT_ONCE = 1 << 24  # bounds the memory of an evaluation to about 100 MB
 
 
@@ -28,7 +30,7 @@ def first_keys(mask_function: MaskFunction, length: int, device: torch.device) -
 
     Raises NotCausalError where what a query sees is not the contiguous range first(q)..q.
     """
-    if mask_function is causal_mask_function:
+    if mask_function is masking_utils.causal_mask_function:
         return torch.zeros(length, dtype=torch.int64)
     rows = max(1, _PAIRS_AT_ONCE // length)
     blocks = [(begin, min(begin + rows, length)) for begin in range(0, length, rows)]
@@ -79,8 +81,10 @@ class MaskTables:
         if isinstance(table, NotCausalError):
             return table
         if document_start is not None:
-            begins = document_start.cpu()
-            return KeyRanges(begins + table[torch.arange(start, end) - begins], start)
+            begins, query = document_start.cpu(), torch.arange(start, end)
+            if not _COUNTS_WITHIN_DOCUMENTS:
+                return KeyRanges(begins.maximum(table[query]), start)
+            return KeyRanges(begins + table[query - begins], start)
         if (mask, start, end) not in self._ranges:
             self._ranges[mask, start, end] = KeyRanges(table[None, start:end], start)
         return self._ranges[mask, start, end]

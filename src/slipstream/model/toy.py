@@ -67,11 +67,11 @@ def toy_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(
             toy_config(config),
-            dtype=torch.float32,  # built and rounded in float32, as rope tables are; then widened
+            dtype=torch.float64,  # of the parameters; rope's tables stay float32, as the models compute them
             attn_implementation=reference.NAME,
             experts_implementation="eager",  # grouped matrix products know no float64
         )
-    toy: PreTrainedModel = model.double().eval()
+    toy: PreTrainedModel = model.eval()
     return toy
 
 

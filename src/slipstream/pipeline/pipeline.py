@@ -269,7 +269,8 @@ class Pipeline:
     def _make_stages(self, source: _Source, anatomy: Anatomy, dtype: torch.dtype | None) -> dict[int, Stage]:
         here = self.layout.stages_of([self.rank] if self._ranks.size > 1 else range(self.layout.num_ranks))
         model = source.load(anatomy, [layer for stage in here for layer in self.layout.layers[stage]])
-        model = model if dtype is None else model.to(dtype)
+        if dtype is not None:
+            _cast(model, dtype)
         return {stage: Stage(share(model), anatomy, self.layout.layers[stage], self.device) for stage in here}
 
     def _ends(self) -> list[int]:
@@ -307,6 +308,12 @@ def _in_memory(model: object) -> _Source:
             "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
         )
     return _Source(model.config, lambda *_: model)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Parameters only: rope's frequencies keep their precision, as when transformers loads a model in this dtype."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _check_settings(stages_per_rank: int, recompute: str, slices: object) -> None:
