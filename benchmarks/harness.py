@@ -11,13 +11,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from slipstream.training.launch import MALLOC
+
 RESULTS = Path(__file__).parent / "results"
-ENVIRONMENT = {  # glibc would give memory back and fault it in again, which distorts every figure on a CPU
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_TOP_PAD_": "67108864",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT = MALLOC | {"OMP_NUM_THREADS": "1"}  # what `slipstream train` gives its ranks on a CPU
 
 
 def in_environment() -> bool:

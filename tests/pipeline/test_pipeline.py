@@ -221,6 +221,10 @@ class TestRefusals:
             ({"stages_per_rank": 2}, r"stages_per_rank=2: .*Pass a Schedule"),
             ({"recompute": "full"}, r"recompute='full' is not in this version"),
             ({"slices": "auto"}, r"slices='auto': give a count, such as 8"),
+            (
+                {"schedule": one_f_one_b(1, 1, 4), "slices": [40, 8, 8, 4, 4]},
+                r"are 5 lengths, but .*'1f1b' has 4 slices",
+            ),
             ({"schedule": one_f_one_b(3, 1, 4), "num_stages": 2}, r"is for 3 ranks, but there are 2"),
         ],
     )

@@ -42,11 +42,10 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the whole model were there, so what is kept gets the numbers it would get in the unsplit model.
     """
 
-    def __init__(self, on_meta: set[int] | None = None, draw: bool = True) -> None:
+    def __init__(self, on_meta: set[int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.created: list[Tensor] = []
-        self._on_meta = on_meta  # None: every one
-        self._draw = draw
+        self._on_meta = on_meta  # None: every one, and nothing is drawn, as nothing will be kept
         self._scratch: dict[torch.dtype, Tensor] = {}  # one that grows: freed ones would leave holes in the heap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +53,7 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _FACTORIES and "meta" not in str(kwargs.get("device")):
             return self._create(func, args, kwargs)
         if args and isinstance(args[0], Tensor) and args[0].is_meta and torch.Tag.nondeterministic_seeded in func.tags:
-            if self._draw:
+            if self._on_meta is not None:
                 func(self._scratch_like(args[0]), *args[1:], **kwargs)
             return args[0]
         return func(*args, **kwargs)
@@ -90,7 +89,7 @@ def random_model(
     which parameter, then with memory for those that are kept.
     """
     with torch.random.fork_rng(devices=[]), quiet_transformers():
-        with _Construction(draw=False) as dry_run:
+        with _Construction() as dry_run:
             model = _construct(config, dtype)
         kept = _kept_storages(model, anatomy, owned)
         on_meta = {i for i, tensor in enumerate(dry_run.created) if _storage(tensor) not in kept}

@@ -147,7 +147,7 @@ class Executor:
         total, count = self._loss_function(logits, targets)
         self._flight.loss += total.detach()
         self._flight.count += count
-        return total / max(self._flight.batch.num_valid, 1)
+        return total / self._flight.batch.num_valid
 
     def _end_forward_only(self, action: Action) -> None:
         awaited = self._awaited(action)

@@ -56,6 +56,11 @@ def plan_layout(
             f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but there are {num_ranks}. "
             f"Start {schedule.num_ranks} processes or make a schedule for {num_ranks}."
         )
+    if not isinstance(slices, int) and len(slices) != schedule.num_slices:
+        raise SlipstreamError(
+            f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
+            f"{schedule.num_slices} slices. Give {schedule.num_slices} lengths."
+        )
     lowered = schedule if schedule.is_lowered else add_communication(schedule)
     check_communication(lowered)
     counts = _layers_per_stage(config, anatomy, partition, schedule.num_stages)
