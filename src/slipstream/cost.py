@@ -30,6 +30,10 @@ class CostModel(Protocol):
         """What F keeps until B, or W where the backward is split, has run."""
         ...
 
+    def kept_bytes(self, forward: Action) -> float:
+        """What F keeps of that where the slice is recomputed; R brings back the rest."""
+        ...
+
 
 @dataclass(frozen=True)
 class UnitCost:
@@ -41,6 +45,7 @@ class UnitCost:
     weight_gradient: float = 1
     link: float = 0
     activation: float = 1
+    kept: float = 0
 
     def seconds(self, action: Action) -> float:
         times = {Op.F: self.forward, Op.R: self.forward, Op.B: self.backward}
@@ -56,13 +61,17 @@ class UnitCost:
     def activation_bytes(self, forward: Action) -> float:
         return self.activation
 
+    def kept_bytes(self, forward: Action) -> float:
+        return self.kept
+
 
 @dataclass(frozen=True)
 class TableCost:
     """Costs per stage, slice and op, the same for every microbatch, and one kind of link between all ranks.
 
     `times[stage, slice, op]` in seconds; `message_bytes[slice]` for activations and gradients alike;
-    `activations[stage, slice]` in bytes; `latency` in seconds, `bandwidth` in bytes per second (None: any).
+    `activations[stage, slice]` in bytes, and `kept[stage, slice]` what is left of them until R; `latency` in seconds,
+    `bandwidth` in bytes per second (None: any).
     """
 
     times: Mapping[tuple[int, int, Op], float]
@@ -70,6 +79,7 @@ class TableCost:
     latency: float = 0
     bandwidth: float | None = None
     activations: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    kept: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.bandwidth is not None and (self.bandwidth <= 0 or not self.message_bytes):
@@ -79,7 +89,7 @@ class TableCost:
             )
 
     def seconds(self, action: Action) -> float:
-        if action.op is Op.REDUCE_GRAD:
+        if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD):
             return 0
         try:
             return self.times[action.stage, action.slice, action.op]
@@ -96,6 +106,9 @@ class TableCost:
 
     def activation_bytes(self, forward: Action) -> float:
         return self.activations.get((forward.stage, forward.slice), 0)
+
+    def kept_bytes(self, forward: Action) -> float:
+        return self.kept.get((forward.stage, forward.slice), 0)
 
 
 class MeasuredCost:
@@ -124,4 +137,7 @@ class MeasuredCost:
         return 0.0
 
     def activation_bytes(self, forward: Action) -> float:
+        return 0.0
+
+    def kept_bytes(self, forward: Action) -> float:
         return 0.0

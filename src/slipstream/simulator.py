@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slipstream.cost import CostModel
 from slipstream.schedule.action import COMMUNICATION, SENDS, Action, Op, Schedule
 from slipstream.schedule.dependencies import predecessors, running_order
@@ -14,7 +16,8 @@ def simulate(schedule: Schedule, cost: CostModel) -> Timeline:
 
     Messages travel while ranks compute and follow each other on their channel. In a schedule without
     communication a message leaves when its action ends; in a lowered one when both ends are posted, and SEND
-    and RECV appear as spans from posting to done. Activations count from the start of F to the end of B or W.
+    and RECV appear as spans from posting to done. Activations count from the start of F to the end of B or W,
+    except for what R brings back later and for the time between OFFLOAD and RELOAD.
     Times and bytes have the cost model's number type: with ints or Fractions the result is exact. Raises
     ScheduleError if the ranks get stuck; the message names the cycle.
     """
@@ -56,11 +59,18 @@ class _Simulation:
 
     def _keep_or_free(self, action: Action, rank: int, start: float, end: float) -> None:
         held = self.memory[rank][-1][1] if self.memory[rank] else 0
-        size = self.cost.activation_bytes(Action(Op.F, action.stage, action.microbatch, action.slice))
-        if action.op is Op.F:
-            self.memory[rank].append((start, held + size))
+        forward = replace(action, op=Op.F)
+        whole = self.cost.activation_bytes(forward)
+        recomputed = replace(action, op=Op.R) in self.schedule.positions
+        kept = self.cost.kept_bytes(forward) if recomputed else whole
+        if action.op in (Op.F, Op.RELOAD):
+            self.memory[rank].append((start, held + kept))
+        elif action.op is Op.R:
+            self.memory[rank].append((start, held + whole - kept))
+        elif action.op is Op.OFFLOAD:
+            self.memory[rank].append((end, held - kept))
         elif action.op in (Op.B, Op.W):
-            self.memory[rank].append((end, held - size))
+            self.memory[rank].append((end, held - whole))
 
     def post(self, action: Action) -> None:
         """Note when an end of a message is reached; the second one lets it go."""

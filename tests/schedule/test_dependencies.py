@@ -77,11 +77,14 @@ def test_predecessors_of_a_lowered_schedule_lead_over_messages_between_ranks_onl
     assert before("3SEND_B0", lowered) == {"3B0.0"}
 
 
-@pytest.mark.parametrize("op", [Op.OFFLOAD, Op.RELOAD])
-def test_an_op_without_rule_is_refused(op: Op) -> None:
-    schedule = schedule_of(f"0F0 0{op}0 0B0")
-    with pytest.raises(ScheduleError, match=f"0{op}0: {op} has no rule of order"):
-        validate(schedule)
+def test_predecessors_of_what_goes_to_the_host_and_back() -> None:
+    schedule = schedule_of("0F0.0 0OFFLOAD0.0 0F0.1 0R0.1 0B0.1 0RELOAD0.0 0R0.0 0I0.0 0W0.0")
+    assert before("0OFFLOAD0.0", schedule) == {"0F0.0"}
+    assert before("0RELOAD0.0", schedule) == {"0OFFLOAD0.0"}
+    assert before("0R0.0", schedule) == {"0F0.0", "0RELOAD0.0"}
+    assert before("0R0.1", schedule) == {"0F0.1"}
+    assert before("0I0.0", schedule) == {"0F0.0", "0B0.1", "0R0.0", "0RELOAD0.0"}
+    validate(schedule)
 
 
 def error(schedule: Schedule) -> str:
@@ -138,6 +141,16 @@ def test_a_rank_that_only_waits_for_the_cycle_is_not_part_of_it() -> None:
         (["0F0 0B0 0SEND_B0"], "0SEND_B0 has no other end: there is no stage -1."),
         (["0F0 0W0 0I0"], "0W0 (rank 0) waits for 0I0, which comes after it on the same rank: a weight"),
         (["0F0 0B0 0R0"], "0B0 (rank 0) waits for 0R0, which comes after it on the same rank"),
+        (["0F0 0RELOAD0 0OFFLOAD0 0B0"], "0RELOAD0 (rank 0) waits for 0OFFLOAD0, which comes after it"),
+        (["0F0 0RELOAD0 0B0"], "0RELOAD0 (rank 0) waits for 0OFFLOAD0, which the schedule lacks: what comes back"),
+        (["0OFFLOAD0 0F0 0RELOAD0 0B0"], "0OFFLOAD0 (rank 0) waits for 0F0, which comes after it"),
+        (
+            ["0F0 0OFFLOAD0 0B0 0RELOAD0"],
+            "0B0 (rank 0) waits for 0RELOAD0, which comes after it on the same rank: what",
+        ),
+        (["0F0 0R0 0OFFLOAD0 0RELOAD0 0B0"], "0R0 (rank 0) waits for 0RELOAD0, which comes after it"),
+        (["0F0 0OFFLOAD0 0B0"], "0OFFLOAD0 is never undone: add 0RELOAD0 after it and before"),
+        (["0F0 0R0"], "0R0: the schedule has no backward that needs it"),
         (["0F0 0REDUCE_GRAD 0B0"], "gradients are reduced when every backward of the stage is done"),
         (
             ["0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0"],

@@ -1,16 +1,43 @@
-"""Generators: the pictures beside them, and PyTorch's own orders at one slice."""
+"""Generators: the pictures beside them, validity for every count, and what a name may ask for."""
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.cost import UnitCost
-from slipstream.schedule import GENERATORS, Schedule, ScheduleError, gpipe, one_f_one_b, validate
+from slipstream.schedule import (
+    GENERATORS,
+    STAGES_PER_RANK,
+    Op,
+    Schedule,
+    ScheduleError,
+    add_communication,
+    check_communication,
+    forward_only,
+    interleaved_one_f_one_b,
+    make_schedule,
+    split_backwards,
+    validate,
+)
 from slipstream.simulator import simulate
+
+PICTURED = {
+    "gpipe": (2, 2, 2),
+    "1f1b": (2, 2, 2),
+    "interleaved-1f1b": (2, 4, 1, 2),
+    "breadth-first": (2, 3, 1, 2),
+    "zb-h1": (2, 2, 2),
+    "zb-h2": (2, 2, 2),
+    "zb-v": (2, 3, 1),
+    "v-half": (3, 3, 1),
+    "v-min": (3, 3, 1),
+}
 
 
 def picture(function: Callable[..., Any]) -> str:
@@ -19,77 +46,96 @@ def picture(function: Callable[..., Any]) -> str:
     return textwrap.dedent("\n".join(lines))
 
 
-@pytest.mark.parametrize("generator", GENERATORS.values(), ids=GENERATORS)
-def test_the_docstrings_picture_is_the_timeline(generator: Callable[..., Schedule]) -> None:
-    assert picture(generator) == simulate(generator(2, 2, 2), UnitCost(backward=1)).to_text()
+@pytest.mark.parametrize(("name", "counts"), PICTURED.items(), ids=PICTURED)
+def test_the_docstrings_picture_is_the_timeline(name: str, counts: tuple[int, ...]) -> None:
+    timeline = simulate(GENERATORS[name](*counts), UnitCost(backward=1))
+    assert picture(GENERATORS[name]) == timeline.to_text()
 
 
-@pytest.mark.parametrize("generator", GENERATORS.values(), ids=GENERATORS)
-def test_every_schedule_is_valid(generator: Callable[..., Schedule]) -> None:
-    for num_stages in range(1, 6):
-        for num_microbatches in range(1, 5):
-            for num_slices in range(1, 5):
-                validate(generator(num_stages, num_microbatches, num_slices))
+@st.composite
+def made_schedules(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(sorted(GENERATORS)))
+    stages_per_rank = draw(st.sampled_from([v for v in range(1, 5) if v in STAGES_PER_RANK[name]]))
+    counts = [draw(st.integers(1, most)) for most in (8, 6, 5)]
+    return make_schedule(name, *counts, stages_per_rank)
 
 
-@pytest.mark.parametrize("generator", GENERATORS.values(), ids=GENERATORS)
+@settings(deadline=None, max_examples=80)
+@given(made_schedules())
+def test_every_schedule_is_valid_and_lowers(schedule: Schedule) -> None:
+    validate(schedule)
+    for variant in (schedule, split_backwards(schedule), forward_only(schedule)):
+        check_communication(add_communication(variant))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 8), st.integers(1, 7), st.integers(1, 6), st.integers(1, 4))
+def test_interleaving_with_lead_one_is_valid_and_lowers(p: int, m: int, s: int, v: int) -> None:
+    check_communication(add_communication(interleaved_one_f_one_b(p, m, s, v, lead=1)))
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_schedule_of_small_counts_is_valid(name: str) -> None:
+    for p in range(1, 5):
+        for m in range(1, 5):
+            for s in range(1, 4):
+                for v in (v for v in (1, 2, 3) if v in STAGES_PER_RANK[name]):
+                    schedule = make_schedule(name, p, m, s, v)
+                    validate(schedule)
+                    assert (schedule.name, schedule.num_ranks, schedule.num_stages) == (name, p, p * v)
+                    assert (schedule.num_microbatches, schedule.num_slices) == (m, s)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
+def test_backwards_are_split(name: str) -> None:
+    schedule = GENERATORS[name](2, 2, 2)
+    assert {action.op for row in schedule.actions for action in row} == {Op.F, Op.I, Op.W}
+
+
+def test_without_a_second_stage_interleaving_is_1f1b_and_breadth_first_is_gpipe_turned_round() -> None:
+    for p, m, s in [(1, 2, 3), (3, 4, 1), (4, 3, 5), (4, 2, 1)]:
+        assert interleaved_one_f_one_b(p, m, s, 1, lead=1).actions == GENERATORS["1f1b"](p, m, s).actions
+        forward = [row[: m * s] for row in GENERATORS["gpipe"](p, m, s).actions]
+        assert [row[: m * s] for row in GENERATORS["breadth-first"](p, m, s, 1).actions] == forward
+
+
+@pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("counts", [(0, 1, 1), (1, 0, 1), (1, 1, -2)])
-def test_counts_below_one_are_refused(generator: Callable[..., Schedule], counts: tuple[int, int, int]) -> None:
-    with pytest.raises(ScheduleError, match=r"needs at least 1 of (stages|microbatches|slices), not (0|-2)"):
-        generator(*counts)
+def test_counts_below_one_are_refused(name: str, counts: tuple[int, int, int]) -> None:
+    with pytest.raises(ScheduleError, match=rf"^{name} needs at least 1 of \w+, not (0|-2)\.$"):
+        GENERATORS[name](*counts)
 
 
-class RecordingStage:
-    """Stands in for a PipelineStage and writes down what the schedule has it compute."""
-
-    def __init__(self, stage: int) -> None:
-        self.stage_index, self.has_backward, self.order = stage, True, []
-
-    def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        self.order.append(f"{self.stage_index}F{microbatch}")
-
-    def backward_one_chunk(self, microbatch: int, **kwargs: Any) -> None:
-        self.order.append(f"{self.stage_index}B{microbatch}")
-
-    def get_fwd_recv_ops(self, microbatch: int) -> list[Any]:
-        return []
-
-    get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
-
-    def perform_reduce_grad(self, factor: int) -> None:
-        pass
+@pytest.mark.parametrize("lead", [0, 3])
+def test_other_leads_are_refused(lead: int) -> None:
+    with pytest.raises(ScheduleError, match=f"lead={lead}: give 2, .* or 1"):
+        interleaved_one_f_one_b(2, 2, 2, 2, lead=lead)
 
 
-def torch_order(schedule_class: type, stage: int, num_stages: int, num_microbatches: int) -> list[str]:
-    """The compute actions that PyTorch's schedule really runs on one rank, without models and processes."""
-
-    class Recorded(schedule_class):
-        def __init__(self) -> None:
-            self._stage, self._num_stages, self._n_microbatches = (
-                RecordingStage(stage),
-                num_stages,
-                num_microbatches,
-            )
-            self.scale_grads = False
-
-        def _check_inputs(self, *args: Any) -> Any:
-            return [()] * num_microbatches, [{}] * num_microbatches
-
-        def _nothing(self, *args: Any) -> None:
-            pass
-
-        _initialize_stage = _maybe_compute_loss = _maybe_get_loss = _update_losses = _nothing
-
-    recorded = Recorded()
-    recorded._step_microbatches()
-    return recorded._stage.order
+def test_a_schedule_by_name_is_the_generators() -> None:
+    assert make_schedule("1f1b", 3, 4, 2) == GENERATORS["1f1b"](3, 4, 2)
+    assert make_schedule("zb-v", 3, 4, 2, 2) == GENERATORS["zb-v"](3, 4, 2)
+    assert make_schedule("breadth-first", 3, 4, 2, 5) == GENERATORS["breadth-first"](3, 4, 2, 5)
+    assert STAGES_PER_RANK.keys() == GENERATORS.keys()
 
 
-@pytest.mark.parametrize(("generator", "oracle"), [(gpipe, ScheduleGPipe), (one_f_one_b, Schedule1F1B)])
-def test_one_slice_is_pytorchs_schedule(generator: Callable[..., Schedule], oracle: type) -> None:
-    for num_stages in range(1, 6):
-        for num_microbatches in range(1, 9):
-            schedule = generator(num_stages, num_microbatches)
-            for stage, row in enumerate(schedule.actions):
-                expected = torch_order(oracle, stage, num_stages, num_microbatches)
-                assert [schedule.text(action) for action in row] == expected
+@pytest.mark.parametrize(
+    ("name", "stages_per_rank", "message"),
+    [
+        ("1f2b", 1, "schedule='1f2b' is not known; did you mean '1f1b'? Choose one of gpipe, 1f1b, "),
+        ("ZB-V", 2, "schedule='ZB-V' is not known; did you mean 'zb-v'?"),
+        ("interleaved", 2, "did you mean 'interleaved-1f1b'?"),
+        ("?", 1, "schedule='?' is not known; Choose one of gpipe, "),
+        ("gpipe", 2, "stages_per_rank=2, but the schedule 'gpipe' has exactly 1. Give stages_per_rank=1, "),
+        ("1f1b", 3, "or a schedule that can have 3: interleaved-1f1b, breadth-first."),
+        ("v-min", 1, "stages_per_rank=1, but the schedule 'v-min' has exactly 2. Give stages_per_rank=2"),
+        (
+            "breadth-first",
+            0,
+            "stages_per_rank=0, but the schedule 'breadth-first' has at least 1. Give stages_per_rank=1",
+        ),
+    ],
+)
+def test_what_a_name_does_not_allow_is_refused(name: str, stages_per_rank: int, message: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        make_schedule(name, 2, 2, 2, stages_per_rank)

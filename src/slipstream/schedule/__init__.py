@@ -2,7 +2,9 @@
 
 from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import predecessors, running_order, validate
-from slipstream.schedule.generators import GENERATORS, gpipe, one_f_one_b
+from slipstream.schedule.flushes import in_flushes
+from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, gpipe, make_schedule, one_f_one_b
+from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
 from slipstream.schedule.lowering import (
     Channel,
     add_communication,
@@ -12,23 +14,38 @@ from slipstream.schedule.lowering import (
     receives_in_flight,
     split_backwards,
 )
+from slipstream.schedule.memory_passes import add_offload, add_recompute
+from slipstream.schedule.v_shape import v_half, v_min, zb_v
+from slipstream.schedule.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "GENERATORS",
+    "STAGES_PER_RANK",
     "Action",
     "Channel",
     "Op",
     "Schedule",
     "ScheduleError",
     "add_communication",
+    "add_offload",
+    "add_recompute",
+    "breadth_first",
     "channel",
     "check_communication",
     "forward_only",
     "gpipe",
+    "in_flushes",
+    "interleaved_one_f_one_b",
+    "make_schedule",
     "one_f_one_b",
     "predecessors",
     "receives_in_flight",
     "running_order",
     "split_backwards",
+    "v_half",
+    "v_min",
     "validate",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]

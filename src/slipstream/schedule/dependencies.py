@@ -49,10 +49,8 @@ def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     before = [Action(Op.F, g, m, i), *(input_gradient(g, m, j, schedule) for j in attending)]
     if g + 1 < schedule.num_stages:
         before.append(_input(Op.RECV_B, input_gradient(g + 1, m, i, schedule), action, schedule))
-    recompute = Action(Op.R, g, m, i)
-    if recompute in schedule.positions:
-        before.append(recompute)
-    return tuple(before)
+    unit = (Action(op, g, m, i) for op in (Op.R, Op.RELOAD))
+    return (*before, *(action for action in unit if action in schedule.positions))
 
 
 def _before_weight(action: Action, schedule: Schedule) -> tuple[Action, ...]:
@@ -60,7 +58,17 @@ def _before_weight(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _before_recompute(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    g, m, i = action.stage, action.microbatch, action.slice
+    forward, reload = Action(Op.F, g, m, i), Action(Op.RELOAD, g, m, i)
+    return (forward, reload) if reload in schedule.positions else (forward,)
+
+
+def _before_offload(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return (Action(Op.F, action.stage, action.microbatch, action.slice),)
+
+
+def _before_reload(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    return (Action(Op.OFFLOAD, action.stage, action.microbatch, action.slice),)
 
 
 def _before_send(action: Action, schedule: Schedule) -> tuple[Action, ...]:
@@ -80,10 +88,6 @@ def _before_reduction(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return tuple(w if w in schedule.positions else b for w, b in weights)
 
 
-def _no_rule(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    raise ScheduleError(f"{schedule.text(action)}: {action.op} has no rule of order yet; leave it out.")
-
-
 _RULES: Mapping[Op, Callable[[Action, Schedule], tuple[Action, ...]]] = {
     Op.F: _before_forward,
     Op.B: _before_backward,
@@ -95,8 +99,8 @@ _RULES: Mapping[Op, Callable[[Action, Schedule], tuple[Action, ...]]] = {
     Op.RECV_F: _before_receive,
     Op.RECV_B: _before_receive,
     Op.REDUCE_GRAD: _before_reduction,
-    Op.OFFLOAD: _no_rule,
-    Op.RELOAD: _no_rule,
+    Op.OFFLOAD: _before_offload,
+    Op.RELOAD: _before_reload,
 }
 
 
@@ -117,12 +121,14 @@ def reason(action: Action, before: Action) -> str:
     """Why `before` comes before `action`, in words for an error message."""
     if action.op in SENDS and before.op in RECEIVES:
         return "it can't leave before its receive is posted"
-    if action.op in _REASONS:
+    if action.op in _REASONS and before.op is not Op.RELOAD:
         return _REASONS[action.op]
     if action.op is Op.F:
         if before.op is Op.F and before.stage == action.stage:
             return f"slice {action.slice} attends to slice {before.slice}, so its forward comes later"
         return "a forward needs the output of the stage before it"
+    if before.op is Op.RELOAD:
+        return "what was moved to the host must be back before it is used"
     if before.op is Op.F or before.op is Op.R:
         return "a backward follows its own forward and recomputation"
     if before.op in BACKWARDS and before.stage == action.stage:
@@ -136,6 +142,8 @@ def reason(action: Action, before: Action) -> str:
 _REASONS = {
     Op.W: "a weight gradient follows its input gradient",
     Op.R: "a recomputation follows its own forward",
+    Op.OFFLOAD: "what a forward saves is moved after it",
+    Op.RELOAD: "what comes back must have been moved to the host",
     Op.SEND_F: "a send follows what it sends",
     Op.SEND_B: "a send follows what it sends",
     Op.RECV_F: "a receive is filled by its send",
@@ -262,8 +270,24 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
     """Exactly one F, and one B or one I and one W; none of them where the schedule only goes forward."""
     present = "".join(op for op in "FBIW" if Action(Op(op), stage, microbatch, index) in schedule.positions)
     if present in (("FB", "FIW") if schedule.has_backward else ("F",)):
+        _check_memory_actions(stage, microbatch, index, schedule)
         return
     found = ", ".join(present) or "nothing"
     wanted = "F and B, or F, I and W" if schedule.has_backward else "F"
     where = f"Stage {stage}, microbatch {microbatch}, slice {index}"
     raise ScheduleError(f"{where} has {found}; it needs {wanted}.\n{grid(schedule, [])}")
+
+
+def _check_memory_actions(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
+    """R, OFFLOAD and RELOAD serve a backward, and what is moved to the host comes back."""
+    unit = {op: Action(op, stage, microbatch, index) for op in (Op.R, Op.OFFLOAD, Op.RELOAD)}
+    present = {op for op, action in unit.items() if action in schedule.positions}
+    if present and not schedule.has_backward:
+        where = ", ".join(schedule.text(unit[op]) for op in sorted(present))
+        raise ScheduleError(f"{where}: the schedule has no backward that needs it; leave it out.\n{grid(schedule, [])}")
+    if Op.OFFLOAD in present and Op.RELOAD not in present:
+        offload, reload = schedule.text(unit[Op.OFFLOAD]), schedule.text(unit[Op.RELOAD])
+        raise ScheduleError(
+            f"{offload} is never undone: add {reload} after it and before the slice's R or backward.\n"
+            f"{grid(schedule, [schedule.positions[unit[Op.OFFLOAD]]])}"
+        )

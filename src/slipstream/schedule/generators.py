@@ -1,10 +1,16 @@
-"""Schedules from the papers, compute actions only; passes in `lowering` add the rest."""
+"""Schedules from the papers by name, compute actions only; passes in `lowering` add the rest."""
 
 from __future__ import annotations
 
+import difflib
+import sys
 from collections.abc import Callable
 
-from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
+from slipstream.schedule.action import Action, Schedule, ScheduleError
+from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
+from slipstream.schedule.rows import backwards, check_counts, forwards, in_turn
+from slipstream.schedule.v_shape import v_half, v_min, zb_v
+from slipstream.schedule.zero_bubble import zb_h1, zb_h2
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
@@ -37,25 +43,70 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 1) -> 
     )
 
 
-GENERATORS: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
-
-
 def _one_stage_a_rank(
     name: str, num_stages: int, num_microbatches: int, num_slices: int, warmup: Callable[[int], int]
 ) -> Schedule:
     """Rank r runs `warmup(r)` forwards, then backwards and forwards in turn until both are used up."""
-    for what, count in (("stages", num_stages), ("microbatches", num_microbatches), ("slices", num_slices)):
-        if count < 1:
-            raise ScheduleError(f"{name} needs at least 1 of {what}, not {count}.")
-    microbatches, slices = range(num_microbatches), range(num_slices)
+    check_counts(name, num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
+    microbatches = range(num_microbatches)
 
     def row(stage: int) -> tuple[Action, ...]:
-        forwards = [Action(Op.F, stage, m, i) for m in microbatches for i in slices]
-        backwards = [Action(Op.B, stage, m, i) for m in microbatches for i in reversed(slices)]
-        actions = forwards[: warmup(stage)]
-        for i, backward in enumerate(backwards, start=len(actions)):
-            actions += [backward, *forwards[i : i + 1]]
-        return tuple(actions)
+        forward = forwards(stage, microbatches, num_slices)
+        return tuple(in_turn(forward, backwards(stage, microbatches, num_slices), warmup(stage)))
 
     rows = tuple(map(row, range(num_stages)))
     return Schedule(name, rows, tuple(range(num_stages)), num_microbatches, num_slices)
+
+
+GENERATORS: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved-1f1b": interleaved_one_f_one_b,
+    "breadth-first": breadth_first,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+}
+
+_ANY = range(1, sys.maxsize)
+STAGES_PER_RANK: dict[str, range] = {
+    "gpipe": range(1, 2),
+    "1f1b": range(1, 2),
+    "interleaved-1f1b": _ANY,
+    "breadth-first": _ANY,
+    "zb-h1": range(1, 2),
+    "zb-h2": range(1, 2),
+    "zb-v": range(2, 3),
+    "v-half": range(2, 3),
+    "v-min": range(2, 3),
+}
+"""How many stages a rank can hold under each schedule: `2 in STAGES_PER_RANK["zb-v"]`."""
+
+
+def make_schedule(
+    name: str, num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 1
+) -> Schedule:
+    """A schedule by its name in `GENERATORS`, compute actions only.
+
+    Raises ScheduleError for an unknown name, with the nearest one; for a number of stages a rank that
+    `STAGES_PER_RANK` doesn't allow, with what it allows; and for counts below 1.
+    """
+    if name not in GENERATORS:
+        near = difflib.get_close_matches(name.lower(), GENERATORS, n=1, cutoff=0.3)
+        raise ScheduleError(
+            f"schedule={name!r} is not known; {'did you mean ' + repr(near[0]) + '? ' if near else ''}"
+            f"Choose one of {', '.join(GENERATORS)}, or pass a Schedule."
+        )
+    allowed = STAGES_PER_RANK[name]
+    if stages_per_rank not in allowed:
+        number = f"exactly {allowed.start}" if len(allowed) == 1 else f"at least {allowed.start}"
+        others = ", ".join(other for other, counts in STAGES_PER_RANK.items() if stages_per_rank in counts)
+        raise ScheduleError(
+            f"stages_per_rank={stages_per_rank}, but the schedule {name!r} has {number}. Give stages_per_rank="
+            f"{allowed.start}{f', or a schedule that can have {stages_per_rank}: {others}' if others else ''}."
+        )
+    if len(allowed) == 1:
+        return GENERATORS[name](num_ranks, num_microbatches, num_slices)
+    return GENERATORS[name](num_ranks, num_microbatches, num_slices, stages_per_rank)

@@ -1,0 +1,57 @@
+"""What a rank says when a wait has lasted too long: its action, whom it waits for, and what is still missing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from slipstream.schedule.action import RECEIVES, SENDS, Action, Schedule
+from slipstream.schedule.dependencies import predecessors
+
+_SHOWN = 6  # missing actions named per rank
+
+
+def report_wait(schedule: Schedule, rank: int, action: Action) -> str:
+    """Why `rank` can't go on with `action`, from what it knows: it ran all its actions before, and what they needed.
+
+    Everything `action` needs, directly or not, is either known to be done or listed as missing under its rank, in that
+    rank's order: the first of them is what held everything up, or where that rank itself waits.
+    """
+    place, row = schedule.positions[action][1], schedule.actions[rank]
+    text = schedule.text
+    done = _with_predecessors((each for each in row[:place] if each.op not in RECEIVES), schedule)
+    wanted = _with_predecessors([action], schedule) - done - {action}
+    missing: defaultdict[int, list[Action]] = defaultdict(list)
+    for each in sorted(wanted, key=schedule.positions.__getitem__):
+        if each.op not in RECEIVES:  # its SEND says the same
+            missing[schedule.placement[each.stage]].append(each)
+    awaited = [each for each in predecessors(action, schedule) if each in wanted]
+    sources = [each.other_end if each.op in RECEIVES else each for each in awaited]
+    if action.op in SENDS:  # held up by those before it on its channel
+        sources = [action.other_end]
+    named = ", ".join(f"{text(each)} of rank {schedule.placement[each.stage]}" for each in sources) or "nothing"
+    lines = [f"rank {rank} waits at {text(action)} (action {place + 1} of {len(row)}) for {named}."]
+    for other, actions in sorted(missing.items()):
+        more = f", and {len(actions) - _SHOWN} more" if len(actions) > _SHOWN else ""
+        lines.append(f"  missing on rank {other}: {', '.join(map(text, actions[:_SHOWN]))}{more}")
+    return "\n".join(lines)
+
+
+def _with_predecessors(actions: Iterable[Action], schedule: Schedule) -> set[Action]:
+    """The actions, all they need, and all that stands before any of these on its rank.
+
+    A receive that stands before is only posted; its message is there when an action that needs it has run.
+    """
+    found: set[Action] = set()
+    waiting = list(actions)
+    while waiting:
+        action = waiting.pop()
+        if action in found:
+            continue
+        found.add(action)
+        rank, index = schedule.positions[action]
+        waiting += predecessors(action, schedule)
+        if action.op not in RECEIVES:
+            row = reversed(schedule.actions[rank][:index])
+            waiting += [each for each in row if each.op not in RECEIVES][:1]
+    return found

@@ -1,0 +1,91 @@
+"""Schedules with several stages a rank, the stages dealt to the ranks in turn: depth first and breadth first."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from slipstream.schedule.action import Action, Schedule, ScheduleError
+from slipstream.schedule.rows import backwards, check_counts, forwards, in_turn
+
+
+def interleaved_one_f_one_b(
+    num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 2, lead: int = 2
+) -> Schedule:
+    """1F1B over v stages a rank: Megatron's interleaved schedule (PTD-P, section 2.2); with slices SVPP and SlimPipe.
+
+    Stage g is on rank g mod p. A group of microbatches, of at least p slices together, runs through one stage
+    of the rank after the other; its backwards take the stages in reverse. A rank runs ahead by `lead` slices
+    for every rank after it: 2 leaves every message the time of a pass to arrive (Megatron, SlimPipe), 1 keeps
+    the fewest activations (SVPP). Two ranks of two stages, four microbatches of one slice, lead 2:
+
+        rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
+        rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    With equal times and ms >= p the bubble is (p-1)/(msv+p-1) of the step. With s >= p a group is one microbatch
+    and rank r keeps 1 + d(p-1-r)/(sv) microbatches, d the lead; with k microbatches in the first group it keeps
+    1 + (k-1)(v-1)/v + d(p-1-r)/(sv); never more than m. Megatron wants m to be a multiple of p. Here the m
+    microbatches form as many groups of at least p slices as they can, of sizes as equal as they can be, the
+    larger ones first; fewer than p slices in all are one group. Raises ScheduleError for counts below 1 and for
+    leads other than 1 and 2.
+    """
+    check_counts(
+        "interleaved-1f1b",
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_slices=num_slices,
+        stages_per_rank=stages_per_rank,
+    )
+    if lead not in (1, 2):
+        raise ScheduleError(f"lead={lead}: give 2, which hides messages behind a pass, or 1, which saves memory.")
+    groups = _groups(num_microbatches, at_least=-(-num_ranks // num_slices))
+    before_last_stage = (stages_per_rank - 1) * len(groups[0]) * num_slices
+
+    def row(rank: int) -> tuple[Action, ...]:
+        stages = _stages(rank, num_ranks, stages_per_rank)
+        forward = [a for group in groups for g in stages for a in forwards(g, group, num_slices)]
+        backward = [a for group in groups for g in reversed(stages) for a in backwards(g, group, num_slices)]
+        return tuple(in_turn(forward, backward, before_last_stage + num_slices + lead * (num_ranks - 1 - rank)))
+
+    placement = tuple(range(num_ranks)) * stages_per_rank
+    return Schedule("interleaved-1f1b", tuple(map(row, range(num_ranks))), placement, num_microbatches, num_slices)
+
+
+def breadth_first(num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 2) -> Schedule:
+    """All microbatches through one stage of the rank, then through the next: looped breadth-first.
+
+    Stage g is on rank g mod p. Backwards run in exactly the opposite order, the last microbatch first:
+
+        rank 0  0F0 0F1 0F2 2F0 2F1 2F2         2B2 2B1 2B0 0B2 0B1 0B0
+        rank 1      1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B1 3B0 1B2 1B1 1B0
+
+    With equal times and ms >= p the bubble is (p-1)/(msv+p-1) of the step; every rank keeps all m microbatches.
+    A stage's parameters are used in one stretch forward and one backward, so that its gradients can be reduced
+    (or its shards gathered) while the other stages compute. Raises ScheduleError for counts below 1.
+    """
+    check_counts(
+        "breadth-first",
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_slices=num_slices,
+        stages_per_rank=stages_per_rank,
+    )
+
+    def row(rank: int) -> tuple[Action, ...]:
+        stages, microbatches = _stages(rank, num_ranks, stages_per_rank), range(num_microbatches)
+        forward = [a for g in stages for a in forwards(g, microbatches, num_slices)]
+        backward = [a for g in reversed(stages) for a in backwards(g, reversed(microbatches), num_slices)]
+        return (*forward, *backward)
+
+    placement = tuple(range(num_ranks)) * stages_per_rank
+    return Schedule("breadth-first", tuple(map(row, range(num_ranks))), placement, num_microbatches, num_slices)
+
+
+def _stages(rank: int, num_ranks: int, stages_per_rank: int) -> range:
+    return range(rank, num_ranks * stages_per_rank, num_ranks)
+
+
+def _groups(num_microbatches: int, at_least: int) -> list[range]:
+    """As many groups of at least `at_least` microbatches as there can be, sizes as equal as possible, falling."""
+    number = max(num_microbatches // at_least, 1)
+    sizes = [(num_microbatches + number - 1 - i) // number for i in range(number)]
+    return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]

@@ -1,0 +1,178 @@
+"""Passes that trade memory for work: recomputation of activations, and their way to host memory and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
+
+from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
+from slipstream.schedule.dependencies import predecessors, running_order, validate
+
+Seconds = Callable[[Action], float]
+
+
+def unit_seconds(action: Action) -> float:
+    """2 for a whole backward, nothing for what runs beside the computing, else 1."""
+    return {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}.get(action.op, 1)
+
+
+def add_recompute(
+    schedule: Schedule, stages: Collection[int] | None = None, alive: int = 1, seconds: Seconds = unit_seconds
+) -> Schedule:
+    """Write an R for the backwards of `stages` (default: all), as early as waiting time allows (GPipe section 2.3).
+
+    R needs nothing from other ranks. So where its rank would wait for as long as R takes, in a run with times `seconds`
+    and messages that take none, R stands before that wait; else right before its B or I. At most `alive` slices of a
+    rank have all their activations at once. A slice whose backward directly follows its forward is left alone: its
+    activations would be dropped and computed again at once. One microbatch of three slices:
+
+        rank 0  F0.0 F0.1 F0.2                B0.2----- R0.1 B0.1----- R0.0 B0.0-----
+        rank 1       F0.0 F0.1 F0.2 B0.2----- R0.1 B0.1----- R0.0 B0.0-----
+
+    Raises ScheduleError if the schedule is not valid, has communication already, or has recomputation already.
+    """
+    _check(schedule, Op.R)
+    if alive < 1:
+        raise ScheduleError(f"alive={alive}: a number of slices, 1 or more.")
+    chosen = range(schedule.num_stages) if stages is None else stages
+    rows = [_Row(row, chosen, alive, seconds) for row in schedule.actions]
+    ends: dict[Action, float] = {}
+    for action in running_order(schedule):
+        row = rows[schedule.placement[action.stage]]
+        ready = max((ends[before] for before in predecessors(action, schedule)), default=0)
+        while row.has_time(ready) and all(before in ends for before in predecessors(row.waiting[0], schedule)):
+            row.recompute()
+        ends[action] = row.run(action, ready)
+    return replace(schedule, actions=tuple(tuple(row.actions) for row in rows))
+
+
+class _Row:
+    """One rank's actions as far as they ran, with R's among them."""
+
+    def __init__(self, row: tuple[Action, ...], stages: Collection[int], alive: int, seconds: Seconds) -> None:
+        self.waiting: deque[Action] = deque()  # R's, in the order of their backwards
+        self.actions: list[Action] = []
+        self._ahead = deque(row)
+        self._whole: set[Action] = set()  # F's of chosen slices that need no R
+        self._most_alive, self._alive = alive, 0  # slices that are chosen and have all their activations
+        self._seconds = seconds
+        self._free: float = 0  # when the last action ends
+        for before, action in pairwise(row):
+            if action.op in (Op.B, Op.I) and action.stage in stages:
+                if before == _with(Op.F, action):
+                    self._whole.add(before)
+                else:
+                    self.waiting.append(_with(Op.R, action))
+        self._chosen = {_with(Op.F, recompute) for recompute in self.waiting} | self._whole
+
+    def has_time(self, ready: float) -> bool:
+        """Whether the next R fits before an action that can start at `ready`, in time and in memory."""
+        if not self.waiting or self._free + self._seconds(self.waiting[0]) > ready:
+            return False
+        until_backward = takewhile(lambda a: a.op not in (Op.B, Op.I) or _with(Op.R, a) != self.waiting[0], self._ahead)
+        return self._alive + any(action in self._whole for action in until_backward) < self._most_alive
+
+    def recompute(self) -> None:
+        self._alive += 1
+        self._append(self.waiting.popleft(), 0)
+
+    def run(self, action: Action, ready: float) -> float:
+        """When it ends."""
+        self._ahead.popleft()
+        if action.op in (Op.B, Op.I) and self.waiting and self.waiting[0] == _with(Op.R, action):
+            self.recompute()
+        self._alive += action in self._whole
+        self._alive -= action.op in (Op.B, Op.I) and _with(Op.F, action) in self._chosen
+        return self._append(action, ready)
+
+    def _append(self, action: Action, ready: float) -> float:
+        self.actions.append(action)
+        self._free = max(self._free, ready) + self._seconds(action)
+        return self._free
+
+
+def _with(op: Op, action: Action) -> Action:
+    """The action of the same slice."""
+    return Action(op, action.stage, action.microbatch, action.slice)
+
+
+def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds: Seconds = unit_seconds) -> Schedule:
+    """Move the saved activations of a `share` of each rank's slices to the host between forward and backward.
+
+    Those that wait longest are chosen, in a run with times `seconds` and messages that take none. OFFLOAD stands right
+    after F; RELOAD stands `ahead` compute actions before the first that needs it (R, B or I), so that the copy runs
+    beside them. A slice without an action between the two is left alone. One rank, ahead=1:
+
+        F0.0 OFFLOAD0.0 F0.1 F0.2 B0.2 RELOAD0.0 B0.1 B0.0
+
+    Raises ScheduleError if the schedule is not valid, has communication already, or has offloading already.
+    """
+    _check(schedule, Op.OFFLOAD)
+    if not 0 <= share <= 1 or ahead < 0:
+        raise ScheduleError(f"share={share}, ahead={ahead}: a share from 0 to 1, and 0 or more actions ahead.")
+    starts, ends = _times(schedule, seconds)
+    rows = []
+    for row in schedule.actions:
+        num_chosen = round(share * sum(action.op is Op.F for action in row))
+        stays = [_Stay.of(action, row, ahead) for action in row if action.op is Op.F]
+        possible = [stay for stay in stays if stay.leaves_room]
+        possible.sort(key=lambda stay: ends[row[stay.forward]] - starts[row[stay.needed]])
+        rows.append(_with_offload(row, possible[:num_chosen]))
+    return replace(schedule, actions=tuple(rows))
+
+
+@dataclass(frozen=True)
+class _Stay:
+    """A slice's activations on the host, in terms of indices in its rank's row."""
+
+    forward: int
+    reload: int  # RELOAD stands before this
+    needed: int
+
+    @classmethod
+    def of(cls, forward: Action, row: tuple[Action, ...], ahead: int) -> _Stay:
+        users = {_with(op, forward) for op in (Op.R, Op.B, Op.I)}
+        needed = next(i for i, action in enumerate(row) if action in users)
+        return cls(row.index(forward), needed - ahead, needed)
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether anything runs while the activations are away."""
+        return self.reload > self.forward + 1
+
+
+def _with_offload(row: tuple[Action, ...], stays: list[_Stay]) -> tuple[Action, ...]:
+    offloads = {stay.forward: _with(Op.OFFLOAD, row[stay.forward]) for stay in stays}
+    actions: list[Action] = []
+    for index, action in enumerate(row):
+        reloads = sorted((stay for stay in stays if stay.reload == index), key=lambda stay: stay.needed)
+        actions += [_with(Op.RELOAD, row[stay.forward]) for stay in reloads]
+        actions.append(action)
+        if index in offloads:
+            actions.append(offloads[index])
+    return tuple(actions)
+
+
+def _times(schedule: Schedule, seconds: Seconds) -> tuple[dict[Action, float], dict[Action, float]]:
+    """Start and end of every action where messages take no time."""
+    starts: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    free: list[float] = [0] * schedule.num_ranks
+    for action in running_order(schedule):
+        rank = schedule.placement[action.stage]
+        starts[action] = max([free[rank], *(ends[before] for before in predecessors(action, schedule))])
+        free[rank] = ends[action] = starts[action] + seconds(action)
+    return starts, ends
+
+
+def _check(schedule: Schedule, op: Op) -> None:
+    validate(schedule)
+    if schedule.is_lowered:
+        raise ScheduleError(f"{schedule.name} has sends and receives already; add {op} before they are.")
+    present = next((action for action in schedule.positions if action.op is op), None)
+    if present is not None:
+        raise ScheduleError(f"{schedule.name} has {schedule.text(present)} already, so {op} can't be added.")
+    if not schedule.has_backward:
+        raise ScheduleError(f"{schedule.name} has no backward that {op} could serve.")

@@ -1,0 +1,55 @@
+"""Zero-bubble schedules with one stage a rank: weight gradients wait until the rank would be idle."""
+
+from __future__ import annotations
+
+from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.schedule.rows import backwards, check_counts, forwards, in_turn
+
+
+def zb_h1(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+    """1F1B with weight gradients put off, more on later ranks: ZB-H1 (Zero Bubble Pipeline Parallelism, section 2.1).
+
+    Rank r runs W of a slice after I of the r-th slice from it, so that all ranks keep what rank 0 of 1F1B keeps:
+
+        rank 0  F0.0 F0.1 F1.0      I0.1 W0.1 F1.1 I0.0 W0.0 I1.1 W1.1 I1.0 W1.0
+        rank 1       F0.0 F0.1 I0.1 F1.0 I0.0 W0.1 F1.1 I1.1 W0.0 I1.0 W1.1 W1.0
+
+    This is the handcrafted schedule of the top of the paper's Figure 3, whose bubble is (p-1)(F+I-W) for F, I and W the
+    times of the passes, where ms >= p+s-1 and W is no longer than F or I. Every rank keeps 1 + (p-1)/s
+    microbatches, at most m. PyTorch's ScheduleInterleavedZeroBubble with one stage a rank is the same order.
+    """
+    return _handcrafted("zb-h1", num_stages, num_microbatches, num_slices, lead=1)
+
+
+def zb_h2(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+    """ZB-H1 with twice the lead, which fills the bubble before the first backward: ZB-H2 (Zero Bubble, section 2.2).
+
+    Rank r first runs two slices more for every rank after it, and W waits for 2r slices:
+
+        rank 0  F0.0 F0.1 F1.0 F1.1 I0.1 W0.1 I0.0 W0.0 I1.1 W1.1 I1.0 W1.0
+        rank 1       F0.0 F0.1 I0.1 F1.0 I0.0 F1.1 I1.1 W0.1 I1.0 W0.0 W1.1 W1.0
+
+    This is the handcrafted schedule of the bottom of the paper's Figure 3: where F, I and W take the same time and
+    ms >= 2(p-1)+s, no rank waits from its first forward to its last weight gradient, which is a step of
+    (p-1)F + ms(F+I+W). Every rank keeps 1 + 2(p-1)/s microbatches, at most m.
+    """
+    return _handcrafted("zb-h2", num_stages, num_microbatches, num_slices, lead=2)
+
+
+def _handcrafted(name: str, num_stages: int, num_microbatches: int, num_slices: int, lead: int) -> Schedule:
+    """Seq1F1B's order of F and I with `lead` forwards more for every rank after it, W `lead * rank` slices behind I."""
+    check_counts(name, num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
+    microbatches = range(num_microbatches)
+
+    def row(rank: int) -> tuple[Action, ...]:
+        forward = forwards(rank, microbatches, num_slices)
+        inputs = backwards(rank, microbatches, num_slices, Op.I)
+        weights = backwards(rank, microbatches, num_slices, Op.W)
+        after = dict(zip(inputs[lead * rank :], weights, strict=False))  # the last ones find no I to follow
+        actions: list[Action] = []
+        for action in in_turn(forward, inputs, num_slices + lead * (num_stages - 1 - rank)):
+            actions += [action, after[action]] if action in after else [action]
+        return (*actions, *weights[len(after) :])
+
+    rows = tuple(map(row, range(num_stages)))
+    return Schedule(name, rows, tuple(range(num_stages)), num_microbatches, num_slices)
