@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slipstream import palette
 from slipstream.cost import UnitCost
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Action, Op, Schedule, add_communication, forward_only, gpipe, one_f_one_b
+from slipstream.schedule import (
+    Action,
+    Op,
+    Schedule,
+    add_communication,
+    forward_only,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+)
 from slipstream.simulator import simulate
 from slipstream.timeline import Span, Timeline
+from slipstream.trace import load
 
 
 def measured() -> Timeline:
@@ -90,9 +105,17 @@ def test_perfetto(lowered: bool, tmp_path: Path) -> None:
         (2, "rank 2"),
     }
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert set(threads.values()) == ({"compute", "messages"} if lowered else {"compute"})
+    assert set(threads.values()) == {"compute", "waits"} | ({"messages"} if lowered else set())
 
-    boxes = [e for e in events if e["ph"] == "X"]
+    waits = [e for e in events if e.get("cat") == "wait"]
+    assert len(waits) == len(timeline.waits)
+    for event, wait in zip(waits, timeline.waits, strict=True):
+        assert threads[event["pid"], event["tid"]] == "waits"
+        assert (event["pid"], event["ts"], event["name"]) == (wait.rank, float(wait.start) * 1e6, str(wait.cause))
+        assert event["args"]["cause"] == str(wait.cause)
+        assert event["args"].get("awaits") == (wait.before and str(wait.before))
+        assert event["args"].get("of rank") == wait.source
+    boxes = [e for e in events if e["ph"] == "X" and e["cat"] != "wait"]
     assert len(boxes) == len(timeline.spans)
     for span in timeline.spans:
         (box,) = [e for e in boxes if (e["pid"], e["name"]) == (span.rank, str(span.action))]
@@ -103,6 +126,9 @@ def test_perfetto(lowered: bool, tmp_path: Path) -> None:
             "stage": span.action.stage,
             "microbatch": span.action.microbatch,
             "slice": span.action.slice,
+            "start": float(span.start),
+            "end": float(span.end),
+            "number": timeline.spans.index(span),
         }
     for thread in threads:  # boxes of one thread follow each other; viewers drop what overlaps
         ends = sorted((e["ts"], e["ts"] + e["dur"]) for e in boxes if (e["pid"], e["tid"]) == thread)
@@ -138,7 +164,7 @@ def test_perfetto_of_one_rank_alone() -> None:
     timeline = simulate(add_communication(one_f_one_b(3, 2, 2)), UnitCost())
     own = Timeline(tuple(span for span in timeline.spans if span.rank == 1), 3)
     events = own.to_perfetto()["traceEvents"]
-    assert len([e for e in events if e["ph"] == "X"]) == len(own.spans)
+    assert len([e for e in events if e["ph"] == "X" and e["cat"] != "wait"]) == len(own.spans)
     assert not [e for e in events if e["ph"] in "sf"]
 
 
@@ -159,7 +185,7 @@ def test_picture(name: str, tmp_path: Path) -> None:
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", header[16:])
     assert width == 1999
-    assert 300 < height < 1200
+    assert 250 < height < 1200
     timeline.draw(str(tmp_path / "picture.svg"))
     drawn = (tmp_path / "picture.svg").read_text()
     for rank in range(timeline.num_ranks):
@@ -177,18 +203,124 @@ def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 def test_picture_says_its_units(tmp_path: Path) -> None:
     for name, words in {
-        "one sequence": ["1f1b: 27.", " s, ", "time (s)", "2.4 GB", "number: slice"],
+        "one sequence": ["1f1b, simulated: 27.", " s, ", "time (s)", "2.4 GB", "number: slice"],
         "whole microbatches": [
-            "1f1b: 33 ms",
+            "1f1b, simulated: 33 ms",
             "8 ranks, 4 microbatches, 1 slice",
             "time (ms)",
             "number: microbatch",
         ],
-        "evaluation": ["gpipe: 3 µs", "time (µs)"],
+        "evaluation": ["gpipe, simulated: 3 µs", "time (µs)"],
     }.items():
         TIMELINES[name].draw(tmp_path / "picture.svg")
         drawn = (tmp_path / "picture.svg").read_text(encoding="utf-8")
         assert [word for word in words if word not in drawn] == []
+
+
+def drawn_text(path: Path) -> set[str]:
+    """Everything that is written on an SVG picture; matplotlib leaves it as a comment above the letters' shapes."""
+    return set(re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8")))
+
+
+def test_a_pictures_legend_names_what_is_on_it_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    simulate(one_f_one_b(2, 1, 2), UnitCost(activation=0)).draw(path)
+    plain = {"forward", "backward", "not yet fed (fill)", "another rank computes", "nothing left (drain)"}
+    legend = {*palette.WORK.values(), *palette.IDLE.values(), *palette.TRANSFERS, "stripe: the rank's stages, in order"}
+    assert drawn_text(path) & legend == plain
+
+    split = add_communication(make_schedule("zb-v", 2, 2, 2, 2))
+    simulate(split, UnitCost(link=0.25)).draw(path)
+    more = {"input gradient", "weight gradient", "message on its way", "message", "stripe: the rank's stages, in order"}
+    assert drawn_text(path) & legend == (plain | more) - {"backward"}
+
+    texts = ["0F0 0 1", "0OFFLOAD0 1 2", "0RELOAD0 2 3", "0R0 3 4", "0B0 4.5 6"]
+    words = [text.split() for text in texts]
+    copies = Timeline(tuple(Span(0, Action.parse(a), float(start), float(end)) for a, start, end in words), 1)
+    copies.draw(path)
+    rest = {"forward", "backward", "recompute", "copy to or from host", "executor", "offload", "reload"}
+    assert drawn_text(path) & legend == rest
+
+
+def test_two_timelines_on_one_picture_share_their_axis(tmp_path: Path) -> None:
+    """Each has its title; the ticks reach to the end of the longer one; memory stands under the one that has it."""
+    simulated = simulate(one_f_one_b(2, 1, 2), UnitCost(activation=5e6))
+    run = Timeline(simulate(one_f_one_b(3, 1, 8), UnitCost(2, 4)).spans, 3, name="run", measured=True)
+    simulated.draw(tmp_path / "picture.svg", run)
+    drawn = (tmp_path / "picture.svg").read_text(encoding="utf-8")
+    words = [word for word in re.findall(r"<!-- (.*?) -->", drawn) if word not in "0123456789"]
+    titles = ["1f1b, simulated: 9 s, 33.3% idle", "run, measured: 60 s, 20.0% idle"]
+    assert [word for word in words if word in titles] == titles
+    assert [word for word in words if word.startswith("rank ")] == ["rank 0", "rank 1", "rank 0", "rank 1", "rank 2"]
+    assert words.count("peak") == words.count("10 MB") / 2 == 1
+    assert "60" in words
+    assert words.count("time (s)") == words.count("forward") == 1
+
+
+def test_sizes_are_in_the_cost_models_unit_where_it_has_one(tmp_path: Path) -> None:
+    timeline = simulate(one_f_one_b(2, 2, 2), UnitCost(activation=0.5))
+    timeline.draw(tmp_path / "picture.svg", memory_unit="microbatches")
+    assert {"(microbatches)", "1.5", "peak"} <= drawn_text(tmp_path / "picture.svg")
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_saved_timeline_is_read_back_exactly(lowered: bool, tmp_path: Path) -> None:
+    schedule = make_schedule("interleaved-1f1b", 3, 3, 2, 2)
+    cost = UnitCost(0.1, 0.3, link=1 / 3, activation=1e9 / 7)
+    simulated = simulate(add_communication(schedule) if lowered else schedule, cost)
+    late = tuple(replace(span, start=span.start + 1e6 / 3, end=span.end + 1e6 / 3) for span in simulated.spans)
+    run = Timeline(late, 3, name="a run\nof two lines", measured=True)
+    for saved in ((simulated,), (run,), (simulated, run), (Timeline((), 2),)):
+        first, *others = saved
+        first.save_perfetto(tmp_path / "trace.json", *others)
+        assert load(tmp_path / "trace.json") == saved
+    assert run.schedule.num_stages == 6
+
+
+def test_several_timelines_in_one_trace_are_groups_of_processes() -> None:
+    simulated = simulate(one_f_one_b(2, 1, 2), UnitCost())
+    events = simulated.to_perfetto(replace(simulated, measured=True))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    groups = ["1f1b, simulated: rank 0", "1f1b, simulated: rank 1", "1f1b, measured: rank 0", "1f1b, measured: rank 1"]
+    assert names == dict(enumerate(groups))
+    arrows = [e for e in events if e["ph"] == "s"]
+    assert len({e["id"] for e in arrows}) == len(arrows) == 8
+    assert {e["pid"] for e in events} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "it is no JSON"),
+        ("[]", "it lacks otherData.format"),
+        ('{"traceEvents": []}', "it lacks otherData.format"),
+        ('{"otherData": {"format": "slipstream timeline 1"}}', "damaged timeline: KeyError"),
+    ],
+)
+def test_a_file_that_is_no_timeline(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(SlipstreamError, match=problem):
+        load(tmp_path / "trace.json")
+    with pytest.raises(SlipstreamError, match="can't read the timeline"):
+        load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda trace: trace["otherData"]["timelines"][0].update(num_ranks=1),
+        lambda trace: trace["otherData"]["timelines"][0].update(num_ranks="2"),
+        lambda trace: next(e for e in trace["traceEvents"] if e["ph"] == "X").update(cat="Z"),
+        lambda trace: next(e for e in trace["traceEvents"] if e["ph"] == "X")["args"].update(end=-1),
+        lambda trace: next(e for e in trace["traceEvents"] if e["ph"] == "X")["args"].pop("stage"),
+    ],
+)
+def test_a_damaged_timeline(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    trace = simulate(one_f_one_b(2, 1, 2), UnitCost()).to_perfetto()
+    change(trace)
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    with pytest.raises(SlipstreamError, match=r"trace\.json is a damaged timeline"):
+        load(tmp_path / "trace.json")
 
 
 def test_neither_torch_nor_matplotlib_is_imported_before_it_is_needed() -> None:
@@ -204,6 +336,7 @@ def test_neither_torch_nor_matplotlib_is_imported_before_it_is_needed() -> None:
 def test_the_schedule_that_ran_is_the_schedule() -> None:
     lowered = add_communication(one_f_one_b(3, 2, 2))
     ran = simulate(lowered, UnitCost()).schedule
+    assert ran.name == "1f1b"
     compute = [tuple(a for a in row if a.op in (Op.F, Op.B)) for row in ran.actions]
     assert compute == [tuple(a for a in row if a.op in (Op.F, Op.B)) for row in lowered.actions]
     assert (ran.placement, ran.num_microbatches, ran.num_slices) == ((0, 1, 2), 2, 2)

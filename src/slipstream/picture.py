@@ -1,194 +1,185 @@
-"""Draws a timeline with matplotlib: ranks as lanes over time, activation memory beneath."""
+"""Draws timelines with matplotlib, one beneath the other on a common time axis, with legends below."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream import palette
+from slipstream.picture_lanes import MemoryScale, Scale, draw_lanes, draw_memory, has_transfers
 from slipstream.schedule.action import Action, Op
+from slipstream.timeline import time_unit
 
 if TYPE_CHECKING:
     from slipstream.timeline import Timeline
 
-# The lightest and the darkest shade of each op: slices go from one to the other.
-_SHADES = {
-    Op.F: ("#d6e6f7", "#1d5fa6"),
-    Op.B: ("#fde3c8", "#c25a12"),
-    Op.I: ("#fbd5d5", "#b3262f"),
-    Op.W: ("#d5efdb", "#1f7a43"),
-    Op.R: ("#e6dcf3", "#6a3d9a"),
-}
-_OTHER = ("#dddddd", "#777777")
-_WORDS = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.R: "recompute",
-}
 _WIDTH = 13.33  # inches: a 16:9 slide
-_LEFT, _RIGHT = 0.071, 0.921  # the lanes' edges, as shares of the width
-_LANE, _MEMORY, _TOP, _BOTTOM = 0.5, 1.5, 1.0, 0.6  # inches: heights
-_FONT, _GREY = 11, "#555555"
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-_IDLE: dict[str, Any] = {"facecolor": "#f7f7f7", "edgecolor": "#d0d0d0", "hatch": "////", "linewidth": 0}
-_MESSAGE: dict[str, Any] = {"color": "#444444", "linewidth": 0}
+_LEFT, _RIGHT = 0.077, 0.921  # the lanes' edges, as shares of the width
+_EDGE, _TITLE, _MEMORY, _BETWEEN, _AXIS, _LEGEND = 0.12, 0.48, 1.3, 0.22, 0.62, 0.3  # inches: heights
+_FONT = 11
 
 
-def draw(timeline: Timeline, path: Path) -> None:
+@dataclass(frozen=True)
+class _Panel:
+    """One timeline and where it goes, in inches from the picture's top."""
+
+    timeline: Timeline
+    top: float
+    lane: float
+
+    @property
+    def lanes(self) -> float:
+        return self.lane * self.timeline.num_ranks
+
+    @property
+    def shows_memory(self) -> bool:
+        return any(self.timeline.peak_memory)
+
+    @property
+    def memory(self) -> float:
+        """Where the memory begins."""
+        return self.top + _TITLE + self.lanes + 0.1
+
+    @property
+    def bottom(self) -> float:
+        return self.memory + _MEMORY if self.shows_memory else self.top + _TITLE + self.lanes
+
+
+def draw(timelines: Sequence[Timeline], path: Path, memory_unit: str = "B") -> None:
     """Write the picture; matplotlib takes the format from the path's suffix."""
     from matplotlib.figure import Figure
 
-    has_memory = any(timeline.memory)
-    lanes_height = _LANE * max(timeline.num_ranks, 2)
-    height = _TOP + lanes_height + _BOTTOM + (_MEMORY + 0.2 if has_memory else 0)
+    panels = _stack(timelines)
+    rows = _legend_rows(timelines)
+    height = panels[-1].bottom + _AXIS + _LEGEND * len(rows) + _EDGE
     figure = Figure(figsize=(_WIDTH, height), dpi=150)
-    lanes = figure.add_axes((_LEFT, 1 - (_TOP + lanes_height) / height, _RIGHT - _LEFT, lanes_height / height))
-    scale, unit = _time_unit(timeline.makespan)
-    _draw_lanes(lanes, timeline, scale)
-    _draw_titles(figure, timeline, 1 - 0.42 / height, 1 - 0.75 / height)
-    _draw_legend(figure, timeline, 1 - 0.6 / height)
-    lowest = lanes
-    if has_memory:
-        lowest = figure.add_axes((_LEFT, _BOTTOM / height, _RIGHT - _LEFT, _MEMORY / height), sharex=lanes)
-        _draw_memory(lowest, lanes, timeline, scale)
-        lanes.tick_params(labelbottom=False, bottom=False)
-    lowest.set_xlabel(f"time ({unit})", fontsize=_FONT)
-    lowest.tick_params(axis="x", labelsize=_FONT)
+    longest = float(max(timeline.makespan for timeline in timelines))
+    per_second, unit = time_unit(longest)
+    span = longest * per_second or 1.0
+    scale = Scale(per_second, unit, _WIDTH * (_RIGHT - _LEFT) / span, panels[0].lane)
+    memory = MemoryScale.of([size for timeline in timelines for size in timeline.peak_memory], memory_unit)
+    axes: list[Any] = []
+    for panel in panels:
+        axes += _draw_panel(figure, panel, scale, height, memory, axes)
+    for one in axes:
+        one.set_xlim(0, span)
+        one.tick_params(axis="x", labelbottom=one is axes[-1], bottom=one is axes[-1], labelsize=_FONT)
+    axes[-1].set_xlabel(f"time ({unit})", fontsize=_FONT)
+    for number, (name, swatches) in enumerate(rows):
+        _draw_legend(figure, name, swatches, 1 - (panels[-1].bottom + _AXIS + _LEGEND * (number + 0.5)) / height)
     figure.savefig(path, facecolor="white")
 
 
-def _time_unit(seconds: float) -> tuple[float, str]:
-    return next(((s, u) for s, u in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if seconds * s >= 1), (1e6, "µs"))
+def _stack(timelines: Sequence[Timeline]) -> list[_Panel]:
+    """Lanes become lower as they become many."""
+    num_lanes = sum(timeline.num_ranks for timeline in timelines)
+    lane = 0.5 if num_lanes <= 8 else 0.38 if num_lanes <= 16 else 0.29
+    panels: list[_Panel] = []
+    top = _EDGE
+    for timeline in timelines:
+        panels.append(_Panel(timeline, top, lane))
+        top = panels[-1].bottom + _BETWEEN
+    return panels
 
 
-def _power(size: float) -> int:
-    """Which of _UNITS suits: thousands of bytes to this power."""
-    return next((power for power in range(len(_UNITS)) if size < 1000 ** (power + 1)), len(_UNITS) - 1)
+def _draw_panel(
+    figure: Any, panel: _Panel, scale: Scale, height: float, memory: MemoryScale, above: list[Any]
+) -> list[Any]:
+    """Title, lanes and memory. Returns the axes it drew on, which share their time axis with those above."""
+    timeline = panel.timeline
+
+    def place(top: float, inches: float) -> Any:
+        corner = (_LEFT, 1 - (top + inches) / height, _RIGHT - _LEFT, inches / height)
+        return figure.add_axes(corner, sharex=(above or [None])[0])
+
+    _draw_title(figure, timeline, 1 - (panel.top + 0.22) / height)
+    lanes = place(panel.top + _TITLE, panel.lanes)
+    draw_lanes(lanes, timeline, scale)
+    if not panel.shows_memory:
+        return [lanes]
+    beneath = place(panel.memory, _MEMORY)
+    draw_memory(beneath, lanes, timeline, scale, memory)
+    return [lanes, beneath]
 
 
-def _draw_lanes(axes: Any, timeline: Timeline, scale: float) -> None:
-    """A lane a rank from the top: idle time hatched, actions as boxes, messages on their way beneath."""
-    from matplotlib.collections import PatchCollection
-
-    makespan, ranks = float(timeline.makespan) * scale, range(timeline.num_ranks)
-    for rank in ranks:
-        axes.add_patch(_box(rank - 0.36, 0, makespan, **_IDLE))
-    _draw_actions(axes, timeline, scale)
-    in_flight = [
-        _box(m.receive.rank + 0.39, float(m.start - timeline.start) * scale, float(m.seconds) * scale, 0.08)
-        for m in timeline.messages
-    ]
-    axes.add_collection(PatchCollection(in_flight, **_MESSAGE))
-    axes.set_xlim(0, makespan or 1)
-    axes.set_ylim(timeline.num_ranks - 0.45, -0.45)
-    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=_FONT)
-    for rank, label in enumerate(axes.get_yticklabels()):
-        label.set_color(_rank_color(rank, timeline.num_ranks))
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
-
-
-def _box(y: float, start: float, width: float, height: float = 0.72, **style: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((start, y), width, height, **style)
-
-
-def _draw_actions(axes: Any, timeline: Timeline, scale: float) -> None:
-    from matplotlib.collections import PatchCollection
-
-    boxes, colors = [], []
-    inch = _WIDTH * (_RIGHT - _LEFT) / (float(timeline.makespan) * scale or 1)
-    for span in timeline.compute_spans:
-        start, width = float(span.start - timeline.start) * scale, float(span.seconds) * scale
-        color = _color(span.action, timeline.schedule.num_slices)
-        boxes.append(_box(span.rank - 0.36, start, width))
-        colors.append(color)
-        label = _number(span.action, timeline)
-        if width * inch > 0.075 * len(label) + 0.03:
-            style = {"ha": "center", "va": "center", "fontsize": 8.5}
-            ink = "white" if sum(color) < 1.65 else "#222222"
-            axes.text(start + width / 2, span.rank, label, color=ink, **style)
-    edge = 0.6 if len(boxes) < 120 * timeline.num_ranks else 0  # edges would cover narrow boxes
-    axes.add_collection(PatchCollection(boxes, facecolors=colors, edgecolors="white", linewidths=edge))
-
-
-def _number(action: Action, timeline: Timeline) -> str:
-    """What stands in a box: the microbatch where there are several, else the slice."""
-    if action.op not in _SHADES:
-        return ""
-    return str(action.microbatch if timeline.schedule.num_microbatches > 1 else action.slice)
-
-
-def _color(action: Action, num_slices: int) -> tuple[float, float, float]:
-    from matplotlib.colors import to_rgb
-
-    light, dark = map(to_rgb, _SHADES.get(action.op, _OTHER))
-    share = action.slice / (num_slices - 1) if num_slices > 1 else 0.45
-    red, green, blue = (a + (b - a) * share for a, b in zip(light, dark, strict=True))
-    return red, green, blue
-
-
-def _rank_color(rank: int, num_ranks: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](0.75 * rank / max(num_ranks - 1, 1))
-
-
-def _draw_titles(figure: Any, timeline: Timeline, top: float, below: float) -> None:
+def _draw_title(figure: Any, timeline: Timeline, y: float) -> None:
     schedule = timeline.schedule
-    scale, unit = _time_unit(timeline.makespan)
-    makespan, idle = float(timeline.makespan) * scale, float(timeline.idle_fraction)
-    title = f"{timeline.name or 'timeline'}: {makespan:.4g} {unit}, {idle:.1%} idle"
-    figure.text(_LEFT, top, title, fontsize=17, fontweight="bold")
+    per_second, unit = time_unit(float(timeline.makespan))
+    makespan, idle = float(timeline.makespan) * per_second, float(timeline.idle_fraction)
+    title = f"{timeline.title}: {makespan:.4g} {unit}, {idle:.1%} idle"
     counts = {
         ("rank", "ranks"): timeline.num_ranks,
+        ("stage", "stages"): schedule.num_stages if schedule.num_stages != timeline.num_ranks else 0,
         ("microbatch", "microbatches"): schedule.num_microbatches,
         ("slice", "slices"): schedule.num_slices,
     }
-    words = ", ".join(f"{n} {one if n == 1 else more}" for (one, more), n in counts.items())
-    figure.text(_RIGHT, top, words, fontsize=_FONT, color=_GREY, ha="right")
+    words = ", ".join(f"{n} {one if n == 1 else more}" for (one, more), n in counts.items() if n)
     number = "microbatch" if schedule.num_microbatches > 1 else "slice"
-    figure.text(_RIGHT, below, f"number: {number}", fontsize=_FONT, color=_GREY, ha="right")
+    right = f"{words}   |   number: {number}"
+    inches = 16 * 0.0078 * len(title) + _FONT * 0.0075 * len(right)  # about as wide as the letters are
+    fit = min(1.0, (_WIDTH * (_RIGHT - _LEFT) - 0.3) / inches)
+    figure.text(_LEFT, y, title, fontsize=16 * fit, fontweight="bold", va="center", color=palette.INK)
+    figure.text(_RIGHT, y, right, fontsize=_FONT * fit, color=palette.GREY, ha="right", va="center")
 
 
-def _draw_legend(figure: Any, timeline: Timeline, top: float) -> None:
-    from matplotlib.legend_handler import HandlerTuple
+def _legend_rows(timelines: Sequence[Timeline]) -> list[tuple[str, dict[str, Any]]]:
+    """Name and swatches of each line of the legend: only what is on the picture."""
+    rows = {"work": _work(timelines), "idle": _idle(timelines), "transfers": _transfers(timelines)}
+    return [(name, swatches) for name, swatches in rows.items() if swatches]
+
+
+def _work(timelines: Sequence[Timeline]) -> dict[str, Any]:
     from matplotlib.patches import Patch
 
-    num_slices = timeline.schedule.num_slices
+    num_slices = max(timeline.schedule.num_slices for timeline in timelines)
     shades = sorted({k * (num_slices - 1) // 3 for k in range(4)})
-    ops = {span.action.op for span in timeline.compute_spans}
+    ops = {span.action.op for timeline in timelines for span in timeline.compute_spans}
     swatches: dict[str, Any] = {
-        word: tuple(Patch(color=_color(Action(op, 0, 0, i), num_slices)) for i in shades)
-        for op, word in _WORDS.items()
+        word: tuple(_swatch(op, palette.color(Action(op, 0, 0, i), num_slices)) for i in shades)
+        for op, word in palette.WORK.items()
         if op in ops
     }
-    swatches["idle"] = Patch(**_IDLE)
-    if timeline.messages:
-        swatches["message"] = Patch(**_MESSAGE)
-    place = {"loc": "upper left", "bbox_to_anchor": (_LEFT, top), "borderaxespad": 0, "borderpad": 0}
-    style = {"ncols": len(swatches), "frameon": False, "fontsize": _FONT, "handlelength": 2.2}
+    num_positions = 1 + max(position for t in timelines for position in palette.positions(t).values())
+    if num_positions > 1:
+        colors = [palette.stage_color(position, num_positions) for position in range(num_positions)]
+        swatches["stripe: the rank's stages, in order"] = tuple(Patch(color=color) for color in colors)
+    return swatches
+
+
+def _swatch(op: Op, color: palette.Color) -> Any:
+    from matplotlib.patches import Patch
+
+    if op in palette.HATCHED:
+        return Patch(facecolor=color, edgecolor="white", hatch="////", linewidth=0)
+    return Patch(color=color)
+
+
+def _idle(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    from matplotlib.patches import Patch
+
+    causes = {wait.cause for timeline in timelines for wait in timeline.waits}
+    hatches = palette.HATCHES
+    return {word: Patch(**hatches[c], linewidth=0.5) for c, word in palette.IDLE.items() if c in causes}
+
+
+def _transfers(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    from matplotlib.patches import Patch
+
+    return {
+        word: Patch(color=color)
+        for word, (color, ops) in palette.TRANSFERS.items()
+        if any(has_transfers(timeline, ops) for timeline in timelines)
+    }
+
+
+def _draw_legend(figure: Any, name: str, swatches: dict[str, Any], y: float) -> None:
+    """One line: its name under the ranks' names, its swatches under the lanes."""
+    from matplotlib.legend_handler import HandlerTuple
+
+    figure.text(_LEFT - 0.007, y, name, fontsize=_FONT, color=palette.GREY, ha="right", va="center")
+    place = {"loc": "center left", "bbox_to_anchor": (_LEFT, y), "borderaxespad": 0, "borderpad": 0}
+    style = {"ncols": len(swatches), "frameon": False, "fontsize": _FONT, "handlelength": 2.2, "columnspacing": 1.6}
     gradient = {tuple: HandlerTuple(ndivide=None, pad=0)}
     figure.legend([*swatches.values()], [*swatches], handler_map=gradient, **place, **style)
-
-
-def _draw_memory(axes: Any, lanes: Any, timeline: Timeline, scale: float) -> None:
-    """Held bytes over time in the rank's colour, and each rank's peak at the end of its lane."""
-    peaks = timeline.peak_memory
-    top = max(peaks) or 1
-    power = _power(top)
-    beside = lanes.get_yaxis_transform()
-    lanes.text(1.01, -0.55, "peak", transform=beside, fontsize=_FONT, color=_GREY)
-    for rank, steps in enumerate(timeline.memory):
-        color = _rank_color(rank, timeline.num_ranks)
-        times = [0.0, *(float(time - timeline.start) * scale for time, _ in steps)]
-        sizes = [0.0, *(float(size) / 1000**power for _, size in steps)]
-        axes.step(times, sizes, where="post", color=color, linewidth=1.8)
-        peak = f"{float(peaks[rank]) / 1000**power:.3g} {_UNITS[power]}"
-        lanes.text(1.01, rank, peak, transform=beside, fontsize=_FONT, color=color, va="center")
-    axes.set_ylim(0, float(top) / 1000**power * 1.1)
-    axes.set_ylabel(f"activations\n({_UNITS[power]})", fontsize=_FONT)
-    axes.tick_params(axis="y", labelsize=_FONT)
-    axes.spines[["right", "top"]].set_visible(False)

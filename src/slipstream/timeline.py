@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule.action import COMMUNICATION, SENDS, Action, Schedule
-from slipstream.schedule.dependencies import predecessors
+from slipstream.schedule.action import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule
+from slipstream.waits import Cause, Wait, find_waits, seconds_by_cause
+
+_BESIDE = COMMUNICATION | {Op.OFFLOAD, Op.RELOAD}  # what goes on while the rank computes
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Units per second, and their name, that suit a duration."""
+    return next(((s, u) for s, u in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if seconds * s >= 1), (1e6, "µs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,7 @@ class Span:
     """One action on one rank, from `start` to `end` in seconds.
 
     A compute action's span is the computing alone. A SEND's runs from posting to done, a RECV's from
-    posting to the message's arrival; both lie beside the rank's computing.
+    posting to the message's arrival, an OFFLOAD's or RELOAD's is the copy; they lie beside the rank's computing.
     """
 
     rank: int
@@ -35,7 +41,16 @@ class Span:
     @property
     def computes(self) -> bool:
         """Whether the span keeps its rank busy."""
-        return self.action.op not in COMMUNICATION
+        return self.action.op not in _BESIDE
+
+
+def _place(span: Span) -> tuple[float, int]:
+    """The order of one rank's spans: by start, then receives, actions that take no time, sends, and the rest."""
+    if span.action.op in RECEIVES:
+        return span.start, 0
+    if not span.computes:
+        return span.start, 2
+    return span.start, 3 if span.seconds else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +72,21 @@ class Message:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step: its spans, and per rank the (time, bytes) steps of activation memory (empty if not known)."""
+    """One step: its spans, and per rank the (time, bytes) steps of activation memory (empty if not known).
+
+    `measured` tells a run from a simulation.
+    """
 
     spans: tuple[Span, ...]
     num_ranks: int
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
     name: str = ""
+    measured: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name, and whether it was measured."""
+        return f"{self.name or 'timeline'}, {'measured' if self.measured else 'simulated'}"
 
     @cached_property
     def start(self) -> float:
@@ -94,6 +118,21 @@ class Timeline:
         return tuple(span for span in self.spans if span.computes)
 
     @cached_property
+    def span_of(self) -> dict[Action, Span]:
+        """When and where each action ran."""
+        return {span.action: span for span in self.spans}
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """Every idle interval of every rank, with its cause; see `slipstream.waits`."""
+        return find_waits(self)
+
+    @cached_property
+    def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
+        """Per rank, the seconds it waits for each cause; with the busy seconds they add up to the makespan."""
+        return seconds_by_cause(self.waits, self.num_ranks)
+
+    @cached_property
     def messages(self) -> tuple[Message, ...]:
         """The messages of which both ends are on the timeline."""
         ends = {span.action: span for span in self.spans if not span.computes}
@@ -105,15 +144,18 @@ class Timeline:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule that ran: each rank's actions by start. Stages that did not run count as rank 0's."""
+        """The schedule that ran: each rank's actions by start. Stages that did not run count as rank 0's.
+
+        Where several start at one time, receives are posted first, then what takes no time and its sends.
+        """
         rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
         ranks: defaultdict[int, int] = defaultdict(int)
         for span in self.spans:
             rows[span.rank].append(span)
             ranks[span.action.stage] = span.rank
         return Schedule(
-            name="timeline",
-            actions=tuple(tuple(s.action for s in sorted(row, key=lambda span: span.start)) for row in rows),
+            name=" ".join(self.name.split()) or "timeline",
+            actions=tuple(tuple(s.action for s in sorted(row, key=_place)) for row in rows),
             placement=tuple(ranks[stage] for stage in range(1 + max(ranks, default=0))),
             num_microbatches=1 + max((span.action.microbatch for span in self.spans), default=0),
             num_slices=1 + max((span.action.slice for span in self.spans), default=0),
@@ -155,85 +197,24 @@ class Timeline:
         steps = [(t - self.start) / unit for span in self.compute_spans for t in (span.start, span.end) if unit]
         return unit if all(abs(step - round(step)) < 1e-6 for step in steps) else 0
 
-    def draw(self, path: str | Path) -> None:
-        """Draw ranks as lanes over time, memory beneath; the path's suffix says whether PNG, SVG or PDF."""
+    def draw(self, path: str | Path, *beneath: Timeline, memory_unit: str = "B") -> None:
+        """Draw ranks as lanes over time, memory beneath; the path's suffix says whether PNG, SVG or PDF.
+
+        More timelines are drawn `beneath`, on the same time axis. Memory is in bytes unless `memory_unit` names
+        what the cost model counted instead.
+        """
         if Path(path).suffix not in (".png", ".svg", ".pdf"):
             raise SlipstreamError(f"Can't draw to {path}: give a path that ends in .png, .svg or .pdf.")
         from slipstream.picture import draw
 
-        draw(self, Path(path))
+        draw((self, *beneath), Path(path), memory_unit)
 
-    def save_perfetto(self, path: str | Path) -> None:
-        """Write the trace for ui.perfetto.dev or chrome://tracing."""
-        Path(path).write_text(json.dumps(self.to_perfetto()), encoding="utf-8")
+    def save_perfetto(self, path: str | Path, *others: Timeline) -> None:
+        """Write the trace for ui.perfetto.dev or chrome://tracing; `slipstream.trace.load` reads it back."""
+        Path(path).write_text(json.dumps(self.to_perfetto(*others)), encoding="utf-8")
 
-    def to_perfetto(self) -> dict[str, Any]:
-        """The Chrome trace: a process a rank, threads for computing and messages, memory as a counter.
+    def to_perfetto(self, *others: Timeline) -> dict[str, Any]:
+        """The Chrome trace of this timeline, and of others as process groups of their own."""
+        from slipstream.trace import to_perfetto
 
-        Arrows lead from a SEND to its RECV, or from action to action where the timeline has no messages.
-        `ts` and `dur` are microseconds from the first start.
-        """
-        events: list[dict[str, Any]] = []
-        threads: dict[Action, int] = {}
-        for rank in range(self.num_ranks):
-            lanes = self._lanes(rank)
-            events += _names(rank, len(lanes))
-            for thread, lane in enumerate(lanes):
-                threads |= {span.action: thread for span in lane}
-                events += [{**self._event(span), "ph": "X", "tid": thread} for span in lane]
-        events += self._arrows(threads)
-        for rank, steps in enumerate(self.memory):
-            counter = {"ph": "C", "pid": rank, "name": "activations"}
-            events += [{**counter, "ts": self._microseconds(t), "args": {"bytes": float(b)}} for t, b in steps]
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"name": self.name}}
-
-    def _microseconds(self, time: float) -> float:
-        return float(time - self.start) * 1e6
-
-    def _event(self, span: Span) -> dict[str, Any]:
-        action = span.action
-        return {
-            "name": self.schedule.text(action),
-            "cat": str(action.op),
-            "pid": span.rank,
-            "ts": self._microseconds(span.start),
-            "dur": float(span.seconds) * 1e6,
-            "args": {"stage": action.stage, "microbatch": action.microbatch, "slice": action.slice},
-        }
-
-    def _lanes(self, rank: int) -> list[list[Span]]:
-        """Lane 0 is computing; messages that overlap in time get lanes of their own."""
-        lanes: list[list[Span]] = [[span for span in self.compute_spans if span.rank == rank]]
-        messages = [span for span in self.spans if span.rank == rank and not span.computes]
-        for span in sorted(messages, key=lambda span: span.start):
-            free = next((lane for lane in lanes[1:] if lane[-1].end <= span.start), None)
-            if free is None:
-                lanes.append([span])
-            else:
-                free.append(span)
-        return lanes
-
-    def _arrows(self, threads: dict[Action, int]) -> Iterable[dict[str, Any]]:
-        spans = {span.action: span for span in self.spans}
-        number = 0
-        for action, span in spans.items():
-            for before in predecessors(action, self.schedule):
-                source = spans.get(before)
-                if source is None or source.rank == span.rank:
-                    continue
-                number += 1
-                arrow = {"name": "message", "cat": "message", "id": number}
-                start, end = (
-                    self._microseconds(source.start),
-                    self._microseconds(max(source.start, span.start)),
-                )
-                yield {**arrow, "ph": "s", "pid": source.rank, "tid": threads[before], "ts": start}
-                yield {**arrow, "ph": "f", "bp": "e", "pid": span.rank, "tid": threads[action], "ts": end}
-
-
-def _names(rank: int, num_threads: int) -> Iterable[dict[str, Any]]:
-    yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}}
-    yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
-    for thread in range(num_threads):
-        name = "messages" if thread else "compute"
-        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        return to_perfetto((self, *others))

@@ -1,7 +1,10 @@
-"""`slipstream timeline`: what a schedule would do, before any model exists."""
+"""`slipstream timeline`: who works when and why others wait, before any model exists or as it was measured."""
 
 from __future__ import annotations
 
+import difflib
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,49 +13,193 @@ import typer
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
+    from slipstream.cost import TableCost
     from slipstream.schedule import Schedule
+    from slipstream.timeline import Timeline
+
+_SUFFIXES = (".png", ".svg", ".pdf", ".json")
+_SIMULATED = "simulated"
 
 
 def timeline(
-    schedule: Annotated[str, typer.Argument(help="gpipe, 1f1b, or a file that holds a schedule's text.")],
-    stages: Annotated[int, typer.Option(help="Pipeline stages.", min=1)] = 4,
+    schedule: Annotated[
+        str,
+        typer.Argument(help="A schedule's name or text file, or the timeline.json of a training run."),
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option(help="Shown beneath: another SCHEDULE. 'simulated': above a measured one, its own simulation."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)] = 4,
+    stages_per_rank: Annotated[
+        int | None, typer.Option(help="Stages a rank holds; 2 where the schedule allows it, else 1.", min=1)
+    ] = None,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
     slices: Annotated[int, typer.Option(help="Token slices of a sequence.", min=1)] = 8,
-    forward: Annotated[float, typer.Option(help="Seconds of a slice's forward on a stage.")] = 1.0,
-    backward: Annotated[float, typer.Option(help="Seconds of a slice's backward on a stage.")] = 2.0,
-    link: Annotated[float, typer.Option(help="Seconds of a message between stages.")] = 0.0,
+    forward: Annotated[
+        float, typer.Option(help="Seconds of a slice's forward through a rank's layers, all its stages.", min=0)
+    ] = 1.0,
+    backward: Annotated[float, typer.Option(help="Seconds of its backward.", min=0)] = 2.0,
+    input_gradient: Annotated[
+        float | None, typer.Option(help="Seconds of the input gradient alone; half the backward.", min=0)
+    ] = None,
+    weight_gradient: Annotated[
+        float | None, typer.Option(help="Seconds of the weight gradient alone; half the backward.", min=0)
+    ] = None,
+    head: Annotated[
+        float, typer.Option(help="What the output head adds to the last stage; 0.5: half a rank's layers.", min=0)
+    ] = 0.0,
+    link: Annotated[float, typer.Option(help="Seconds of a message between ranks.", min=0)] = 0.0,
     output: Annotated[
-        Path | None, typer.Option(help="A .png or .svg picture, or a .json trace for ui.perfetto.dev.")
+        Path | None, typer.Option(help="A .png, .svg or .pdf picture, or a .json trace for ui.perfetto.dev.")
     ] = None,
 ) -> None:
-    """Simulate SCHEDULE and show who works when, and how long everybody waits."""
-    from slipstream.cost import UnitCost
+    """Show who works when on SCHEDULE, and for what everybody waits."""
+    if output is not None and output.suffix not in _SUFFIXES:
+        raise SlipstreamError(f"--output={output} must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+    setting = _Setting(
+        ranks,
+        stages_per_rank,
+        microbatches,
+        slices,
+        forward,
+        backward,
+        backward / 2 if input_gradient is None else input_gradient,
+        backward / 2 if weight_gradient is None else weight_gradient,
+        head,
+        link,
+    )
+    shown = setting.find(schedule)
+    if against == _SIMULATED:
+        shown = (_simulate_again(schedule, shown), *shown)
+    elif against is not None:
+        shown += setting.find(against)
+    _show(shown, output)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """The options: what a schedule is made for, and what its actions cost."""
+
+    num_ranks: int
+    stages_per_rank: int | None
+    num_microbatches: int
+    num_slices: int
+    forward: float
+    backward: float
+    input_gradient: float
+    weight_gradient: float
+    head: float
+    link: float
+
+    def find(self, name: str) -> tuple[Timeline, ...]:
+        """The simulation of a schedule by name or file, or the timelines a file holds."""
+        from slipstream.schedule import GENERATORS
+        from slipstream.simulator import simulate
+        from slipstream.trace import load
+
+        path = Path(name)
+        if name not in GENERATORS and path.suffix == ".json":
+            return load(path)
+        plan = self._read(path) if name not in GENERATORS and path.exists() else self._make(name)
+        return (simulate(plan, self._cost(plan)),)
+
+    def _read(self, path: Path) -> Schedule:
+        from slipstream.schedule import Schedule, validate
+
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SlipstreamError(f"can't read the schedule {path}: {error}") from None
+        plan = Schedule.parse(text)
+        validate(plan)
+        return plan
+
+    def _make(self, name: str) -> Schedule:
+        from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
+
+        if name not in GENERATORS:
+            near = difflib.get_close_matches(name.lower(), GENERATORS, n=1, cutoff=0.3)
+            raise SlipstreamError(
+                f"there is no schedule or file {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} Choose one of "
+                f"{', '.join(GENERATORS)}, or name a schedule's text file or the timeline.json of a run."
+            )
+        default = 2 if 2 in STAGES_PER_RANK[name] else 1
+        stages_per_rank = self.stages_per_rank or default
+        return make_schedule(name, self.num_ranks, self.num_microbatches, self.num_slices, stages_per_rank)
+
+    def _cost(self, plan: Schedule) -> TableCost:
+        """A rank's seconds are shared by its stages, and its activations are counted in microbatches."""
+        from slipstream.cost import TableCost
+        from slipstream.schedule import Op
+
+        seconds = {Op.F: self.forward, Op.B: self.backward, Op.R: self.forward}
+        seconds |= {Op.I: self.input_gradient, Op.W: self.weight_gradient, Op.OFFLOAD: 0, Op.RELOAD: 0}
+        share = [1 / plan.placement.count(rank) for rank in plan.placement]
+        work = [*share[:-1], share[-1] + self.head]
+        units = [(g, i) for g in range(plan.num_stages) for i in range(plan.num_slices)]
+        times = {(g, i, op): each * work[g] for g, i in units for op, each in seconds.items()}
+        held = {(g, i): share[g] / plan.num_slices for g, i in units}
+        # TableCost's links have a latency, which messages share, and bandwidth, for which they queue: this one queues.
+        return TableCost(times, [self.link] * plan.num_slices, bandwidth=1.0, activations=held)
+
+
+def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
+    """The same order with the times that were measured: the run without what the executor added."""
+    from slipstream.cost import MeasuredCost
     from slipstream.simulator import simulate
 
-    if output is not None and output.suffix not in (".png", ".svg", ".json"):
-        raise SlipstreamError(f"--output={output} must end in .png, .svg or .json")
-    plan = _find_schedule(schedule, stages, microbatches, slices)
-    cost = UnitCost(forward=forward, backward=backward, link=link)
-    result = simulate(plan, cost)
-    if output is None:
-        print(result.to_text())
-    elif output.suffix == ".json":
-        result.save_perfetto(output)
-    else:
-        result.draw(output)
-    print(f"{plan.name}: {result.makespan:g} s, {result.idle_fraction:.1%} idle")
+    (run,) = measured if len(measured) == 1 else (None,)
+    if run is None or not run.measured:
+        raise SlipstreamError(
+            f"--against={_SIMULATED} needs a run to simulate again, but {name} is not one measured timeline. Give "
+            "the timeline.json of a training run, or the name of another schedule to --against."
+        )
+    return simulate(run.schedule, MeasuredCost(run))
 
 
-def _find_schedule(name: str, num_stages: int, num_microbatches: int, num_slices: int) -> Schedule:
-    from slipstream.schedule import GENERATORS, Schedule, validate
+def _show(shown: tuple[Timeline, ...], output: Path | None) -> None:
+    from slipstream.timeline import time_unit
 
-    if name in GENERATORS:
-        return GENERATORS[name](num_stages, num_microbatches, num_slices)
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except OSError as error:
-        known = ", ".join(GENERATORS)
-        raise SlipstreamError(f"there is no schedule {name!r}; choose {known}, or name a file") from error
-    plan = Schedule.parse(text)
-    validate(plan)
-    return plan
+    first, *others = shown
+    if output is not None and output.suffix == ".json":
+        first.save_perfetto(output, *others)
+    elif output is not None:
+        counted = not any(timeline.measured for timeline in shown)
+        first.draw(output, *others, memory_unit="microbatches" if counted else "B")
+    columns = shutil.get_terminal_size((160, 24)).columns
+    longest = max(timeline.makespan for timeline in shown)
+    for index, timeline in enumerate(shown):
+        print("\n" * (index > 0), end="")
+        if output is None:
+            print(_text(timeline, longest if others else 0, columns))
+        per_second, unit = time_unit(timeline.makespan)
+        print(f"{timeline.title}: {timeline.makespan * per_second:.4g} {unit}, {timeline.idle_fraction:.1%} idle")
+        print(_table(timeline))
+
+
+def _text(timeline: Timeline, longest: float, columns: int) -> str:
+    """The timeline in letters: on a scale that it shares with others, or as wide as it likes where there is room."""
+    width = columns - len(f"rank {timeline.num_ranks} ") - 1
+    if longest:
+        return timeline.to_text(max(1, round(width * timeline.makespan / longest)))
+    text = timeline.to_text()
+    return text if max(map(len, text.splitlines())) <= columns else timeline.to_text(width)
+
+
+def _table(timeline: Timeline) -> str:
+    """Per rank: busy, idle by cause, and peak memory where it is known."""
+    from slipstream.timeline import time_unit
+    from slipstream.waits import Cause
+
+    per_second, unit = time_unit(timeline.makespan)
+    causes = [cause for cause in Cause if any(cause in idle for idle in timeline.idle_by_cause)]
+    peaks = timeline.peak_memory if any(timeline.peak_memory) else ()
+    rows = [[f"({unit})", "busy", *causes, "idle", *(["peak"] if peaks else [])]]
+    for rank, idle in enumerate(timeline.idle_by_cause):
+        seconds = [timeline.busy(rank), *(idle.get(cause, 0) for cause in causes), sum(idle.values())]
+        numbers = [f"{float(each) * per_second:.4g}" for each in seconds]
+        rows.append([f"rank {rank}", *numbers, *(f"{float(peak):.4g}" for peak in peaks[rank : rank + 1])])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return "\n".join("  ".join(cells) for cells in aligned)

@@ -1,0 +1,153 @@
+"""`slipstream timeline` as users run it, and as a function where a process of its own would add nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from slipstream.cli import app
+from slipstream.cost import UnitCost
+from slipstream.errors import SlipstreamError
+from slipstream.schedule import GENERATORS, add_communication, make_schedule, one_f_one_b, split_backwards
+from slipstream.simulator import simulate
+from slipstream.trace import load
+
+
+def run(*arguments: str | Path) -> Result:
+    """The command in this process."""
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["timeline", *map(str, arguments)])
+
+
+def shown(*arguments: str | Path) -> list[str]:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.exception
+    return result.stdout.splitlines()
+
+
+def refused(*arguments: str | Path) -> str:
+    result = run(*arguments)
+    assert isinstance(result.exception, SlipstreamError), result.output
+    return str(result.exception)
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A run of a lowered schedule in which 1/8 s goes by before every action of a rank."""
+    late: dict[int, float] = {}
+    spans = []
+    for span in simulate(add_communication(split_backwards(one_f_one_b(2, 2, 2))), UnitCost(link=0.5)).spans:
+        if span.computes:
+            late[span.rank] = late.get(span.rank, 0) + 0.125
+        delay = late.get(span.rank, 0)
+        spans.append(replace(span, start=span.start + delay, end=span.end + delay))
+    timeline = simulate(one_f_one_b(2, 2, 2), UnitCost())
+    replace(timeline, spans=tuple(spans), memory=(), name="1f1b", measured=True).save_perfetto(tmp_path / "run.json")
+    return tmp_path / "run.json"
+
+
+def test_a_named_schedule_and_who_waits_for_what() -> None:
+    assert shown("gpipe", "--ranks=2", "--slices=3", "--backward=1") == [
+        "rank 0  F0.0 F0.1 F0.2           B0.2 B0.1 B0.0",
+        "rank 1       F0.0 F0.1 F0.2 B0.2 B0.1 B0.0",
+        "gpipe, simulated: 8 s, 25.0% idle",
+        "(s)     busy  fill  compute  drain  idle  peak",
+        "rank 0     6     0        2      0     2     1",
+        "rank 1     6     1        0      1     2     1",
+    ]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_schedule_by_its_name(name: str) -> None:
+    lines = shown(name, "--ranks=3", "--microbatches=3", "--slices=3")
+    assert [line[:6] for line in lines[:3]] == ["rank 0", "rank 1", "rank 2"]
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith(f"{name}, simulated: ") for line in lines)
+
+
+def test_costs() -> None:
+    """Forward 2 and backward 4, half each for I and W; a rank's two stages share them; the head adds a half."""
+    timeline = ["interleaved-1f1b", "--ranks=1", "--slices=1", "--forward=2", "--backward=4", "--head=0.5"]
+    assert "interleaved-1f1b, simulated: 9 s, 0.0% idle" in shown(*timeline)
+    assert "interleaved-1f1b, simulated: 9 s, 0.0% idle" in shown(*timeline, "--stages-per-rank=3")
+    split = ["zb-h1", "--ranks=1", "--slices=1", "--forward=2", "--backward=4"]
+    assert "zb-h1, simulated: 6 s, 0.0% idle" in shown(*split)
+    assert "zb-h1, simulated: 10 s, 0.0% idle" in shown(*split, "--input-gradient=5", "--weight-gradient=3")
+    assert "gpipe, simulated: 8 s, 62.5% idle" in shown("gpipe", "--ranks=2", "--slices=1", "--link=1")
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf", ".json"])
+def test_a_schedule_file_as_a_file(tmp_path: Path, suffix: str) -> None:
+    plan = tmp_path / "schedule.txt"
+    plan.write_text(str(one_f_one_b(3, 2, 2)))
+    output = tmp_path / f"timeline{suffix}"
+    lines = shown(plan, "--output", output)
+    assert lines[0] == "1f1b, simulated: 18 s, 33.3% idle"
+    assert output.stat().st_size > 1000
+    if suffix == ".json":
+        assert load(output)[0].schedule.actions == one_f_one_b(3, 2, 2).actions
+        assert shown(output)[3:] == lines
+    if suffix == ".svg":
+        assert "(microbatches)" in output.read_text(encoding="utf-8")
+
+
+def test_a_measured_timeline_and_its_simulation_above_it(measured: Path, tmp_path: Path) -> None:
+    alone = shown(measured)
+    assert alone[2].startswith("1f1b, measured: ")
+    assert alone[3].split() == ["(s)", "busy", "fill", "compute", "message", "overhead", "drain", "idle"]
+    both = shown(measured, "--against=simulated")
+    titles = [line for line in both if line.startswith("1f1b, ")]
+    assert [title.split(":")[0] for title in titles] == ["1f1b, simulated", "1f1b, measured"]
+    simulated, run_ = (float(title.split()[2]) for title in titles)
+    assert simulated < run_
+    assert [line for line in both if "overhead" in line] == [line for line in alone if "overhead" in line]
+    shown(measured, "--against=simulated", "--output", tmp_path / "both.json")
+    again, before = load(tmp_path / "both.json")
+    assert (again.measured, before) == (False, load(measured)[0])
+    assert len(again.spans) == len(before.spans)
+    shown(measured, "--against=simulated", "--output", tmp_path / "both.svg")
+    drawn = (tmp_path / "both.svg").read_text(encoding="utf-8")
+    assert drawn.index("1f1b, simulated") < drawn.index("1f1b, measured")
+    assert shown(tmp_path / "both.json") == both
+
+
+def test_two_schedules_on_one_scale() -> None:
+    lines = shown("gpipe", "--against=interleaved-1f1b", "--microbatches=4", "--slices=1")
+    titles = [line.split(":")[0] for line in lines if "simulated" in line]
+    assert titles == ["gpipe, simulated", "interleaved-1f1b, simulated"]
+    ends = [len(line) for line in lines if line.startswith("rank 0  ") and "B" in line]
+    assert ends[0] > ends[1]
+
+
+def test_what_is_not_known(tmp_path: Path, measured: Path) -> None:
+    assert refused("zb-h3").startswith(
+        "there is no schedule or file 'zb-h3'; did you mean 'zb-h2'? Choose one of gpipe, "
+    )
+    assert "there is no schedule or file 'plan.txt'" in refused("plan.txt")
+    assert "must end in .png, .svg, .pdf or .json" in refused("gpipe", "--output=x.gif")
+    assert "stages_per_rank=3, but the schedule 'zb-v' has exactly 2" in refused("zb-v", "--stages-per-rank=3")
+    assert "gpipe is not one measured timeline" in refused("gpipe", "--against=simulated")
+    assert "can't read the timeline" in refused(tmp_path / "nothing.json")
+    assert "can't read the schedule" in refused(tmp_path)
+    assert "there is no schedule or file 'simulted'" in refused(measured, "--against=simulted")
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')
+    assert "other.json is not a timeline" in refused(tmp_path / "other.json")
+    (tmp_path / "schedule.txt").write_text("nonsense")
+    assert "'nonsense' has no colon" in refused(tmp_path / "schedule.txt")
+
+
+def test_an_impossible_order_ends_with_code_2_the_grid_the_rule_and_both_actions(tmp_path: Path) -> None:
+    good = make_schedule("1f1b", 2, 2)
+    first, last = good.actions
+    bad = replace(good, actions=(first, (last[1], last[0], *last[2:])))
+    (tmp_path / "bad.txt").write_text(str(bad))
+    command = [sys.executable, "-m", "slipstream", "timeline", str(tmp_path / "bad.txt")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "1B0 (rank 1) waits for 1F0" in result.stderr  # the two actions
+    assert "a backward follows its own forward" in result.stderr  # the rule
+    assert result.stderr.splitlines()[-1].startswith("rank 1 >1B0<  1F0")  # the grid
