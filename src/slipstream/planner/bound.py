@@ -1,0 +1,284 @@
+"""How short a step can be at best: a lower bound that no order of the actions beats."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import numpy as np
+
+from slipstream.planner.jit import compiled
+from slipstream.planner.problem import Floats, Graph, Ints, Problem
+from slipstream.schedule.action import Op
+
+
+def makespan_bound(problem: Problem) -> float:
+    """The formula is that of `slipstream.planner.ordering.lower_bound`."""
+    times = problem.seconds
+    shortest = np.minimum(times[Op.B], times[Op.I])  # until the input gradient is there
+    rest = np.minimum(times[Op.B], times[Op.I] + times[Op.W]) - shortest
+    graph = problem.graph(np.ones(problem.num_units, np.bool_))
+    graph = graph._replace(seconds=np.concatenate([times[Op.F], shortest, np.maximum(rest, 0)]))
+    last = [(microbatch, slices.stop - 1) for microbatch, slices in problem.chains]
+    last_stage = (len(problem.placement) - 1) * problem.num_microbatches
+    turns = np.array([(last_stage + m) * problem.num_slices + i for m, i in last], np.int64)
+    return float(_bound(graph, turns + problem.num_units, problem.activations, _bytes_under(problem)))
+
+
+def _bytes_under(problem: Problem) -> Floats:
+    """Per unit, the bytes its rank holds of all forwards that this unit's forward needs, and of its own.
+
+    They are also the bytes of all the units whose backwards need this unit's backward.
+    """
+    num_stages = len(problem.placement)
+    sizes = problem.activations.reshape(num_stages, problem.num_microbatches, problem.num_slices)
+    reach = problem.reach or ((0,) * problem.num_slices,) * problem.num_microbatches
+    under = np.zeros_like(sizes)
+    for m, row in enumerate(reach):
+        oldest = list(range(problem.num_slices))  # the first slice that slice i attends to, directly or not
+        for i, first in enumerate(row):
+            oldest[i] = min(oldest[first : i + 1])
+            for rank in range(problem.num_ranks):
+                stages = [g for g in range(num_stages) if problem.placement[g] == rank]
+                under[stages, m, i] = sizes[stages, m, oldest[i] : i + 1].sum(axis=1).cumsum()
+    return under.ravel()
+
+
+@compiled
+def one_machine(heads: Floats, seconds: Floats, tails: Floats) -> float:
+    """The shortest preemptive schedule of one machine: max over jobs of end + tail (Jackson's rule, Carlier 1982)."""
+    order = np.argsort(heads)
+    waiting = [(0.0, 0.0)]
+    waiting.pop()
+    now, last, k = 0.0, 0.0, 0
+    while k < len(order) or waiting:
+        if not waiting:
+            now = max(now, heads[order[k]])
+        while k < len(order) and heads[order[k]] <= now:
+            heappush(waiting, (-tails[order[k]], seconds[order[k]]))
+            k += 1
+        tail, left = heappop(waiting)
+        until = heads[order[k]] if k < len(order) else np.inf
+        if now + left <= until:
+            now += left
+            last = max(last, now - tail)
+        else:
+            heappush(waiting, (tail, left - (until - now)))
+            now = until
+    return last
+
+
+@compiled
+def _link(graph: Graph, before: int, after: int) -> float:
+    return graph.link_seconds[before] if graph.rank[before] != graph.rank[after] else 0.0
+
+
+@compiled
+def _paths_before(graph: Graph, numbers: Ints, at: Floats) -> None:
+    """at[n]: the longest path to n's start; `numbers` in an order of precedence, `at` holds the least values."""
+    for number in numbers:
+        for before in graph.before[graph.first_before[number] : graph.first_before[number + 1]]:
+            at[number] = max(at[number], at[before] + graph.seconds[before] + _link(graph, before, number))
+
+
+@compiled
+def _paths_after(graph: Graph, numbers: Ints, rest: Floats) -> None:
+    """rest[n]: the longest path from n's end; `numbers` from the last, `rest` holds the least values."""
+    for number in numbers:
+        for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
+            rest[number] = max(rest[number], rest[after] + graph.seconds[after] + _link(graph, number, after))
+
+
+@compiled
+def _on_machines(graph: Graph, numbers: Ints, heads: Floats, tails: Floats) -> float:
+    """The largest one-machine bound over the ranks and the channels, for these actions and their messages."""
+    bound = 0.0
+    num_ranks, num_channels = graph.counts[0], graph.counts[1]
+    ranks = graph.rank[numbers]
+    for rank in range(num_ranks):
+        here = numbers[ranks == rank]
+        bound = max(bound, one_machine(heads[here], graph.seconds[here], tails[here]))
+    lines = graph.channel[numbers]
+    for line in range(num_channels):
+        here = numbers[lines == line]
+        sent = heads[here] + graph.seconds[here]
+        occupied = graph.link_occupied[here]
+        travels = np.zeros(len(here))
+        for k in range(len(here)):
+            for after in graph.after[graph.first_after[here[k]] : graph.first_after[here[k] + 1]]:
+                if graph.rank[after] != graph.rank[here[k]]:
+                    arrives = graph.link_seconds[here[k]] - occupied[k]
+                    travels[k] = max(travels[k], arrives + graph.seconds[after] + tails[after])
+        bound = max(bound, one_machine(sent, occupied, travels))
+    return float(bound)
+
+
+@compiled
+def _bound(graph: Graph, turns: Ints, activations: Floats, under: Floats) -> float:
+    size = len(graph.seconds)
+    num_units = size // 3
+    num_ranks, num_chains = graph.counts[0], graph.counts[2]
+    forwards = np.arange(num_units)
+    backwards = np.arange(2 * num_units - 1, num_units - 1, -1)
+    weights = np.arange(2 * num_units, size)
+    along = np.concatenate((forwards, backwards, weights))
+    heads, tails = np.zeros(size), np.zeros(size)
+    _paths_before(graph, along, heads)
+    _paths_after(graph, along[::-1], tails)
+    # paths within a chain: to the start of its turn, and from there
+    to_turn, from_turn = np.full(size, -np.inf), np.full(size, -np.inf)
+    for chain in range(num_chains):
+        from_turn[turns[chain]] = 0
+    _paths_before(graph, along[num_units:], from_turn)
+    for chain in range(num_chains):
+        to_turn[turns[chain]] = -graph.seconds[turns[chain]]
+    _paths_after(graph, forwards[::-1], to_turn)
+    bound = 0.0
+    for chain in range(num_chains):
+        members = along[graph.chain[along] == chain]
+        up, down = members[members < num_units], members[members >= num_units]
+        turn_head = max(heads[turns[chain]], _on_machines(graph, up, heads, to_turn))
+        turn_tail = _on_machines(graph, down, from_turn, tails)
+        for number in down:
+            heads[number] = max(heads[number], turn_head + from_turn[number])
+        for number in up:
+            tails[number] = max(tails[number], to_turn[number] + turn_tail)
+        bound = max(bound, turn_head + turn_tail)
+    bound = max(bound, _on_machines(graph, along, heads, tails))
+    for rank in range(num_ranks):
+        if np.isfinite(graph.limits[rank]):
+            here = forwards[(graph.rank[forwards] == rank) & (activations > 0)]
+            bound = max(bound, _memory_over_time(graph, here, activations, heads, tails, to_turn, from_turn))
+            apart = _turns_apart(graph, here, activations, under, to_turn, from_turn)
+            first, last = heads[turns].min(), (tails[turns] + graph.seconds[turns]).min()
+            least = graph.seconds[turns].min()
+            for lag in range(1, num_chains):
+                steps, left = divmod(num_chains - 1, lag)
+                bound = max(bound, first + steps * apart[lag] + left * least + last)
+    return float(bound)
+
+
+@compiled
+def _memory_over_time(
+    graph: Graph,
+    here: Ints,
+    activations: Floats,
+    heads: Floats,
+    tails: Floats,
+    to_turn: Floats,
+    from_turn: Floats,
+) -> float:
+    """Bytes times seconds: a unit's bytes stay from its forward by way of its chain's turn to its backward's end."""
+    num_units = len(activations)
+    if len(here) == 0:
+        return 0.0
+    back, weight = here + num_units, here + 2 * num_units
+    seconds = graph.seconds[here] + to_turn[here] + from_turn[back] + graph.seconds[back] + graph.seconds[weight]
+    after = (tails[back] - graph.seconds[weight]).min()
+    over_time = (activations[here] * seconds).sum() / graph.limits[graph.rank[here[0]]]
+    return float(heads[here].min() + over_time + max(after, 0.0))
+
+
+@compiled
+def _turns_apart(
+    graph: Graph, here: Ints, activations: Floats, under: Floats, to_turn: Floats, from_turn: Floats
+) -> Floats:
+    """apart[k]: the least seconds from a chain's turn to the k-th turn after it, as one rank's memory allows.
+
+    At its turn a chain is held whole. What several chains hold above the limit must be freed after the first
+    one's turn, and taken again before the last one's.
+    """
+    num_units, num_chains = len(activations), graph.counts[2]
+    apart = np.zeros(num_chains + 1)
+    if len(here) == 0:
+        return apart
+    sizes = np.zeros(num_chains)
+    for unit in here:
+        sizes[graph.chain[unit]] += activations[unit]
+    limit = graph.limits[graph.rank[here[0]]]
+    tolerance = 1e-9 * limit
+    back = here + num_units
+    work = graph.seconds[back] + graph.seconds[back + num_units]
+    rate = (work / activations[here]).min()
+    left = (graph.seconds[here] + to_turn[here]).min()
+    chains = graph.chain[here]
+    apart[1] = np.inf
+    for one in range(num_chains):
+        mine = here[chains == one]
+        for other in range(num_chains):
+            if one != other:
+                slack = limit - sizes[one] + tolerance
+                theirs = here[chains == other]
+                theirs = theirs[under[theirs] > slack]
+                apart[1] = min(
+                    apart[1], _turn_after(graph, mine, theirs, slack, activations, under, to_turn, from_turn)
+                )
+    smallest = np.sort(sizes)
+    for lag in range(2, num_chains):
+        excess = smallest[: lag + 1].sum() - limit - tolerance
+        if excess > 0:
+            soonest = np.inf
+            for chain in range(num_chains):
+                mine = here[chains == chain]
+                soonest = min(soonest, _freed_at(graph, mine, activations, from_turn, excess / lag))
+            apart[lag] = max(soonest, from_turn[back].min() + excess * rate) + left
+    return apart
+
+
+@compiled
+def _freed_at(graph: Graph, mine: Ints, activations: Floats, from_turn: Floats, size: float) -> float:
+    """The earliest a chain can have freed that many bytes of one rank, in seconds from its turn; one at a time."""
+    num_units = len(activations)
+    back = mine + num_units
+    work = graph.seconds[back] + graph.seconds[back + num_units]
+    ends = from_turn[back] + work
+    freed, at = 0.0, 0.0
+    for k in np.argsort(ends):
+        freed += activations[mine[k]]
+        at = ends[k]
+        if freed >= size:
+            break
+    return float(max(at, from_turn[back].min() + size * (work / activations[mine]).min()))
+
+
+@compiled
+def _turn_after(
+    graph: Graph,
+    mine: Ints,
+    theirs: Ints,
+    slack: float,
+    activations: Floats,
+    under: Floats,
+    to_turn: Floats,
+    from_turn: Floats,
+) -> float:
+    """The least seconds from one chain's turn to another's: one machine, which frees `mine` and runs `theirs`.
+
+    When a forward of theirs starts, all that it needs is held as well: `under` bytes. The first chain has
+    freed what of this exceeds `slack`. So every backward without which it could not is over by then, and the
+    weight gradient as well where the unit's own bytes are needed.
+    """
+    num_units = len(activations)
+    if len(theirs) == 0 or len(mine) == 0:
+        return 0.0
+    total = activations[mine].sum()
+    back = mine + num_units
+    num_jobs = len(mine) + len(theirs)
+    heads, seconds, tails = np.zeros(num_jobs), np.zeros(num_jobs), np.zeros(num_jobs)
+    for k in range(len(theirs)):
+        forward = theirs[k]
+        heads[k] = _freed_at(graph, mine, activations, from_turn, under[forward] - slack)
+        seconds[k], tails[k] = graph.seconds[forward], to_turn[forward]
+    num_forced = len(theirs)
+    for k in range(len(mine)):
+        longest, weight = -1.0, 0.0
+        for forward in theirs:
+            if total - under[mine[k]] < under[forward] - slack:
+                longest = max(longest, graph.seconds[forward] + to_turn[forward])
+            if total - activations[mine[k]] < under[forward] - slack:
+                weight = graph.seconds[back[k] + num_units]
+        if longest >= 0:
+            heads[num_forced] = from_turn[back[k]]
+            seconds[num_forced] = graph.seconds[back[k]] + weight
+            tails[num_forced] = longest
+            num_forced += 1
+    return one_machine(heads[:num_forced], seconds[:num_forced], tails[:num_forced])
