@@ -1,0 +1,144 @@
+"""Layers to stages where a rank holds several: the sums over a rank's stages are to be small and even."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+_WORK = 20_000_000  # numbers written in one search, a few seconds at most
+
+
+class _Labels(NamedTuple):
+    """Ways to give the first layers to the first stages; one row each."""
+
+    layers: NDArray[np.int64]  # how many layers are given
+    costs: Array  # (n, ranks)
+    bytes: Array  # (n, ranks)
+    squares: Array  # of the stages' costs, summed
+    parent: NDArray[np.int64]  # row among the labels of the stage before
+
+    def take(self, rows: NDArray[np.int64]) -> _Labels:
+        layers, costs, sizes, squares, parent = self
+        return _Labels(layers[rows], costs[rows], sizes[rows], squares[rows], parent[rows])
+
+
+def evenest_ranks(
+    stage_costs: Array,
+    stage_bytes: Array,
+    limits: Array,
+    placement: tuple[int, ...],
+    start: list[int] | None,
+    offsets: Array | None = None,
+) -> list[int] | None:
+    """The least largest cost of a rank, then the least sum of the ranks' squares, then of the stages' squares.
+
+    Stage after stage, every count of layers is tried; of labels with equal sums on every rank the one with the evenest
+    stages stays. A label's bound fills what is left into the ranks that still get a stage, as water finds its level;
+    one that can't be better than the best known is dropped. Where labels are too many, the lowest bounds are kept, and
+    the result need not be the best.
+
+    Args:
+        stage_costs: (stages, L+1, L+1), [g, a, b] of layers a to b-1 on stage g.
+        stage_bytes: likewise.
+        limits: bytes per rank.
+        placement: the rank of every stage.
+        start: counts to be at least as good as, if they fit.
+        offsets: costs the ranks have already.
+
+    Returns:
+        Layers per stage, or None if no partition was found within the limits.
+    """
+    num_stages, num_layers, num_ranks = len(placement), stage_costs.shape[1] - 1, len(limits)
+    costs = np.zeros((1, num_ranks)) if offsets is None else offsets[None]
+    zero = np.zeros(1, np.int64)
+    labels = _Labels(zero, costs, np.zeros((1, num_ranks)), np.zeros(1), zero)
+    best = _value(start, stage_costs, stage_bytes, limits, placement)
+    width = max(300, _WORK // (num_stages * num_layers * num_ranks))
+    history = []
+    for stage, rank in enumerate(placement):
+        labels = _extend(labels, stage_costs[stage], stage_bytes[stage], rank, num_layers - (num_stages - 1 - stage))
+        if stage == num_stages - 1:
+            labels = labels.take(np.flatnonzero(labels.layers == num_layers))
+        labels = labels.take(np.flatnonzero((labels.bytes <= limits).all(axis=1)))
+        open_ranks = sorted(set(placement[stage + 1 :]))
+        left = stage_costs[-1, :, -1][np.minimum(labels.layers, num_layers - 1)] * (labels.layers < num_layers)
+        highest, squares = _bounds(labels.costs, open_ranks, left)
+        evenness = labels.squares + left**2 / max(1, num_stages - 1 - stage)
+        rows = _promising(labels, highest, squares, evenness, best)
+        labels = labels.take(rows[:width])
+        history.append(labels)
+    if not len(labels.layers):
+        return start if best[0] < inf else None
+    row, counts = 0, []
+    for before, after in zip([None, *history[:-1]][::-1], history[::-1], strict=True):
+        given = int(after.layers[row])
+        row = int(after.parent[row])
+        counts.append(given - (0 if before is None else int(before.layers[row])))
+    return counts[::-1]
+
+
+def _value(
+    counts: list[int] | None, stage_costs: Array, stage_bytes: Array, limits: Array, placement: tuple[int, ...]
+) -> tuple[float, float]:
+    """(largest, sum of squares) of the ranks' costs; infinite where that doesn't fit."""
+    if counts is None:
+        return inf, inf
+    bounds = np.cumsum([0, *counts])
+    own = [(g, bounds[g], bounds[g + 1]) for g in range(len(counts))]
+    if (np.bincount(placement, [stage_bytes[index] for index in own]) > limits).any():
+        return inf, inf
+    costs = np.bincount(placement, [stage_costs[index] for index in own])
+    return float(costs.max()), float((costs**2).sum())
+
+
+def _extend(labels: _Labels, costs: Array, sizes: Array, rank: int, most: int) -> _Labels:
+    """Every label with every count of layers for the next stage, up to `most` layers given."""
+    counts = np.maximum(most - labels.layers, 0)
+    parent = np.repeat(np.arange(len(counts)), counts)
+    first = labels.layers[parent]
+    layers = first + 1 + np.arange(len(parent)) - np.repeat(np.cumsum(counts) - counts, counts)
+    added, total, held = costs[first, layers], labels.costs[parent], labels.bytes[parent]
+    total[:, rank] += added
+    held[:, rank] += sizes[first, layers]
+    return _Labels(layers, total, held, labels.squares[parent] + added**2, parent)
+
+
+def _bounds(costs: Array, open_ranks: list[int], left: Array) -> tuple[Array, Array]:
+    """What the largest rank and the sum of squares come to at least, with `left` spread over the open ranks."""
+    fixed = np.delete(costs, open_ranks, axis=1)
+    highest, squares = fixed.max(axis=1, initial=-inf), (fixed**2).sum(axis=1)
+    if not open_ranks:
+        return highest, squares
+    ranks = np.sort(costs[:, open_ranks], axis=1)
+    levels = (np.cumsum(ranks, axis=1) + left[:, None]) / np.arange(1, ranks.shape[1] + 1)
+    level = levels.min(axis=1)  # the water stands on the lowest ranks, as many as make it lowest
+    filled = np.maximum(ranks, level[:, None])
+    return np.maximum(highest, filled[:, -1]), squares + (filled**2).sum(axis=1)
+
+
+def _promising(
+    labels: _Labels, highest: Array, squares: Array, evenness: Array, best: tuple[float, float]
+) -> NDArray[np.int64]:
+    """The rows worth following, the lowest bounds first, one for each state."""
+    slack = 1 + 1e-12  # sums in another order may round differently
+    below = highest * slack < best[0]
+    level = (highest <= best[0] * slack) & (squares <= best[1] * slack)
+    rows = np.flatnonzero(below | level)
+    # bounds that differ by rounding alone count as equal, so that the next criterion decides
+    keys = [evenness[rows], _rounded(squares[rows]), _rounded(highest[rows])]
+    rows = rows[np.lexsort(keys)]
+    state = np.column_stack([labels.layers[rows], _rounded(labels.costs[rows]), _rounded(labels.bytes[rows])])
+    _, first = np.unique(state, axis=0, return_index=True)
+    return rows[np.sort(first)]
+
+
+def _rounded(values: Array) -> Array:
+    """To ten significant digits of the largest."""
+    scale = np.abs(values).max(initial=0) * 1e-10
+    rounded: Array = np.round(values / scale) * scale if scale else values
+    return rounded

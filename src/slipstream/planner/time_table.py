@@ -1,0 +1,130 @@
+"""Times of every slice a sequence can be cut into, from a function or a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from slipstream.errors import SlipstreamError
+
+Array = NDArray[np.float64]
+SliceTime = Callable[[Any, Any], Any] | ArrayLike
+
+MAX_CUTS = 8192  # a table of 0.5 GiB; the search reads it a hundred times
+_BLOCK = 64  # cuts whose slices are timed in one call: small enough for the cache, large enough to be few
+
+
+@dataclass(frozen=True)
+class TimeTable:
+    """Seconds of the slice between any two cuts: one or more times (forward, backward) with maxima of their own.
+
+    `times[d, end, start]` is the d-th time of the slice of tokens bounds[start]..bounds[end], infinite where there is
+    no such slice.
+    """
+
+    bounds: NDArray[np.int64]  # (n+1,) tokens, from 0 to the sequence's length
+    times: Array  # (D, n+1, n+1)
+
+    @cached_property
+    def weight(self) -> Array:
+        """(n+1, n+1): what is summed over the slices."""
+        total: Array = self.times[0] if len(self.times) == 1 else self.times.sum(axis=0)
+        return total
+
+    @cached_property
+    def floors(self) -> Array:
+        """The least time among the slices that end where this one does and start no later.
+
+        Where that is over a limit, so are all of those slices: the search doesn't look at them one by one.
+        """
+        return np.minimum.accumulate(self.times, axis=-1)
+
+    @cached_property
+    def least(self) -> tuple[float, ...]:
+        """No slicing has maxima below these: it has a first slice and a last one."""
+        first, last = self.times[:, :, 0].min(axis=1), self.times[:, -1].min(axis=1)
+        return tuple(np.maximum(first, last).tolist())
+
+    def lengths(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        return tuple(int(tokens) for tokens in np.diff(self.bounds[list(cuts)]))
+
+
+def cut_positions(length: int, granularity: int) -> NDArray[np.int64]:
+    """0, granularity, 2·granularity, ... and the length, where a shorter slice may end."""
+    if length < 1 or granularity < 1:
+        raise SlipstreamError(f"length={length}, granularity={granularity}: both are tokens, 1 or more.")
+    num_cuts = -(-length // granularity)
+    if num_cuts > MAX_CUTS:
+        raise SlipstreamError(
+            f"{length} tokens at granularity {granularity} make {num_cuts} places to cut; at most {MAX_CUTS} are "
+            f"searched. Use granularity={-(-length // MAX_CUTS)} or more."
+        )
+    return np.append(np.arange(num_cuts) * granularity, length)
+
+
+def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_slice: int | None) -> TimeTable:
+    """Time all slices of at least `min_slice` tokens.
+
+    Args:
+        times: each a function (slice_length, context_length) -> seconds, called with integer arrays where it takes
+            them, or an array whose entry [i, j] is for i·granularity tokens after j·granularity (row 0 is not used).
+            Infinite: such a slice is not allowed.
+    """
+    bounds = cut_positions(length, granularity)
+    if min_slice is not None and not 1 <= min_slice <= length:
+        raise SlipstreamError(f"min_slice={min_slice}: a slice has 1 to {length} tokens.")
+    tables = np.stack([_evaluate(time, bounds, granularity) for time in times])
+    wrong = np.isnan(tables) | (tables < 0)
+    if wrong.any():
+        d, end, start = np.argwhere(wrong)[0]
+        raise SlipstreamError(
+            f"t({bounds[end] - bounds[start]}, {bounds[start]}) is {tables[d, end, start]}: a slice takes 0 seconds or "
+            "more (infinite where it is not allowed)."
+        )
+    if min_slice is not None:
+        tables[:, bounds[:, None] - bounds[None, :] < min_slice] = np.inf
+    return TimeTable(bounds, tables)
+
+
+def _evaluate(time: SliceTime, bounds: NDArray[np.int64], granularity: int) -> Array:
+    if not callable(time):
+        return _from_array(time, bounds, granularity)
+    n = len(bounds) - 1
+    table = np.full((n + 1, n + 1), np.inf)
+    for first in range(0, n, _BLOCK):
+        ends = bounds[first + 1 : first + 1 + _BLOCK, None]
+        last = first + len(ends)
+        starts = bounds[None, :last]
+        contexts = np.minimum(starts, bounds[first:last, None])  # slices that end before they start: any time will do
+        seconds = _seconds(time, ends - contexts, contexts)
+        table[first + 1 : last + 1, :last] = np.where(starts < ends, seconds, np.inf)
+    return table
+
+
+def _seconds(time: Callable[[Any, Any], Any], lengths: NDArray[np.int64], contexts: NDArray[np.int64]) -> Array:
+    """The times of all these slices, asked for one by one where the function doesn't take arrays."""
+    try:
+        seconds = time(lengths, contexts)
+    except (TypeError, ValueError):
+        seconds = None
+    if np.shape(seconds) != lengths.shape:
+        seconds = np.vectorize(time, otypes=[float])(lengths, contexts)
+    return np.asarray(seconds, float)
+
+
+def _from_array(values: ArrayLike, bounds: NDArray[np.int64], granularity: int) -> Array:
+    array = np.asarray(values, float)
+    n = len(bounds) - 1
+    if array.ndim != 2 or min(array.shape) < n or len(array) < n + 1 or bounds[-1] != n * granularity:
+        raise SlipstreamError(
+            f"A table of shape {array.shape} for {bounds[-1]} tokens at granularity {granularity}: it needs shape "
+            f"({n + 1}, {n}) or more, entry [i, j] for i·{granularity} tokens after j·{granularity}, and a length "
+            f"that is a multiple of {granularity}."
+        )
+    end, start = np.indices((n + 1, n + 1))
+    return np.where(start < end, array[np.maximum(end - start, 0), np.minimum(start, n - 1)], np.inf)
