@@ -1,71 +1,37 @@
-"""One long sequence on two processes: token slices against torch.distributed.pipelining and against one process.
+"""Two processes on long sequences: token slices against torch.distributed.pipelining and against one process.
 
     python -m benchmarks.token_slices                  # prints tables, writes results/token_slices.json
 
-Everything runs in turns in one run; a step is forward and backward, its time the slower rank's, ratios are of medians.
+A step is forward and backward, its time the slower rank's. Every contender has processes of its own and they take
+steps in turns, so that what else the machine does meets all of them; ratios are of medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
+from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, mean_loss, model_config, torch_pipeline, whole_model
+from benchmarks.waterfall import bound, waterfall
 from slipstream import Pipeline
+from slipstream.timeline import Timeline
 
 CUT = [4, 4]
 INTERLEAVED_CUT = [2, 2, 2, 2]
-# Equal slices, and slices that grow: the first fills the pipeline, so it is short, and each next is longer by no more
-# than the second stage, with its head, is slower. Matrix products like multiples of 64 rows.
-SLICES = {
-    2048: [[256] * 8, [128, 192, 256, 320, 384, 384, 384]],
-    4096: [
-        [512] * 8,
-        [192, 320, 448, 576, 640, 640, 640, 640],
-        [128, 192, 256, 320, 384, 448, 448, 448, 448, 512, 512],
-    ],
-}
-Step = Callable[[], float | None]
+ONE_STAGE = ("torch gpipe", "torch 1f1b")
+INTERLEAVED = "torch interleaved 1f1b"
+ZERO_BUBBLE = "torch interleaved zero-bubble"
+WARM_UPS = 3
 
 
-class Runner:
-    """Times steps on both ranks, or on rank 0 alone while the other waits, and compares their losses."""
-
-    def __init__(self, alone: DeviceMesh) -> None:
-        self.alone = alone
-        self.losses: dict[str, float] = {}
-
-    def timed(self, name: str, step: Step, parameters: Iterable[nn.Parameter]) -> Callable[[], float]:
-        held = list(parameters)
-
-        def run() -> float:
-            for parameter in held:
-                parameter.grad = None
-            dist.barrier()
-            began = time.perf_counter()
-            loss = step()
-            dist.barrier()
-            seconds = torch.tensor(time.perf_counter() - began)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            if loss is not None:
-                self.losses[name] = loss
-            return float(seconds)
-
-        return run
-
-
-def tokens(batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and unshifted targets."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randint(0, VOCABULARY, (batch, length), generator=generator)
-    return inputs, inputs
+def tokens(batch: int, length: int) -> Tensor:
+    """Inputs and unshifted targets in one."""
+    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 def shifted(inputs: Tensor) -> Tensor:
@@ -73,148 +39,183 @@ def shifted(inputs: Tensor) -> Tensor:
     return torch.cat([inputs[:, 1:], torch.full_like(inputs[:, :1], -100)], dim=1)
 
 
-def ours(runner: Runner, name: str, inputs: Tensor, **settings: object) -> Callable[[], float]:
-    pipe = Pipeline.from_config(model_config(inputs.shape[1]), self_check=False, **settings)
-    return runner.timed(name, lambda: float(pipe.step(inputs, inputs)), pipe.parameters())
+class Unsliced:
+    """transformers' own model in one process."""
 
+    def __init__(self, batch: int, length: int) -> None:
+        self.inputs = tokens(batch, length)
+        self.model = whole_model(model_config(length))
 
-def one_process(runner: Runner, inputs: Tensor, slices: Iterable[int]) -> dict[str, Callable[[], float]]:
-    """Rank 0 alone: unsliced by transformers' own code, and in slices by ours."""
-    contenders = {}
-    model = whole_model(model_config(inputs.shape[1]))
-
-    def unsliced() -> float | None:
-        if dist.get_rank() != 0:
-            return None
-        loss = mean_loss(model(input_ids=inputs, use_cache=False).logits, shifted(inputs))
+    def step(self) -> float:
+        logits = self.model(input_ids=self.inputs, use_cache=False).logits
+        loss = mean_loss(logits, shifted(self.inputs))
         loss.backward()
         return float(loss)
 
-    contenders["one process, unsliced"] = runner.timed("one process, unsliced", unsliced, model.parameters())
-    for num_slices in slices:
-        name = f"one process, {num_slices} slices"
-        pipe = Pipeline.from_config(
-            model_config(inputs.shape[1]), self_check=False, slices=num_slices, mesh=runner.alone
-        )
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
 
-        def sliced(pipe: Pipeline = pipe) -> float | None:
-            return float(pipe.step(inputs, inputs)) if dist.get_rank() == 0 else None
-
-        contenders[name] = runner.timed(name, sliced, pipe.parameters())
-    return contenders
+    def report(self) -> None:
+        return None
 
 
-def peers(
-    runner: Runner, inputs: Tensor, schedules: Iterable[str], microbatches: Iterable[int]
-) -> dict[str, Callable[[], float]]:
-    contenders = {}
-    for schedule in schedules:
+class Peer:
+    """torch.distributed.pipelining."""
+
+    def __init__(self, schedule: str, num_microbatches: int, batch: int, length: int) -> None:
+        inputs = tokens(batch, length)
         cut = INTERLEAVED_CUT if "interleaved" in schedule else CUT
-        for count in microbatches:
-            name = f"torch {schedule}" + (f", {count} microbatches" if inputs.shape[0] > 1 else "")
-            try:
-                step, parameters = torch_pipeline(
-                    schedule, model_config(inputs.shape[1]), cut, count, inputs, shifted(inputs)
-                )
-            except ValueError as error:  # interleaving wants a multiple of the ranks
-                if dist.get_rank() == 0:
-                    print(f"{name} is refused: {error}", flush=True)
-                continue
-            contenders[name] = runner.timed(name, step, parameters)
+        self._step, self._parameters = torch_pipeline(
+            schedule, model_config(length), cut, num_microbatches, inputs, shifted(inputs)
+        )
+
+    def step(self) -> float | None:
+        return self._step()
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self._parameters
+
+    def report(self) -> None:
+        return None
+
+
+class Ours:
+    """Slipstream; with "auto" it has settled before its first step counts."""
+
+    def __init__(self, batch: int, length: int, settings: dict[str, object]) -> None:
+        self.inputs = tokens(batch, length)
+        self.pipe = Pipeline.from_config(model_config(length), self_check=False, **settings)
+        while self.pipe.is_tuning:
+            for parameter in self.pipe.parameters():
+                parameter.grad = None
+            self.step()
+
+    def step(self) -> float:
+        return float(self.pipe.step(self.inputs, self.inputs))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.pipe.parameters()
+
+    def report(self) -> tuple[Timeline, object, list[int]]:
+        return self.pipe.timeline, self.pipe.layout.training, self.pipe.slices(self.inputs.shape[1])
+
+
+def alone(batch: int, length: int, slices: Sequence[int]) -> list[Contender]:
+    """One process: unsliced by transformers' own code, and in slices by ours."""
+    contenders = [Contender("one process, unsliced", Unsliced, batch, length, num_processes=1)]
+    for count in slices:
+        settings = {"slices": count, "schedule": "gpipe", "num_microbatches": batch}
+        contenders.append(Contender(f"one process, {count} slices", Ours, batch, length, settings, num_processes=1))
     return contenders
 
 
-def one_sequence(runner: Runner, length: int, repeats: int) -> dict[str, object]:
-    inputs, _ = tokens(1, length)
-    contenders = peers(runner, inputs, ["gpipe", "1f1b", "interleaved 1f1b", "interleaved zero-bubble"], [1])
-    contenders |= one_process(runner, inputs, (4, 8))
-    for slices in SLICES.get(length, [8]):
-        name = f"slipstream, slices {slices}"
-        contenders[name] = ours(runner, name, inputs, slices=slices, partition=CUT)
-    measured = interleaved(contenders, repeats, warmups=3)
+def one_sequence(length: int, repeats: int) -> dict[str, object]:
+    """torch's 1F1B refuses a single microbatch on two stages."""
+    contenders = [
+        Contender(name, Peer, name.removeprefix("torch "), 1, 1, length)
+        for name in ("torch gpipe", INTERLEAVED, ZERO_BUBBLE)
+    ]
+    contenders += alone(1, length, (4, 8))
+    contenders += [
+        Contender("slipstream, 8 slices", Ours, 1, length, {"slices": 8, "partition": CUT}),
+        Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto", "partition": CUT}),
+    ]
+    return compare(1, length, contenders, repeats)
+
+
+def several_sequences(batch: int, length: int, repeats: int) -> dict[str, object]:
+    """One microbatch a sequence, all of them for torch."""
+    names = (*ONE_STAGE, INTERLEAVED, ZERO_BUBBLE)
+    contenders = [Contender(name, Peer, name.removeprefix("torch "), batch, batch, length) for name in names]
+    auto = {"slices": "auto", "schedule": "auto", "num_microbatches": batch}
+    contenders += [
+        Contender("one process, unsliced", Unsliced, batch, length, num_processes=1),
+        Contender("slipstream, auto", Ours, batch, length, auto | {"partition": CUT}),
+        Contender(
+            "slipstream, auto, 2 stages a rank",
+            Ours,
+            batch,
+            length,
+            auto | {"partition": INTERLEAVED_CUT, "stages_per_rank": 2},
+        ),
+    ]
+    return compare(batch, length, contenders, repeats)
+
+
+def compare(batch: int, length: int, contenders: list[Contender], repeats: int) -> dict[str, object]:
+    for contender in contenders:
+        contender.wait()
+    measured = interleaved({each.name: each.run for each in contenders}, repeats, warmups=WARM_UPS)
     middle = medians(measured)
-    best = min((name for name in middle if name.startswith("slipstream")), key=middle.__getitem__)
-
-    def least(*starts: str) -> float:
-        return min(seconds for name, seconds in middle.items() if name.startswith(starts))
-
-    return {
+    ours = min((each for each in contenders if each.name.startswith("slip")), key=lambda each: middle[each.name])
+    timeline, schedule, slices = ours.report()  # type: ignore[misc]
+    report = {
         "tokens": length,
-        "sequences": 1,
+        "sequences": batch,
         "medians": middle,
         "seconds": measured,
-        "losses": runner.losses,
-        "best": best,
-        "over torch gpipe, 1f1b, interleaved 1f1b": least("torch gpipe", "torch 1f1b", "torch interleaved 1f1b")
-        / middle[best],
-        "over torch interleaved zero-bubble": least("torch interleaved zero-bubble") / middle[best],
-        "over one process": least("one process") / middle[best],
+        "losses": {each.name: each.losses for each in contenders},
+        "best": ours.name,
+        "slices": slices,
+        "schedule": str(schedule),
+        "over": ratios(middle, ours.name),
+        "bound": bound(timeline, schedule),
+        "of the bound": bound(timeline, schedule) / middle[ours.name],
+        "waterfall": waterfall(timeline, schedule, middle["one process, unsliced"], measured[ours.name][-1]),
     }
+    for contender in contenders:
+        contender.close()
+    return report
 
 
-def eight_sequences(runner: Runner, length: int, repeats: int) -> dict[str, object]:
-    inputs, _ = tokens(8, length)
-    contenders = peers(runner, inputs, ["gpipe", "1f1b", "interleaved 1f1b"], [1, 2, 4, 8])
-    for num_microbatches, num_slices in ((8, 1), (8, 2), (4, 2), (4, 4), (2, 4)):
-        name = f"slipstream, {num_microbatches} microbatches, {num_slices} slices"
-        contenders[name] = ours(
-            runner, name, inputs, slices=num_slices, num_microbatches=num_microbatches, partition=CUT
-        )
-    measured = interleaved(contenders, repeats, warmups=1)
-    middle = medians(measured)
-    best = min((name for name in middle if name.startswith("slipstream")), key=middle.__getitem__)
-    peer = min((name for name in middle if name.startswith("torch")), key=middle.__getitem__)
+def ratios(middle: dict[str, float], ours: str) -> dict[str, float]:
+    """Of the fastest of each group to our best."""
+    groups = {
+        "torch, one stage a rank": ONE_STAGE,
+        "torch gpipe, 1f1b, interleaved 1f1b": (*ONE_STAGE, INTERLEAVED),
+        "torch interleaved zero-bubble": (ZERO_BUBBLE,),
+        "one process": tuple(name for name in middle if name.startswith("one process")),
+    }
     return {
-        "tokens": length,
-        "sequences": 8,
-        "medians": middle,
-        "seconds": measured,
-        "losses": runner.losses,
-        "best": best,
-        "best peer": peer,
-        "over the best peer": middle[peer] / middle[best],
+        group: min(middle[name] for name in names if name in middle) / middle[ours] for group, names in groups.items()
     }
 
 
 def show(row: dict[str, object]) -> None:
-    print(f"\n{row['sequences']} x {row['tokens']} tokens")
+    print(f"\n{row['sequences']} x {row['tokens']} tokens; {row['best']}: slices {row['slices']}")
     for name, seconds in sorted(row["medians"].items(), key=lambda item: item[1]):  # type: ignore[attr-defined]
         print(f"  {seconds:7.3f} s  {name}")
-    for key, value in row.items():
-        if key.startswith("over"):
-            print(f"  {value:7.3f} x {key}", flush=True)
+    for group, ratio in row["over"].items():  # type: ignore[attr-defined]
+        print(f"  {ratio:7.3f} x over {group}")
+    print(f"  {row['of the bound']:7.3f} of the bound {row['bound']:.3f} s")
+    for cause, seconds in row["waterfall"].items():  # type: ignore[attr-defined]
+        print(f"  {seconds:7.3f} s  {cause}", flush=True)
 
 
-def check_losses(losses: dict[str, float]) -> None:
+def check_losses(row: dict[str, object]) -> None:
     """All contenders computed the same thing."""
-    assert max(losses.values()) - min(losses.values()) < 1e-3, losses
+    losses = [loss for each in row["losses"].values() for loss in each]  # type: ignore[attr-defined]
+    assert max(losses) - min(losses) < 1e-3, row["losses"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 4096])
-    parser.add_argument("--batch-length", type=int, default=512, help="tokens of each of the 8 sequences; 0: leave out")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 4096], help="of the single sequence")
+    parser.add_argument("--sequences", type=int, nargs="*", default=[2, 4, 8], help="of --batch-length tokens each")
+    parser.add_argument("--batch-length", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--name", default="token_slices", help="of the file in results/")
     options = parser.parse_args()
-    restart_in_environment(num_processes=2)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "pp"))["pp"]
+    restart_in_environment()
     rows = []
-    for length in options.lengths:
-        rows.append(one_sequence(Runner(alone), length, options.repeats))
-        if dist.get_rank() == 0:
-            show(rows[-1])
-            check_losses(rows[-1]["losses"])
-    if options.batch_length:
-        rows.append(eight_sequences(Runner(alone), options.batch_length, options.repeats))
-        if dist.get_rank() == 0:
-            show(rows[-1])
-    if dist.get_rank() == 0:
-        print(f"wrote {write(options.name, {'setting': setting(repeats=options.repeats), 'rows': rows})}")
-    dist.barrier()
-    dist.destroy_process_group()
+    cases = [(1, length) for length in options.lengths]
+    cases += [(batch, options.batch_length) for batch in options.sequences]
+    for batch, length in cases:
+        row = one_sequence(length, options.repeats) if batch == 1 else several_sequences(batch, length, options.repeats)
+        rows.append(row)
+        show(row)
+        check_losses(row)
+    print(f"wrote {write(options.name, {'setting': setting(repeats=options.repeats), 'rows': rows})}")
 
 
 if __name__ == "__main__":

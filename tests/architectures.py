@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from slipstream.model import reference
-from slipstream.pipeline.pipeline import causal_cross_entropy
+from slipstream.pipeline.loss import causal_cross_entropy
 
 VOCABULARY = 61
 LENGTH = 64

@@ -18,9 +18,11 @@ NAMES = [
     "Timeline",
     "check_sliceable",
     "gpipe",
+    "make_schedule",
     "one_f_one_b",
     "partition_layers",
     "simulate",
+    "slice_tokens",
     "validate",
 ]
 

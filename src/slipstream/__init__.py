@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from slipstream.model.self_check import check_sliceable
     from slipstream.pipeline.pipeline import Pipeline
     from slipstream.planner.partition import partition_layers
+    from slipstream.planner.slicing import slice_tokens
     from slipstream.schedule.action import Action, Op, Schedule
     from slipstream.schedule.dependencies import validate
-    from slipstream.schedule.generators import gpipe, one_f_one_b
+    from slipstream.schedule.generators import gpipe, make_schedule, one_f_one_b
     from slipstream.simulator import simulate
     from slipstream.timeline import Timeline
 
@@ -28,9 +29,11 @@ _HOMES = {
     "Timeline": "slipstream.timeline",
     "check_sliceable": "slipstream.model.self_check",
     "gpipe": "slipstream.schedule.generators",
+    "make_schedule": "slipstream.schedule.generators",
     "one_f_one_b": "slipstream.schedule.generators",
     "partition_layers": "slipstream.planner.partition",
     "simulate": "slipstream.simulator",
+    "slice_tokens": "slipstream.planner.slicing",
     "validate": "slipstream.schedule.dependencies",
 }
 
@@ -43,9 +46,11 @@ __all__ = [
     "Timeline",
     "check_sliceable",
     "gpipe",
+    "make_schedule",
     "one_f_one_b",
     "partition_layers",
     "simulate",
+    "slice_tokens",
     "validate",
 ]
 

@@ -25,7 +25,7 @@ def small_tiles() -> Iterator[None]:
         patch.setattr(ranges, "MASKED_ROWS", 6)
         patch.setattr(ranges, "SQUARE", 5)
         patch.setattr(flash, "KEYS_AT_ONCE", 7)
-        patch.setattr(flash, "HEADS_AT_ONCE", 1)
+        patch.setattr(flash, "ROWS_AT_ONCE", 7)
         patch.setattr(masked_math, "SCORES_AT_ONCE", 100)
         yield
 
@@ -283,7 +283,7 @@ def test_no_prefix_is_copied(first_key: Tensor, key_heads: int) -> None:
         store.context(0, keys[2])  # allocates the gradient buffers, once for the microbatch
     with LargestStorage([*context.buffers, first_key]) as backward:
         output.backward(grad)
-    assert backward.bytes <= 2 * one_slice + flash.HEADS_AT_ONCE * flash.KEYS_AT_ONCE * 16 * 4
+    assert backward.bytes <= 2 * one_slice + flash.ROWS_AT_ONCE * 16 * 4
 
 
 @pytest.mark.parametrize(

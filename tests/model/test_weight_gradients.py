@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from slipstream.model.weight_gradients import add_weight_gradients_in_place, deferring
+from slipstream.model.weight_gradients import (
+    add_weight_gradients_in_place,
+    compiled_modules,
+    deferring,
+    whole_weights,
+)
 
 
 def layers() -> list[nn.Module]:
@@ -85,3 +90,31 @@ def test_autocast_is_pytorchs() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(backward(ours, x), backward(theirs, x))
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
+
+
+class Experts(nn.Module):
+    """Weights in one 3-D tensor, as transformers keeps experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3, 3))
+
+
+class LowRank(nn.Linear):
+    """A subclass, whose forward may be anything."""
+
+
+def test_what_stays_whole_is_listed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), LowRank(3, 3), Experts(), nn.LayerNorm(3), nn.Embedding(4, 3, max_norm=1.0))
+    assert whole_weights(model) == ["1.weight", "2.weight", "4.weight"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_what_is_compiled_stays_whole() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)), torch.compile(nn.Linear(3, 3)))
+    model[1].compile()
+    add_weight_gradients_in_place(model)
+    assert compiled_modules(model) == ["1", "2"]
+    assert whole_weights(model) == ["1.0.weight", "2._orig_mod.weight"]
+    assert "forward" in vars(model[0])
+    assert "forward" not in vars(model[1][0])

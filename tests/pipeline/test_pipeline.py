@@ -24,7 +24,7 @@ from architectures import (
     unsplit_step,
 )
 from slipstream import Pipeline, SlipstreamError, one_f_one_b
-from slipstream.pipeline.pipeline import causal_cross_entropy
+from slipstream.pipeline.loss import causal_cross_entropy
 from slipstream.schedule import split_backwards
 
 
@@ -92,6 +92,20 @@ def test_steps_add_to_grad(name: str) -> None:
     pipe.step(inputs, inputs)
     twice = gradients(pipe.named_parameters())
     assert gradient_error({name: 2 * gradient for name, gradient in once.items()}, twice) < BOUND
+
+
+def test_flushes_accumulate_the_gradient_of_the_whole_batch() -> None:
+    model, inputs = build(ARCHITECTURES["llama"]), tokens(batch=4)
+    whole = copy.deepcopy(model)
+    expected = unsplit_step(whole, inputs, inputs)
+    pipe = Pipeline(
+        model, schedule="gpipe", num_microbatches=4, num_flushes=2, slices=3, num_stages=2, self_check=False
+    )
+    loss = pipe.step(inputs, inputs)
+    assert abs(loss - expected) < BOUND
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    microbatches = [span.action.microbatch for span in pipe.timeline.compute_spans if span.rank == 0]
+    assert microbatches == sorted(microbatches, key=lambda m: m // 2)  # the first flush ends before the second begins
 
 
 def test_training_follows_the_unsplit_model() -> None:
@@ -218,9 +232,22 @@ class TestRefusals:
                 r"partition=\[3, 2\] has 2 stages and 5 layers.*2 stages.*4 layers",
             ),
             ({"partition": "even"}, r"partition='even': give 'auto' or the number of layers"),
-            ({"stages_per_rank": 2}, r"stages_per_rank=2: .*Pass a Schedule"),
-            ({"recompute": "full"}, r"recompute='full' is not in this version"),
-            ({"slices": "auto"}, r"slices='auto': give a count, such as 8"),
+            ({"stages_per_rank": 2}, r"stages_per_rank=2, but the schedule '1f1b' has exactly 1.*interleaved-1f1b"),
+            ({"schedule": "zb-v"}, r"stages_per_rank=1, but the schedule 'zb-v' has exactly 2"),
+            ({"num_microbatches": 6, "num_flushes": 4}, r"num_flushes=4 for 6 microbatches.*1, 2, 3, 6"),
+            (
+                {"schedule": one_f_one_b(1, 2, 4), "slices": 4, "num_flushes": 2},
+                r"num_flushes=2 with the schedule '1f1b'.*in_flushes\(schedule, 2\)",
+            ),
+            (
+                {"schedule": "interleaved-1f1b", "stages_per_rank": 3, "num_stages": 2},
+                r"6 stages for 4 layers",
+            ),
+            ({"slices": "many"}, r"slices='many': give a count, such as 8"),
+            (
+                {"schedule": one_f_one_b(1, 1, 4), "slices": "auto"},
+                r"slices='auto' with the schedule '1f1b', which has 4",
+            ),
             (
                 {"schedule": one_f_one_b(1, 1, 4), "slices": [40, 8, 8, 4, 4]},
                 r"are 5 lengths, but .*'1f1b' has 4 slices",
@@ -231,6 +258,13 @@ class TestRefusals:
     def test_settings(self, settings: dict[str, object], message: str) -> None:
         with pytest.raises(SlipstreamError, match=message):
             self.pipeline(**settings)
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+    def test_compiled_modules_are_not_split(self) -> None:
+        model = build(llama())
+        model.model.layers[2].mlp.compile()
+        with pytest.raises(SlipstreamError, match=r"model\.layers\.2\.mlp is compiled.*schedule 'zb-h1'.*1f1b"):
+            Pipeline(model, schedule="zb-h1", num_stages=2, self_check=False)
 
     @pytest.mark.parametrize(
         ("slices", "inputs", "message"),

@@ -27,11 +27,24 @@ def torchrun(num_processes: int, *arguments: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize(
-    ("name", "num_processes", "schedule"),
-    [("llama", 2, "1f1b"), ("llama, tied", 3, "1f1b"), ("qwen3", 2, "gpipe"), ("gpt2", 4, "1f1b")],
+    ("name", "num_processes", "schedule", "stages_per_rank"),
+    [
+        ("llama", 2, "1f1b", 1),
+        ("llama, tied", 3, "zb-h1", 1),
+        ("llama, tied", 2, "zb-v", 2),
+        ("qwen3", 2, "interleaved-1f1b", 2),
+        ("gpt2", 4, "gpipe", 1),
+    ],
 )
-def test_processes_train_as_the_unsplit_model(name: str, num_processes: int, schedule: str) -> None:
-    ended = torchrun(num_processes, "exact", name, schedule)
+def test_processes_train_as_the_unsplit_model(
+    name: str, num_processes: int, schedule: str, stages_per_rank: int
+) -> None:
+    ended = torchrun(num_processes, "exact", name, schedule, str(stages_per_rank))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_processes_recompute_and_offload() -> None:
+    ended = torchrun(2, "exact", "llama, tied", "1f1b", "1", "selective", "0.7")
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
@@ -39,6 +52,11 @@ def test_batches_of_different_shapes_are_found_out() -> None:
     ended = torchrun(2, "mismatch")
     assert "rank 1 found the mismatch" in ended.stdout, ended.stderr[-3000:]
     assert "rank 0 found the mismatch" in ended.stdout, ended.stderr[-3000:]
+
+
+def test_a_rank_that_waits_in_vain_reports() -> None:
+    ended = torchrun(2, "absent")
+    assert "rank 1 reported" in ended.stdout, ended.stderr[-3000:]
 
 
 @pytest.mark.parametrize("what", ["buffers", "mesh"])

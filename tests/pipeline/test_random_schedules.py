@@ -31,14 +31,18 @@ MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """A random order over a random placement: several stages a rank, in any arrangement, backwards whole or split."""
+    """A random order over a random placement: several stages a rank, in any arrangement, backwards whole or split.
+
+    Any slices are recomputed, and moved to the host and back, wherever the rules of order allow it.
+    """
     num_stages, num_ranks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     placement = tuple(draw(st.integers(0, num_ranks - 1)) for _ in range(num_stages))
     m, s = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     actions = []
     for unit in product(range(num_stages), range(m), range(s)):
-        split = draw(st.booleans())
-        actions += [Action(op, *unit) for op in ((Op.F, Op.I, Op.W) if split else (Op.F, Op.B))]
+        ops = [Op.F, *draw(st.sampled_from([(Op.B,), (Op.I, Op.W)]))]
+        ops += draw(st.sampled_from([(), (Op.R,)])) + draw(st.sampled_from([(), (), (Op.OFFLOAD, Op.RELOAD)]))
+        actions += [Action(op, *unit) for op in ops]
 
     def rows(order: list[Action]) -> tuple[tuple[Action, ...], ...]:
         of_rank = [[action for action in order if placement[action.stage] == rank] for rank in range(num_ranks)]
@@ -79,7 +83,9 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject
     lengths = data.draw(cuts(schedule.num_slices))
     inputs = tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99)))
     labels = labels_of(inputs)
-    pipe = Pipeline(copy.deepcopy(MODELS[name]), schedule=schedule, slices=lengths, self_check=False)
+    recompute = data.draw(st.sampled_from(["full", "selective", 1]))
+    model = copy.deepcopy(MODELS[name])
+    pipe = Pipeline(model, schedule=schedule, slices=lengths, recompute=recompute, self_check=False)
     pipe.step(inputs, labels)
     expected = run_unsplit(MODELS[name], inputs, labels)
     assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND

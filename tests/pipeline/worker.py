@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from slipstream import Pipeline, SlipstreamError
 from slipstream.pipeline.transport import TransportError
 
 
-def exact(name: str, schedule: str) -> None:
+def exact(name: str, schedule: str, stages_per_rank: str, recompute: str = "none", offload: str = "0") -> None:
     """Two steps of AdamW with clipping follow the unsplit model; the loss is on every rank."""
     whole = build(ARCHITECTURES[name], seed=3)
     pipe = Pipeline.from_config(
@@ -31,8 +33,11 @@ def exact(name: str, schedule: str) -> None:
         seed=3,
         dtype=torch.float64,
         schedule=schedule,
+        stages_per_rank=int(stages_per_rank),
         slices=[5, 30, 17, 12],
         num_microbatches=2,
+        recompute=recompute,
+        offload=float(offload),
     )
     optimizers = [torch.optim.AdamW(parameters, lr=1e-3) for parameters in (pipe.parameters(), whole.parameters())]
     for step in range(2):
@@ -54,7 +59,9 @@ def exact(name: str, schedule: str) -> None:
         assert evaluated < loss
     timeline = pipe.timeline
     assert {span.rank for span in timeline.spans} == set(range(dist.get_world_size()))
-    assert len(timeline.messages) == 8 * (dist.get_world_size() - 1)  # the forwards of the evaluation
+    placement = pipe.layout.training.placement
+    crossings = sum(a != b for a, b in pairwise(placement))
+    assert len(timeline.messages) == 8 * crossings  # the forwards of the evaluation
 
 
 def mismatch() -> None:
@@ -65,6 +72,21 @@ def mismatch() -> None:
     with pytest.raises(TransportError, match=reason):
         pipe.step(inputs, inputs)
     print(f"rank {pipe.rank} found the mismatch", flush=True)
+
+
+def absent() -> None:
+    """A rank that waits too long says at which action, for whom, and what is missing there."""
+    pipe = Pipeline.from_config(
+        ARCHITECTURES["llama"], schedule="1f1b", slices=2, self_check=False, timeout=timedelta(seconds=2)
+    )
+    inputs = tokens()
+    if pipe.rank == 0:
+        return
+    with pytest.raises(TransportError) as raised:
+        pipe.step(inputs, inputs)
+    assert "rank 1 waits at 1F0.0 (action " in str(raised.value)
+    assert "for 0SEND_F0.0 of rank 0.\n  missing on rank 0: 0F0.0, 0SEND_F0.0" in str(raised.value)
+    print("rank 1 reported", flush=True)
 
 
 def buffers() -> None:
@@ -95,7 +117,8 @@ def mesh() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    {"exact": exact, "mismatch": mismatch, "buffers": buffers, "mesh": mesh}[sys.argv[1]](*sys.argv[2:])
-    if sys.argv[1] != "mismatch":
+    cases = {"exact": exact, "mismatch": mismatch, "absent": absent, "buffers": buffers, "mesh": mesh}
+    cases[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] not in ("mismatch", "absent"):
         dist.barrier()
     dist.destroy_process_group()

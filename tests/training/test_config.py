@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import SlipstreamError
+from slipstream.schedule import one_f_one_b
 from slipstream.training.config import dump_config, load_config, parse_config
 
 MINIMAL = """
@@ -52,7 +53,12 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--pipeline.slices=[32, 33]", ["[32, 33] add up to 65", "training.seq_len=64", "pipeline.slices=2"]),
         ("--pipeline.slices=65", ["pipeline.slices=65", "64 tokens", "1 to 64"]),
         ("--pipeline.num_microbatches=2", ["training.batch_size=1", "num_microbatches=2", "1 to 1"]),
-        ("--pipeline.partition=[1, 1, 1]", ["[1, 1, 1] names 3 stages", "pipeline.num_stages=2"]),
+        ("--pipeline.partition=[1, 1, 1]", ["[1, 1, 1] names 3 stages", "stages_per_rank = 2"]),
+        ("--pipeline.schedule=1f1p", ["pipeline.schedule='1f1p' is not known", "did you mean '1f1b'"]),
+        ("--pipeline.stages_per_rank=2", ["pipeline.stages_per_rank=2", "'1f1b' has exactly 1"]),
+        ("--pipeline.num_flushes=3", ["num_microbatches=1 don't divide into pipeline.num_flushes=3"]),
+        ("--pipeline.recompute=some", ["pipeline.recompute='some'", "'none', 'selective' or 'full'"]),
+        ("--pipeline.offload=2", ["pipeline.offload=2", "less than or equal to 1"]),
         ("--training.epochs=2", ["either training.steps or training.epochs"]),
         ("--model.path=x", ["either model.path", "or model.config"]),
         ("--data.dataset=x", ["one of data.corpus, data.files and", "given: corpus and dataset"]),
@@ -90,3 +96,22 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("")
     with pytest.raises(SlipstreamError, match="holds no settings"):
         load_config(tmp_path / "empty.yaml")
+
+
+def test_a_schedule_of_ones_own_is_checked_against_the_settings(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(str(one_f_one_b(2, 1, 4)))
+    assert load_config(path, [f"--pipeline.schedule={file}", "--pipeline.slices=4"]).pipeline.schedule == str(file)
+    with pytest.raises(
+        SlipstreamError, match=r"mine\.txt has slices 4, but pipeline\.slices=2; set --pipeline\.slices=4"
+    ):
+        load_config(path, [f"--pipeline.schedule={file}", "--pipeline.slices=2"])
+
+
+def test_a_schedule_of_an_impossible_order_is_refused_with_grid_and_rule(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.txt"
+    file.write_text(str(one_f_one_b(2, 1, 2)).replace("0F0.0 0F0.1", "0F0.1 0F0.0"))
+    with pytest.raises(SlipstreamError) as raised:
+        load_config(path, [f"--pipeline.schedule={file}", "--pipeline.slices=2"])
+    assert ">0F0.1<" in str(raised.value)
+    assert "slice 1 attends to slice 0" in str(raised.value)

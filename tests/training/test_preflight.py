@@ -99,9 +99,9 @@ def test_a_good_run_prepares_and_writes_what_ranks_need(values: dict[str, Any], 
 
 
 def test_more_stages_than_layers(refuse: Refuse, values: dict[str, Any]) -> None:
-    values["pipeline"]["num_stages"] = 3
+    values["pipeline"]["num_ranks"] = 3
     message = refuse(values)
-    assert "pipeline.num_stages=3 is more than the model's 2 layers; choose 1 to 2" in message
+    assert "pipeline.num_ranks=3 is more than the model's 2 layers; choose 1 to 2" in message
 
 
 def test_a_partition_of_other_layers(refuse: Refuse, values: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def test_overwriting_removes_what_runs_make_and_nothing_else(values: dict[str, A
 
 
 def test_more_ranks_than_devices(refuse: Refuse, values: dict[str, Any]) -> None:
-    values["pipeline"]["num_stages"] = num_stages = torch.cuda.device_count() + 1
+    values["pipeline"]["num_ranks"] = num_stages = torch.cuda.device_count() + 1
     values["training"]["device"] = "cuda"
     assert f"training.device=cuda needs {num_stages} CUDA devices" in refuse(values)
 
@@ -214,8 +214,8 @@ def test_an_unknown_architecture(refuse: Refuse, values: dict[str, Any]) -> None
 def test_a_world_size_that_does_not_fit(values: dict[str, Any]) -> None:
     with pytest.raises(SlipstreamError) as error:
         check_world_size(parse_config(values), {"RANK": "0", "WORLD_SIZE": "3"})
-    assert "started 3 processes, but pipeline.num_stages=2 needs 2" in str(error.value)
-    assert "torchrun --nproc-per-node=2 or --pipeline.num_stages=3" in str(error.value)
+    assert "started 3 processes, but pipeline.num_ranks=2 needs 2" in str(error.value)
+    assert "torchrun --nproc-per-node=2 or --pipeline.num_ranks=3" in str(error.value)
 
 
 def test_pretrained_weights_use_their_own_tokenizer(values: dict[str, Any], model_folder: Path) -> None:

@@ -149,7 +149,7 @@ def test_the_export_has_the_trained_weights(finished: tuple[Output, str]) -> Non
 @pytest.mark.parametrize(
     ("command", "changes"),
     [
-        (TRAIN, ["--pipeline.num_stages=1", "--pipeline.slices=1", "--pipeline.num_microbatches=1"]),
+        (TRAIN, ["--pipeline.num_ranks=1", "--pipeline.slices=1", "--pipeline.num_microbatches=1"]),
         (TORCHRUN, ["--pipeline.schedule=gpipe", "--pipeline.slices=2"]),
     ],
     ids=["unsliced in one process", "under torchrun"],

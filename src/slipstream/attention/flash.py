@@ -9,10 +9,11 @@ from slipstream.attention.backend import Gradients, Queries
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.ranges import Part, Tile
 
-# What a thread works on in backward stays in its cache (2 MB): K, V, dK, dV of 2 heads and 1024 keys. It bounds
-# the temporary dK and dV, and at 4096 tokens in 8 slices it takes 0.96-0.99 of the time of all heads at once.
-HEADS_AT_ONCE = 2  # per thread
+# What a thread works on in backward stays in its cache (2 MB): K, V, dK, dV of 2 heads and 1024 keys, or of more heads
+# where there are fewer keys. It bounds the temporary dK and dV, and at 4096 tokens in 8 slices it takes 0.96-0.99 of
+# the time of all heads at once.
 KEYS_AT_ONCE = 1024
+ROWS_AT_ONCE = 2 * KEYS_AT_ONCE  # keys times heads, per thread
 
 _aten = torch.ops.aten
 
@@ -58,34 +59,36 @@ class FlashCPU:
 
     def backward(self, queries: Queries, key: Tensor, value: Tensor, gradients: Gradients, tile: Tile) -> None:
         """See Backend."""
-        group = queries.query.shape[1] // key.shape[1]
-        num_heads = max(1, HEADS_AT_ONCE * torch.get_num_threads() // key.shape[0])
-        for head in range(0, key.shape[1], num_heads):
-            heads, key_heads = slice(head * group, (head + num_heads) * group), slice(head, head + num_heads)
-            total = Gradients(gradients.query[:, heads], gradients.key[:, key_heads], gradients.value[:, key_heads])
-            self._backward(queries.heads(heads), key[:, key_heads], value[:, key_heads], total, tile)
-
-    def _backward(self, queries: Queries, key: Tensor, value: Tensor, total: Gradients, tile: Tile) -> None:
-        """Some heads; the merged output and log-sum-exp make the parts independent of each other."""
         for part in tile.parts:
-            query, out, lse, grad_out = (_fold(each, key, part) for each in queries.rows(part.queries))
-            grad_query = total.query[:, :, part.queries]
+            rows = queries.rows(part.queries)
             for keys in _pieces(part):
-                dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    grad_out,
-                    query,
-                    key[:, :, keys],
-                    value[:, :, keys],
-                    out,
-                    lse,
-                    dropout_p=0.0,
-                    is_causal=part.causal,
-                    attn_mask=_mask(query, tile, part),
-                    scale=self.scale,
-                )
-                grad_query.add_(dq.reshape(grad_query.shape))
-                total.key[:, :, keys].add_(dk)
-                total.value[:, :, keys].add_(dv)
+                piece = gradients.query[:, :, part.queries], gradients.key[:, :, keys], gradients.value[:, :, keys]
+                self._backward(rows, key[:, :, keys], value[:, :, keys], Gradients(*piece), tile, part)
+
+    def _backward(self, queries: Queries, key: Tensor, value: Tensor, total: Gradients, tile: Tile, part: Part) -> None:
+        """Some queries and keys; the merged output and log-sum-exp make the parts independent of each other."""
+        num_rows, num_heads, num_keys, _ = key.shape
+        group, mask = queries.query.shape[1] // num_heads, _mask(queries.query, tile, part)
+        at_once = max(1, ROWS_AT_ONCE * torch.get_num_threads() // (num_keys * num_rows))
+        for head in range(0, num_heads, at_once):
+            heads, key_heads = slice(head * group, (head + at_once) * group), slice(head, head + at_once)
+            query, out, lse, grad_out = (_fold(each, key[:, key_heads], part) for each in queries.heads(heads))
+            dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out,
+                query,
+                key[:, key_heads],
+                value[:, key_heads],
+                out,
+                lse,
+                dropout_p=0.0,
+                is_causal=part.causal,
+                attn_mask=mask,
+                scale=self.scale,
+            )
+            grad_query = total.query[:, heads]
+            grad_query.add_(dq.reshape(grad_query.shape))
+            total.key[:, key_heads].add_(dk)
+            total.value[:, key_heads].add_(dv)
 
 
 def _fold(each: Tensor, key: Tensor, part: Part) -> Tensor:

@@ -15,7 +15,7 @@ from slipstream.attention.backend import Backend, Gradients, Queries
 from slipstream.attention.flash import FlashCPU, FlashCUDA
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.ranges import KeyRanges, Tile
-from slipstream.attention.store import ContextStore
+from slipstream.attention.store import Attended, ContextStore
 from slipstream.errors import SlipstreamError
 
 
@@ -108,15 +108,7 @@ class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, site: _Site) -> Tensor:
         keys, values = site.store.write(site.call, key, value, site.ranges)  # (B,Hkv,L,D)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        output = _empty(query, value.shape[-1], wide)
-        logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
-        with torch.autocast(query.device.type, enabled=False):
-            for tile, own, seen in site.tiles():
-                site.backend.forward(query[own], keys[seen], values[seen], output[own], logsumexp[own], tile)
-            if sinks is not None:
-                _add_sinks_(output, logsumexp, sinks)
-        output = output.to(query.dtype)
+        output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, site))
         ctx.save_for_backward(query, output, logsumexp, sinks)
         ctx.site = site
         return output
@@ -140,6 +132,18 @@ class _SliceAttention(torch.autograd.Function):
         grad_key, grad_value = (_copy(each[:, :, mine], query.dtype) for each in (grad_keys, grad_values))
         site.store.finish(site.call, site.ranges)
         return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, site: _Site) -> Attended:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = _empty(query, values.shape[-1], wide)
+    logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
+    with torch.autocast(query.device.type, enabled=False):
+        for tile, own, seen in site.tiles():
+            site.backend.forward(query[own], keys[seen], values[seen], output[own], logsumexp[own], tile)
+        if sinks is not None:
+            _add_sinks_(output, logsumexp, sinks)
+    return output.to(query.dtype), logsumexp
 
 
 def _empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:

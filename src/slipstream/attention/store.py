@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.ranges import KeyRanges
+
+Attended = tuple[Tensor, Tensor]  # output (B, H, T, Dv) and log-sum-exp (B, H, T) of one slice
+Attending = Callable[[Callable[[], Attended]], Attended]
 
 
 class ContextError(RuntimeError):
@@ -58,6 +61,7 @@ class ContextStore:
         self._contexts: dict[Hashable, _Context] = {}
         self._reads: dict[Hashable, list[tuple[int, int]]] = {}
         self._replaying = False
+        self._attending: Attending | None = None
 
     @property
     def calls(self) -> list[Hashable]:
@@ -90,6 +94,19 @@ class ContextStore:
             yield
         finally:
             self._replaying = False
+
+    @contextmanager
+    def attending(self, attending: Attending) -> Iterator[None]:
+        """Within it `attending` is given each slice's computing: it may keep the result, or return one it kept."""
+        self._attending = attending
+        try:
+            yield
+        finally:
+            self._attending = None
+
+    def attend(self, compute: Callable[[], Attended]) -> Attended:
+        """Compute what a slice attends to, unless `attending` knows it."""
+        return compute() if self._attending is None else self._attending(compute)
 
     def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """Put a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv) in place; return all there are so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,12 @@ class SliceContext:
 
 
 _current: ContextVar[SliceContext | None] = ContextVar("slipstream_slice", default=None)
+
+
+def running_layer() -> int:
+    """The layer whose forward runs, counted over the whole model: -1 before the first, beyond all for the loss."""
+    context = _current.get()
+    return sys.maxsize if context is None else context.layer
 
 
 def current_slice() -> SliceContext:

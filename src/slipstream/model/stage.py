@@ -77,6 +77,11 @@ class Stage:
         state = self.model.state_dict()
         return {name: t.detach() for name, t in state.items() if heads.get(t.data_ptr(), name) == name}
 
+    def storages(self) -> set[int]:
+        """Addresses of the memory that holds parameters and buffers."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
     def forward(self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore) -> Tensor:
         """One slice through this stage: (b, T, hidden) in and out; the first takes None, the last gives logits."""
         return self._run(SliceContext(token_slice, store, self.tables, hidden))
@@ -84,10 +89,12 @@ class Stage:
     def _run(self, context: SliceContext) -> Tensor:
         piece = context.token_slice
         self._context = context
-        with active_slice(context), keyed_random_state(self._is_random):
-            self._enter(-1)
-            output = self.model(input_ids=piece.input_ids, position_ids=piece.position_ids, use_cache=False)
-        self._context = None
+        try:
+            with active_slice(context), keyed_random_state(self._is_random):
+                self._enter(-1)
+                output = self.model(input_ids=piece.input_ids, position_ids=piece.position_ids, use_cache=False)
+        finally:  # a replay leaves as soon as it has what it needs
+            self._context = None
         if context.num_masks != len(self.tables):
             raise RuntimeError(f"the model built {context.num_masks} masks, {len(self.tables)} when it was first run")
         if self.is_last:

@@ -35,12 +35,40 @@ def deferring() -> Iterator[list[WeightGradient]]:
 
 
 def add_weight_gradients_in_place(model: nn.Module) -> None:
-    """Give every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below. Subclasses stay as they are."""
-    for module in model.modules():
-        if type(module) in (nn.Linear, Conv1D):
-            module.forward = partial(_linear, module, module.forward)
-        elif type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
-            module.forward = partial(_embedding, module, module.forward)  # type: ignore[method-assign]
+    """Give every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below.
+
+    Subclasses and what is inside a compiled module stay as they are; `whole_weights` lists them.
+    """
+    for module in _splittable(model):
+        original = _embedding if isinstance(module, nn.Embedding) else _linear
+        module.forward = partial(original, module, module.forward)
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """The names of modules that torch.compile runs: their backward is one piece, so it can't be split into I and W."""
+    return [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
+
+
+def whole_weights(model: nn.Module) -> list[str]:
+    """Matrices and larger weights whose gradients I computes, W having nothing left to do: experts in one 3-D tensor,
+    subclasses of linear layers, compiled modules."""
+    split = {id(parameter) for module in _splittable(model) for parameter in module.parameters(recurse=False)}
+    return [name for name, parameter in model.named_parameters() if parameter.dim() > 1 and id(parameter) not in split]
+
+
+def _splittable(module: nn.Module) -> Iterator[nn.Module]:
+    if _is_compiled(module):
+        return
+    plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
+    if type(module) in (nn.Linear, Conv1D) or plain:
+        yield module
+    for child in module.children():
+        yield from _splittable(child)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()`, or wrapped by `torch.compile(module)`."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _linear(module: nn.Module, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

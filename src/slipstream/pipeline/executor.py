@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,37 +11,21 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
+from slipstream.model.recompute import Recompute, Replay
+from slipstream.model.saved_tensors import SavedTensors
 from slipstream.model.stage import Stage
-from slipstream.model.weight_gradients import WeightGradient, deferring
+from slipstream.model.weight_gradients import deferring
 from slipstream.pipeline.batch import Batch
+from slipstream.pipeline.flight import Flight, Key, entrance, key_of, root_of
+from slipstream.pipeline.offload import host_of
 from slipstream.pipeline.stopwatch import Stopwatch
-from slipstream.pipeline.transport import Transport
+from slipstream.pipeline.transport import Transport, TransportError
 from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.schedule.hang import report_wait
 from slipstream.schedule.lowering import channel
 from slipstream.timeline import Span
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
-_Key = tuple[int, int, int]  # stage, microbatch, slice
-
-
-@dataclass
-class _Flight:
-    """What a step holds between its actions; all of it is empty when the step ends."""
-
-    batch: Batch
-    loss: Tensor  # sum over this rank's slices so far, float64
-    count: Tensor
-    inputs: dict[_Key, Tensor] = field(default_factory=dict)  # leaves whose gradient goes to the stage before
-    outputs: dict[_Key, Tensor] = field(default_factory=dict)  # roots of the backward: hidden states or the loss
-    handed: dict[_Key, Tensor] = field(default_factory=dict)  # from a stage of the same rank: its output
-    gradients: dict[_Key, Tensor] = field(default_factory=dict)  # of a stage's output, from the same rank
-    outgoing: dict[Action, Tensor] = field(default_factory=dict)  # computed, not yet sent
-    weights: dict[_Key, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
-    stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # by stage and microbatch
-
-    def leftovers(self) -> list[str]:
-        held = {name: value for name, value in vars(self).items() if isinstance(value, dict) and value}
-        return [f"{name}: {list(value)}" for name, value in held.items()]
 
 
 class Executor:
@@ -54,31 +38,38 @@ class Executor:
         transport: Transport,
         loss_function: LossFunction,
         device: torch.device,
+        recompute: Recompute | None = None,
     ) -> None:
+        """`recompute` says what the schedule's R actions recompute; by default all."""
         self._rank = rank
         self._stages = stages
         self._transport = transport
         self._loss_function = loss_function
         self._device = device
+        self._recompute = recompute or Recompute()
+        self._host = host_of(device)
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
             Op.W: self._backward_weights,
+            Op.R: self._replay,
+            Op.OFFLOAD: self._offload,
+            Op.RELOAD: self._reload,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._post_receive,
             Op.RECV_B: self._post_receive,
         }
 
-    def start(self, schedule: Schedule, batch: Batch) -> Iterator[Action]:
+    def start(self, schedule: Schedule, batch: Batch) -> Generator[Action]:
         """Run this rank's actions of a lowered schedule, yielding before each that must wait for a message.
 
         Only ranks that share a process need to look at what is yielded: the next one's turn has come.
         """
         self._schedule = schedule
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._flight = _Flight(batch, zero, zero.clone())
+        self._flight = Flight(batch, zero, zero.clone())
         self._stopwatch = Stopwatch(self._rank, self._device)
         self._posted: dict[Action, Any] = {}  # when the message's receive was posted
         return self._actions(schedule.actions[self._rank])
@@ -96,12 +87,19 @@ class Executor:
         """What ran when in the last step."""
         return self._stopwatch.spans()
 
-    def _actions(self, actions: tuple[Action, ...]) -> Iterator[Action]:
-        for action in actions:
-            awaited = self._awaited(action)
-            while awaited is not None and not self._transport.may_receive(awaited):
-                yield action
-            self._handlers[action.op](action)
+    def _actions(self, actions: tuple[Action, ...]) -> Generator[Action]:
+        flight = self._flight
+        try:
+            for action in actions:
+                awaited = self._awaited(action)
+                while awaited is not None and not self._transport.may_receive(awaited):
+                    yield action
+                self._handlers[action.op](action)
+        except TransportError as error:
+            raise TransportError(f"{error}\n{report_wait(self._schedule, self._rank, action)}") from error
+        finally:
+            for offloaded in flight.offloaded.values():  # of a step that failed
+                offloaded.close()
 
     def _awaited(self, action: Action) -> Action | None:
         """The message that brings what `action` works on, named by its SEND; None if it comes from this rank."""
@@ -116,38 +114,95 @@ class Executor:
         return self._schedule.placement[stage] == self._rank
 
     def _forward(self, action: Action) -> None:
-        g, m, i = key = _key(action)
+        g, m, i = key = key_of(action)
         stage, flight = self._stages[g], self._flight
         hidden = self._input(action)
         began = self._stopwatch.mark()
-        if hidden is not None and self._schedule.has_backward:
-            hidden = flight.inputs[key] = hidden.detach().requires_grad_()
-        piece = flight.batch.slices[m][i]
-        store = flight.stores.setdefault((g, m), ContextStore(piece.length))
-        output = stage.forward(piece, hidden, store)
-        if stage.is_last:
-            output = self._loss(output, flight.batch.targets[m][i])
+        store = flight.stores.setdefault((g, m), ContextStore(flight.batch.slices[m][i].length))
+        if self._schedule.has_backward:
+            with self._keeping(action, hidden, store):
+                leave = partial(flight.input_gradients.__setitem__, key)
+                output = self._compute(action, None if hidden is None else entrance(hidden, leave), store)
+        else:
+            output = self._compute(action, hidden, store)
+        if isinstance(output, tuple):
+            output = self._loss(*output)
         self._stopwatch.record(action, began)
         if self._schedule.has_backward:
-            flight.outputs[key] = output
+            flight.roots[key] = root_of(output)
         else:
             self._end_forward_only(action)
         if not stage.is_last:
             self._hand_on(Action(Op.SEND_F, g, m, i), output, flight.handed, (g + 1, m, i))
 
+    def _compute(self, action: Action, hidden: Tensor | None, store: ContextStore) -> Tensor | tuple[Tensor, Tensor]:
+        """What F runs and R repeats: the stage's output, the last one's (sum, count) of losses."""
+        g, m, i = key_of(action)
+        output = self._stages[g].forward(self._flight.batch.slices[m][i], hidden, store)
+        if self._stages[g].is_last:
+            return self._loss_function(output, self._flight.batch.targets[m][i])
+        return output
+
     def _input(self, action: Action) -> Tensor | None:
         """The hidden states F works on: received, or handed on by a stage of this rank; None on the first stage."""
         awaited = self._awaited(action)
-        if awaited is not None:
-            return self._receive(awaited)
-        return None if action.stage == 0 else self._flight.handed.pop(_key(action))
+        if awaited is None:
+            return None if action.stage == 0 else self._flight.handed.pop(key_of(action))
+        hidden = self._receive(awaited)
+        if not self._is_scheduled(Op.OFFLOAD, action):
+            return hidden
+        hidden = hidden.clone()  # to be moved to the host, which the transport's buffer can't be
+        self._transport.release(awaited)
+        return hidden
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _keeping(self, action: Action, hidden: Tensor | None, store: ContextStore) -> AbstractContextManager[None]:
+        """Around a forward: prepare for its R and OFFLOAD. Without them what is saved is autograd's business."""
+        recomputed = self._is_scheduled(Op.R, action)
+        if not recomputed and not self._is_scheduled(Op.OFFLOAD, action):
+            return nullcontext()
+        g, m, i = key = key_of(action)
+        stage, piece, targets = self._stages[g], self._flight.batch.slices[m][i], self._flight.batch.targets[m][i]
+        tokens = (piece.input_ids, piece.position_ids, targets)
+        shared = stage.storages() | {tensor.untyped_storage().data_ptr() for tensor in tokens}
+        replay = Replay(SavedTensors(shared), self._recompute if recomputed else None, stage.owned.start, hidden)
+        self._flight.replays[key] = replay
+        return replay.forward(store)
+
+    def _is_scheduled(self, op: Op, action: Action) -> bool:
+        return Action(op, action.stage, action.microbatch, action.slice) in self._schedule.positions
+
+    def _loss(self, total: Tensor, count: Tensor) -> Tensor:
         """This slice's part of the global mean: its sum over the valid tokens of the whole batch (rule 9)."""
-        total, count = self._loss_function(logits, targets)
         self._flight.loss += total.detach()
         self._flight.count += count
         return total / self._flight.batch.num_valid
+
+    def _replay(self, action: Action) -> None:
+        """R: under the autocast of F, since both belong to one step."""
+        g, m, _ = key = key_of(action)
+        self._await_reload(key)
+        began = self._stopwatch.mark()
+        store = self._flight.stores[g, m]
+        self._flight.replays[key].replay(lambda hidden: self._compute(action, hidden, store), store)
+        self._stopwatch.record(action, began)
+
+    def _offload(self, action: Action) -> None:
+        began = self._stopwatch.mark()
+        key = key_of(action)
+        self._flight.offloaded[key] = self._host.store(self._flight.replays[key].saved.take_out())
+        self._stopwatch.record(action, began)
+
+    def _reload(self, action: Action) -> None:
+        began = self._stopwatch.mark()
+        key = key_of(action)
+        self._flight.replays[key].saved.put_back(self._flight.offloaded[key].load())
+        self._stopwatch.record(action, began)
+
+    def _await_reload(self, key: Key) -> None:
+        if key in self._flight.offloaded:
+            offloaded = self._flight.offloaded.pop(key)
+            offloaded.wait()
+            offloaded.close()
 
     def _end_forward_only(self, action: Action) -> None:
         awaited = self._awaited(action)
@@ -165,40 +220,52 @@ class Executor:
         with deferring() as work:
             messages = self._differentiate(action)
         work += [partial(self._transport.release, message) for message in messages]
-        self._flight.weights[_key(action)] = work
+        self._flight.weights[key_of(action)] = work
 
     def _differentiate(self, action: Action) -> list[Action]:
         """The backward of one slice. Returns the messages whose buffers it worked on."""
-        g, m, i = key = _key(action)
+        g, m, i = key = key_of(action)
         stage, flight = self._stages[g], self._flight
         gradient = None if stage.is_last else self._output_gradient(action)
+        self._await_reload(key)
         began = self._stopwatch.mark()
-        output, hidden = flight.outputs.pop(key), flight.inputs.pop(key, None)
-        if output.requires_grad:  # false where the first stages are frozen
-            torch.autograd.backward(output, gradient)
+        root = flight.roots.pop(key)
+        flight.replays.pop(key, None)
+        if root is not None:
+            torch.autograd.backward(root, gradient)
+        del root  # its graph
         if i == 0:
             flight.stores.pop((g, m)).free()
         self._stopwatch.record(action, began)
-        if hidden is not None:
-            sent = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+        if g > 0:
+            sent = flight.input_gradients.pop(key, None)
+            if sent is None:
+                sent = self._zeros(action)
             if gradient is not None and sent.data_ptr() == gradient.data_ptr():
                 sent = sent.clone()  # a stage that changed nothing: the buffer goes back to the pool before it is sent
             self._hand_on(Action(Op.SEND_B, g, m, i), sent, flight.gradients, (g - 1, m, i))
-        received = self._awaited(action), self._awaited(Action(Op.F, g, m, i))
+        received = [self._awaited(action)]
+        if not self._is_scheduled(Op.OFFLOAD, action):
+            received.append(self._awaited(Action(Op.F, g, m, i)))
         return [message for message in received if message is not None]
+
+    def _zeros(self, action: Action) -> Tensor:
+        """The gradient of an input that nothing depends on."""
+        shape, dtype = self._hidden(action)
+        return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _backward_weights(self, action: Action) -> None:
         began = self._stopwatch.mark()
-        for add_gradient in self._flight.weights.pop(_key(action)):
+        for add_gradient in self._flight.weights.pop(key_of(action)):
             add_gradient()
         self._stopwatch.record(action, began)
 
     def _output_gradient(self, action: Action) -> Tensor:
         """The gradient B starts from: received, or left by a stage of this rank."""
         awaited = self._awaited(action)
-        return self._receive(awaited) if awaited else self._flight.gradients.pop(_key(action))
+        return self._receive(awaited) if awaited else self._flight.gradients.pop(key_of(action))
 
-    def _hand_on(self, send: Action, tensor: Tensor, local: dict[_Key, Tensor], key: _Key) -> None:
+    def _hand_on(self, send: Action, tensor: Tensor, local: dict[Key, Tensor], key: Key) -> None:
         """To the next stage in the direction of `send`: as a message, or directly where that stage is here too."""
         if self._is_here(key[0]):
             local[key] = tensor.detach()
@@ -212,10 +279,12 @@ class Executor:
 
     def _post_receive(self, action: Action) -> None:
         self._posted[action.other_end] = self._stopwatch.mark()
-        piece = self._flight.batch.slices[action.microbatch][action.slice]
-        stage = self._stages[action.stage]
-        shape = torch.Size((*piece.input_ids.shape, stage.hidden_size))
-        self._transport.post_receive(channel(action, self._schedule), action.other_end, shape, stage.hidden_dtype)
+        self._transport.post_receive(channel(action, self._schedule), action.other_end, *self._hidden(action))
+
+    def _hidden(self, action: Action) -> tuple[torch.Size, torch.dtype]:
+        """Shape (b, T, hidden) and dtype of what travels between stages."""
+        piece, stage = self._flight.batch.slices[action.microbatch][action.slice], self._stages[action.stage]
+        return torch.Size((*piece.input_ids.shape, stage.hidden_size)), stage.hidden_dtype
 
     def _receive(self, message: Action) -> Tensor:
         tensor = self._transport.receive(message)
@@ -225,14 +294,17 @@ class Executor:
 
 def run_together(executors: list[Executor], schedule: Schedule, batch: Batch) -> None:
     """Run the ranks of this process in turn, each as far as it gets: one rank, or all of a pipeline in one process."""
-    awaiting: dict[Iterator[Action], Action | None]
-    awaiting = {executor.start(schedule, batch): None for executor in executors}
+    with ExitStack() as stack:
+        rows = [stack.enter_context(closing(executor.start(schedule, batch))) for executor in executors]
+        _take_turns(rows, schedule)
+
+
+def _take_turns(rows: list[Generator[Action]], schedule: Schedule) -> None:
+    awaiting: dict[Generator[Action], Action | None] = dict.fromkeys(rows)
     while awaiting:
         before = dict(awaiting)
         awaiting = {actions: action for actions in awaiting if (action := next(actions, None)) is not None}
         if awaiting == before:
-            raise RuntimeError(f"no rank can go on; they wait at {[str(action) for action in awaiting.values()]}")
-
-
-def _key(action: Action) -> _Key:
-    return action.stage, action.microbatch, action.slice
+            waiting = [action for action in awaiting.values() if action is not None]
+            reports = [report_wait(schedule, schedule.placement[action.stage], action) for action in waiting]
+            raise RuntimeError("\n".join(["no rank can go on:", *reports]))

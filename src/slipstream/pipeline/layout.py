@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,11 +13,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
+from slipstream.model.recompute import Recompute
 from slipstream.model.toy import quiet_transformers
 from slipstream.planner.partition import partition_layers
-from slipstream.schedule.action import Schedule
-from slipstream.schedule.generators import GENERATORS
-from slipstream.schedule.lowering import add_communication, check_communication, forward_only, split_backwards
+from slipstream.schedule.action import Op, Schedule
+from slipstream.schedule.lowering import add_communication, check_communication, forward_only
+from slipstream.schedule.memory_passes import add_offload, add_recompute
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,21 @@ class Layout:
     training: Schedule
     evaluation: Schedule
     layers: tuple[range, ...]
+    recompute: Recompute | None = None  # what the R's of `training` recompute
+    offload: float = 0.0  # the share of slices that wait in host memory
+
+    @classmethod
+    def of(cls, schedule: Schedule, layers: tuple[range, ...], recompute: Recompute | None, offload: float) -> Layout:
+        """Lower the schedule, and prove that its communication ends."""
+        schedule = _with_less_memory(schedule, recompute, offload)
+        lowered = schedule if schedule.is_lowered else add_communication(schedule)
+        check_communication(lowered)
+        evaluation = add_communication(forward_only(schedule))  # its order within a rank is that of training
+        return cls(lowered, evaluation, layers, recompute, offload)
+
+    def with_schedule(self, schedule: Schedule) -> Layout:
+        """The same stages in another order, of any number of slices."""
+        return Layout.of(schedule, self.layers, self.recompute, self.offload)
 
     @property
     def num_ranks(self) -> int:
@@ -41,16 +56,14 @@ class Layout:
 def plan_layout(
     config: PretrainedConfig,
     anatomy: Anatomy,
-    schedule: str | Schedule,
-    num_microbatches: int,
+    schedule: Schedule,
     slices: int | Sequence[int],
-    partition: str | Sequence[int],
     num_ranks: int,
+    partition: str | Sequence[int],
+    recompute: str | int = "none",
+    offload: float = 0.0,
 ) -> Layout:
     """Check that everything fits together. Raises SlipstreamError with what was given, allowed, and to type."""
-    if not isinstance(schedule, Schedule):
-        num_slices = slices if isinstance(slices, int) else len(slices)
-        schedule = make_schedule(schedule, num_ranks, num_microbatches, num_slices)
     if schedule.num_ranks != num_ranks:
         raise SlipstreamError(
             f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but there are {num_ranks}. "
@@ -61,28 +74,26 @@ def plan_layout(
             f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
             f"{schedule.num_slices} slices. Give {schedule.num_slices} lengths."
         )
-    lowered = schedule if schedule.is_lowered else add_communication(schedule)
-    check_communication(lowered)
     counts = _layers_per_stage(config, anatomy, partition, schedule.num_stages)
     layers = tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
-    return Layout(lowered, _evaluation(schedule), layers)
+    return Layout.of(schedule, layers, Recompute.parse(recompute, max(counts)), offload)
 
 
-def make_schedule(name: str, num_stages: int, num_microbatches: int, num_slices: int) -> Schedule:
-    """A schedule by its name, its gradients sent before the weights' are computed; SlipstreamError suggests the nearest
-    name."""
-    if name not in GENERATORS:
-        near = difflib.get_close_matches(name.lower(), GENERATORS, n=1, cutoff=0.3)
+def _with_less_memory(schedule: Schedule, recompute: Recompute | None, offload: float) -> Schedule:
+    """With R, OFFLOAD and RELOAD added; a given schedule may have them already."""
+    if not 0 <= offload <= 1:
         raise SlipstreamError(
-            f"schedule={name!r} is not known; {'did you mean ' + repr(near[0]) + '? ' if near else ''}"
-            f"Choose one of {', '.join(GENERATORS)}, or pass a Schedule."
+            f"offload={offload}: the share of every rank's slices whose activations wait in host memory, 0.0 to 1.0."
         )
-    return split_backwards(GENERATORS[name](num_stages, num_microbatches, num_slices))
-
-
-def _evaluation(schedule: Schedule) -> Schedule:
-    """Forwards only, on the same stages. Their order within a rank follows from the training schedule's."""
-    return add_communication(forward_only(schedule))
+    given = next((action for action in schedule.positions if action.op is Op.R), None)
+    if given is not None and recompute is None:
+        raise SlipstreamError(
+            f"the schedule {schedule.name!r} has {schedule.text(given)}, but recompute='none'. Say what it recomputes: "
+            "recompute='full', 'selective', or a number of layers."
+        )
+    if recompute is not None and given is None:
+        schedule = add_recompute(schedule)
+    return add_offload(schedule, offload) if offload else schedule
 
 
 def _layers_per_stage(

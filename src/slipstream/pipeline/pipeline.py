@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
@@ -21,30 +19,18 @@ from slipstream.model.loading import load_config, pretrained_model, random_model
 from slipstream.model.self_check import check_sliceable
 from slipstream.model.split import share
 from slipstream.model.stage import Stage
-from slipstream.pipeline.batch import IGNORED, Batch, cut_batch, slice_lengths
+from slipstream.pipeline.batch import Batch, cut_batch
 from slipstream.pipeline.executor import Executor, LossFunction, run_together
 from slipstream.pipeline.export import save_pretrained
 from slipstream.pipeline.layout import plan_layout
+from slipstream.pipeline.loss import causal_cross_entropy
 from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.source import Source, cast, in_memory
 from slipstream.pipeline.tied import TiedGradients
 from slipstream.pipeline.transport import LocalTransport, Transport, connect
+from slipstream.pipeline.tuning import Tuner
 from slipstream.schedule.action import Schedule
 from slipstream.timeline import Timeline
-
-
-def causal_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The default loss: (sum over tokens, number of valid tokens) of logits (b, T, vocabulary), targets (b, T)."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total, (targets != IGNORED).sum()
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A model that is not in memory yet: `load` makes the given layers of it."""
-
-    config: PretrainedConfig
-    load: Callable[[Anatomy, list[int]], PreTrainedModel]
 
 
 class Pipeline:
@@ -57,18 +43,26 @@ class Pipeline:
     Args:
         model: a causal LM of transformers with its weights in memory. `from_config` and `from_pretrained` make one of
             which each rank holds only its own layers.
-        schedule: "gpipe", "1f1b", or a Schedule, which then says how many microbatches, slices and stages there are.
+        schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the first steps are measured, and the order
+            chosen that is best for them; or a Schedule, which says how many microbatches, slices and stages there are.
         num_microbatches: the rows of a batch are spread over them.
-        slices: the number of token slices of a sequence, or their lengths in tokens.
-        stages_per_rank: 1; a Schedule may place more stages on a rank.
+        slices: the number of token slices of a sequence, their lengths in tokens, or "auto": the first steps are
+            measured, and the lengths chosen that run fastest.
+        stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
         partition: layers per stage, or "auto": by the weights each layer multiplies with, the head counted.
         mesh: a DeviceMesh with an axis "pp"; default: all ranks.
-        recompute: "none".
+        recompute: what of a slice's activations is dropped after its forward and computed again before its backward:
+            "none"; "selective", all but the outputs of matrix products and attention; "full", all but keys and values;
+            or the number of layers of each stage, its first ones, that are recomputed in full.
         loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
             targets that are not -100.
         dtype: of the parameters; default: as they are.
         device: default: the CPU, or with NCCL the current GPU.
         num_stages: without a process group, the stages in this process (default 1, or as many ranks as a Schedule has).
+        offload: the share of each rank's slices, those that wait longest, whose activations are in host memory between
+            forward and backward: pinned memory with a GPU, else a file. Keys and values stay.
+        num_flushes: how many times the pipeline is filled and drained in a step, so that no more than
+            num_microbatches / num_flushes microbatches hold activations at once (gradient accumulation).
         self_check: whether to compare the architecture at toy size, sliced and whole, before training (a second).
         timeout: how long a rank waits for a message before it gives up.
 
@@ -78,24 +72,25 @@ class Pipeline:
 
     def __init__(
         self,
-        model: PreTrainedModel | _Source,
+        model: PreTrainedModel | Source,
         schedule: str | Schedule = "1f1b",
         num_microbatches: int = 1,
-        slices: int | Sequence[int] = 8,
+        slices: int | Sequence[int] | Literal["auto"] = 8,
         stages_per_rank: int = 1,
         partition: str | Sequence[int] = "auto",
         mesh: DeviceMesh | None = None,
-        recompute: str = "none",
+        recompute: str | int = "none",
         loss_fn: LossFunction | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         *,
         num_stages: int | None = None,
+        offload: float = 0.0,
+        num_flushes: int = 1,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        source = model if isinstance(model, _Source) else _in_memory(model)
-        _check_settings(stages_per_rank, recompute, slices)
+        source = model if isinstance(model, Source) else in_memory(model)
         self.config = source.config
         self._ranks = Ranks(mesh)
         self.device = self._ranks.device if device is None else torch.device(device)
@@ -103,11 +98,19 @@ class Pipeline:
             self._ranks.agree(_finding(self.config) if self.rank == 0 else None)
         anatomy = find_anatomy(self.config)
         num_ranks = self._num_ranks(num_stages, schedule)
-        self.layout = plan_layout(self.config, anatomy, schedule, num_microbatches, slices, partition, num_ranks)
-        self._slices = slices if isinstance(slices, Sequence) else self.layout.training.num_slices
+        self._tuner = Tuner(
+            schedule, num_ranks, num_microbatches, stages_per_rank, slices, num_flushes, source.compiled
+        )
+        self._adopted = self._tuner.schedule
+        self.layout = plan_layout(
+            self.config, anatomy, self._tuner.schedule, self._tuner.slices, num_ranks, partition, recompute, offload
+        )
         self._stages = self._make_stages(source, anatomy, dtype)
         self._tied = TiedGradients([*self._stages.values()], self._ends() if anatomy.tied else [0])
-        self._executors = self._make_executors(loss_fn or causal_cross_entropy, timeout)
+        self._transport: Transport = LocalTransport()
+        if self._ranks.size > 1:
+            self._transport = connect(self.layout.training, self.device, self._ranks.global_ranks, timeout)
+        self._executors = self._make_executors(loss_fn or causal_cross_entropy)
         self._seed: int = self._ranks.gather(torch.initial_seed())[0]
         self._num_steps = 0
         self.train()
@@ -118,7 +121,7 @@ class Pipeline:
         each rank keeps in memory its own. `settings` are the constructor's."""
         dtype = settings.get("dtype")
         return cls(
-            _Source(config, lambda anatomy, layers: random_model(config, seed, anatomy, layers, dtype)), **settings
+            Source(config, lambda anatomy, layers: random_model(config, seed, anatomy, layers, dtype)), **settings
         )
 
     @classmethod
@@ -127,7 +130,7 @@ class Pipeline:
         constructor's."""
         config, dtype = load_config(str(path)), settings.get("dtype")
         return cls(
-            _Source(config, lambda anatomy, layers: pretrained_model(str(path), config, anatomy, layers, dtype)),
+            Source(config, lambda anatomy, layers: pretrained_model(str(path), config, anatomy, layers, dtype)),
             **settings,
         )
 
@@ -140,6 +143,15 @@ class Pipeline:
     def num_ranks(self) -> int:
         """How many processes the pipeline has."""
         return self._ranks.size
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether "auto" still measures: the next step may run in another order or in other slices."""
+        return self._tuner.is_tuning
+
+    def slices(self, length: int) -> list[int]:
+        """The tokens of each slice of such a sequence, as the next step cuts it."""
+        return self._tuner.lengths(length)
 
     def step(
         self,
@@ -157,11 +169,14 @@ class Pipeline:
             document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
                 transformers, where position_ids don't count on.
         """
+        self._adopt(self._tuner.begin(inputs.shape[-1]))
         batch = self._cut(inputs, targets, position_ids, document_ids)
         self._tied.begin()
         loss = self._run(self.layout.training, batch)
         self._tied.end()
         self._num_steps += 1
+        if self._tuner.is_listening:
+            self._adopt(self._tuner.learn(self.timeline))
         return loss
 
     def evaluate(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -209,7 +224,7 @@ class Pipeline:
         """What ran when in the last step or evaluation, on all ranks. Collective: every rank must ask."""
         mine = [span for executor in self._executors for span in executor.spans]
         spans = [span for spans in self._ranks.gather(mine) for span in spans]
-        return Timeline(tuple(spans), self.layout.num_ranks, name=self.layout.training.name)
+        return Timeline(tuple(spans), self.layout.num_ranks, name=self.layout.training.name, measured=True)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the whole model as `AutoModelForCausalLM.from_pretrained` reads it. Collective; rank 0 writes."""
@@ -234,7 +249,7 @@ class Pipeline:
         here = [None if tensor is None else tensor.to(self.device) for tensor in tensors]
         assert here[0] is not None
         assert here[1] is not None
-        lengths = slice_lengths(self._slices, inputs.shape[-1])
+        lengths = self.slices(inputs.shape[-1])
         seed = hash((self._seed, self._num_steps))
         batch = cut_batch(here[0], here[1], lengths, self.layout.training.num_microbatches, here[2], here[3], seed=seed)
         if batch.num_valid == 0:
@@ -242,6 +257,13 @@ class Pipeline:
                 "no label of this batch counts: after shifting, all are -100. Leave such batches out."
             )
         return batch
+
+    def _adopt(self, schedule: Schedule) -> None:
+        """From now on run this schedule, whose placement is that of the one before."""
+        if schedule is not self._adopted:
+            self._adopted = schedule
+            self.layout = self.layout.with_schedule(schedule)
+            self._transport.expect(self.layout.training)
 
     def _run(self, schedule: Schedule, batch: Batch) -> Tensor:
         run_together(self._executors, schedule, batch)
@@ -266,11 +288,11 @@ class Pipeline:
             )
         return self._ranks.size
 
-    def _make_stages(self, source: _Source, anatomy: Anatomy, dtype: torch.dtype | None) -> dict[int, Stage]:
+    def _make_stages(self, source: Source, anatomy: Anatomy, dtype: torch.dtype | None) -> dict[int, Stage]:
         here = self.layout.stages_of([self.rank] if self._ranks.size > 1 else range(self.layout.num_ranks))
         model = source.load(anatomy, [layer for stage in here for layer in self.layout.layers[stage]])
         if dtype is not None:
-            _cast(model, dtype)
+            cast(model, dtype)
         return {stage: Stage(share(model), anatomy, self.layout.layers[stage], self.device) for stage in here}
 
     def _ends(self) -> list[int]:
@@ -279,53 +301,19 @@ class Pipeline:
         ends = (placement[0], placement[-1]) if self._ranks.size > 1 else (0, 0)
         return [self._ranks.global_ranks[rank] for rank in ends]
 
-    def _make_executors(self, loss_function: LossFunction, timeout: timedelta) -> list[Executor]:
+    def _make_executors(self, loss_function: LossFunction) -> list[Executor]:
         ranks = [self.rank] if self._ranks.size > 1 else list(range(self.layout.num_ranks))
-        transport: Transport = LocalTransport()
-        if self._ranks.size > 1:
-            transport = connect(self.layout.training, self.device, self._ranks.global_ranks, timeout)
         return [
             Executor(
                 rank,
                 {stage: self._stages[stage] for stage in self.layout.stages_of([rank])},
-                transport,
+                self._transport,
                 loss_function,
                 self.device,
+                self.layout.recompute,
             )
             for rank in ranks
         ]
-
-
-def _in_memory(model: object) -> _Source:
-    if not isinstance(model, PreTrainedModel):
-        raise SlipstreamError(
-            f"model is a {type(model).__name__}; this version takes causal LMs of transformers, for example "
-            "AutoModelForCausalLM.from_pretrained(...)."
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise SlipstreamError(
-            "model is on the meta device, so it has no weights. Use Pipeline.from_config(config, seed=...) or "
-            "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
-        )
-    return _Source(model.config, lambda *_: model)
-
-
-def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Parameters only: rope's frequencies keep their precision, as when transformers loads a model in this dtype."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
-def _check_settings(stages_per_rank: int, recompute: str, slices: object) -> None:
-    if stages_per_rank != 1:
-        raise SlipstreamError(
-            f"stages_per_rank={stages_per_rank}: schedules by name have one stage a rank in this version. "
-            "Pass a Schedule whose placement puts more on one."
-        )
-    if recompute != "none":
-        raise SlipstreamError(f"recompute={recompute!r} is not in this version; use recompute='none'.")
-    if not isinstance(slices, (int, Sequence)) or isinstance(slices, str):
-        raise SlipstreamError(f"slices={slices!r}: give a count, such as 8, or the token lengths, such as [512, 512].")
 
 
 def _finding(config: PretrainedConfig) -> SlipstreamError | None:

@@ -28,6 +28,10 @@ class TransportError(RuntimeError):
 class Transport(Protocol):
     """One rank's end of all its channels. An action names a message: the SEND's on both ends."""
 
+    def expect(self, schedule: Schedule) -> None:
+        """The messages of this lowered schedule, or its evaluation, come next; its placement stays the same."""
+        ...
+
     def send(self, channel: Channel, message: Action, tensor: Tensor) -> None:
         """Post the message; returns at once."""
         ...
@@ -60,6 +64,9 @@ class LocalTransport:
         self._sent: defaultdict[Channel, deque[tuple[Action, Tensor]]] = defaultdict(deque)
         self._posted: defaultdict[Channel, deque[tuple[Action, torch.Size, torch.dtype]]] = defaultdict(deque)
         self._arrived: dict[Action, Tensor] = {}
+
+    def expect(self, schedule: Schedule) -> None:
+        pass
 
     def send(self, channel: Channel, message: Action, tensor: Tensor) -> None:
         self._sent[channel].append((message, tensor.detach()))
@@ -126,6 +133,9 @@ class DistributedTransport:
         self._sends: defaultdict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._unchecked: list[tuple[Tensor, Action, torch.Size, torch.dtype]] = []
 
+    def expect(self, schedule: Schedule) -> None:
+        self._windows = _windows(schedule)
+
     def send(self, channel: Channel, message: Action, tensor: Tensor) -> None:
         if len(self._sends[channel]) >= self._windows[channel]:
             self._complete(channel)
@@ -174,7 +184,11 @@ class DistributedTransport:
 
     def _complete(self, channel: Channel) -> None:
         work, buffer = self._sends[channel].popleft()
-        work.wait(self._timeout)
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            message = "the {} from rank {} to rank {}".format(*channel)
+            raise TransportError(f"{message} were not taken: {error}") from error
         self._give_back(buffer)
 
     def _take(self, payload_bytes: int) -> Tensor:
@@ -190,9 +204,12 @@ def connect(
     schedule: Schedule, device: torch.device, global_ranks: list[int], timeout: timedelta
 ) -> DistributedTransport:
     """Collective: communicators for every channel of a lowered schedule and its evaluation."""
+    return DistributedTransport(_windows(schedule), device, global_ranks, timeout)
+
+
+def _windows(schedule: Schedule) -> dict[Channel, int]:
     in_flight = receives_in_flight(schedule)
-    windows = {line: max(8, 2 * in_flight[line]) for line in sorted(in_flight)}
-    return DistributedTransport(windows, device, global_ranks, timeout)
+    return {line: max(8, 2 * in_flight[line]) for line in sorted(in_flight)}
 
 
 def _header(message: Action, tensor: Tensor) -> Tensor:

@@ -61,10 +61,12 @@ class Unsliced:
 def measure(config: Config) -> dict[str, float]:
     """Median seconds of a step in this process, for each way of running it."""
     device = choose_device(config)
+    slices = config.pipeline.slices
+    alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto"}
     ways: dict[str, Callable[[], Any]] = {
         "unsliced, by transformers": lambda: Unsliced(config, device),
-        "unsliced": lambda: make_pipeline(config, device, slices=1, partition="auto"),
-        "sliced": lambda: make_pipeline(config, device, partition="auto"),
+        "unsliced": lambda: make_pipeline(config, device, slices=1, **alone),
+        "sliced": lambda: make_pipeline(config, device, slices=8 if slices == "auto" else slices, **alone),
     }
     seconds = {}
     for name, make in ways.items():

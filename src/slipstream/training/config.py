@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from slipstream.errors import SlipstreamError
+from slipstream.schedule import Schedule, ScheduleError, make_schedule, validate
 
 
 class Section(BaseModel):
@@ -91,14 +92,23 @@ class DataSection(Section):
 class PipelineSection(Section):
     """How the model and its sequences are cut, and in which order the pieces run."""
 
-    num_stages: PositiveInt = 2
+    num_ranks: PositiveInt = 2
     """Processes the layers are spread over."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of forwards and backwards."""
+    stages_per_rank: PositiveInt = 1
+    """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others."""
+    schedule: str = "1f1b"
+    """Order of forwards and backwards: a name, or the .txt file of a schedule (a run leaves its own). auto: the first
+    steps are measured, and the best order chosen."""
     num_microbatches: PositiveInt = 1
     """Parts of a batch that go through the pipeline one after the other."""
-    slices: PositiveInt | list[PositiveInt] = 8
-    """Token slices of a sequence: how many, or the length of each."""
+    num_flushes: PositiveInt = 1
+    """How many times the pipeline fills and drains in a step, each time with as many microbatches."""
+    slices: Literal["auto"] | PositiveInt | list[PositiveInt] = 8
+    """Token slices of a sequence: how many, or the length of each. auto: the first steps are measured for them."""
+    recompute: Literal["none", "selective", "full"] | PositiveInt = "none"
+    """What is computed again before a backward instead of being kept; a number: that many layers of each stage."""
+    offload: float = Field(default=0.0, ge=0, le=1)
+    """Share of the slices whose activations wait in host memory."""
     partition: Literal["auto"] | list[PositiveInt] = "auto"
     """Layers of each stage."""
     self_check: bool = True
@@ -194,15 +204,65 @@ class Config(Section):
                 f"pipeline.num_microbatches={pipeline.num_microbatches} parts; "
                 f"choose 1 to {batch_size}, or a larger batch"
             )
-        if pipeline.partition != "auto" and len(pipeline.partition) != pipeline.num_stages:
+        num_stages = pipeline.num_ranks * pipeline.stages_per_rank
+        if pipeline.partition != "auto" and len(pipeline.partition) != num_stages:
             raise ValueError(
                 f"pipeline.partition={pipeline.partition} names {len(pipeline.partition)} stages, but "
-                f"pipeline.num_stages={pipeline.num_stages}; give one number of layers per stage"
+                f"pipeline.num_ranks * stages_per_rank = {num_stages}; give one number of layers per stage"
             )
+        _check_schedule(pipeline)
         return self
 
 
-def _check_slices(slices: int | Sequence[int], seq_len: int) -> None:
+def _check_schedule(pipeline: PipelineSection) -> None:
+    """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order."""
+    if pipeline.num_microbatches % pipeline.num_flushes:
+        raise ValueError(
+            f"pipeline.num_microbatches={pipeline.num_microbatches} don't divide into "
+            f"pipeline.num_flushes={pipeline.num_flushes}"
+        )
+    try:
+        schedule = named_schedule(pipeline)
+        if isinstance(schedule, Schedule):
+            _check_counts(schedule, pipeline)
+        elif schedule != "auto":
+            make_schedule(schedule, pipeline.num_ranks, 1, 1, pipeline.stages_per_rank)
+    except ScheduleError as error:
+        raise ValueError(f"pipeline.{error}") from None
+
+
+def named_schedule(pipeline: PipelineSection) -> str | Schedule:
+    """The schedule in the text file that `pipeline.schedule` names, or the name itself."""
+    path = Path(pipeline.schedule)
+    if path.suffix != ".txt":
+        return pipeline.schedule
+    try:
+        schedule = Schedule.parse(path.read_text(encoding="utf-8"))
+        validate(schedule)
+    except (OSError, UnicodeDecodeError, ScheduleError) as error:
+        raise ScheduleError(f"schedule={path} can't be used: {error}") from None
+    return schedule
+
+
+def _check_counts(schedule: Schedule, pipeline: PipelineSection) -> None:
+    slices = pipeline.slices
+    counts = {
+        "num_ranks": (schedule.num_ranks, pipeline.num_ranks),
+        "num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
+        "slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
+        "num_flushes": (1, pipeline.num_flushes),
+    }
+    for name, (wanted, given) in counts.items():
+        if wanted != given:
+            raise ValueError(
+                f"pipeline.schedule={pipeline.schedule} has {name} {wanted}, but pipeline.{name}={given}; "
+                f"set --pipeline.{name}={wanted}"
+            )
+
+
+def _check_slices(slices: int | Sequence[int] | str, seq_len: int) -> None:
+    if isinstance(slices, str):
+        return
     if isinstance(slices, int):
         if slices > seq_len:
             raise ValueError(

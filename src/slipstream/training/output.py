@@ -4,6 +4,7 @@ output/
   config.yaml          the settings it ran with
   inputs/              the tokens, the tokenizer and the model's configuration
   metrics.jsonl        one line per step, and one per validation
+  schedule.txt         the order in which the last steps ran
   timeline.png         the last step as it was measured
   timeline.json        the same for Perfetto
   comparison.json      one process alone, where asked for
@@ -38,6 +39,11 @@ class Output:
     def metrics(self) -> Path:
         """JSON lines."""
         return self.folder / "metrics.jsonl"
+
+    @property
+    def schedule(self) -> Path:
+        """The last steps' schedule, sends and receives included."""
+        return self.folder / "schedule.txt"
 
     @property
     def timeline(self) -> Path:
@@ -75,7 +81,7 @@ class Output:
         """Removes what a run makes, and nothing else."""
         for folder in [*self._exports(), self.inputs]:
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.config, self.metrics, self.timeline, self.perfetto, self.comparison):
+        for file in (self.config, self.metrics, self.schedule, self.timeline, self.perfetto, self.comparison):
             file.unlink(missing_ok=True)
 
     def _exports(self) -> list[Path]:

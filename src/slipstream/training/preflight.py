@@ -67,13 +67,13 @@ def preflight(config: Config, progress: Progress) -> Inputs:
 
 
 def check_world_size(config: Config, environment: Any) -> None:
-    """Under a launcher, as many ranks as stages."""
+    """Under a launcher, as many processes as ranks."""
     world_size = environment.get("WORLD_SIZE")
-    num_stages = config.pipeline.num_stages
-    if world_size is not None and int(world_size) != num_stages:
+    num_ranks = config.pipeline.num_ranks
+    if world_size is not None and int(world_size) != num_ranks:
         raise SlipstreamError(
-            f"the launcher started {world_size} processes, but pipeline.num_stages={num_stages} needs "
-            f"{num_stages}; use torchrun --nproc-per-node={num_stages} or --pipeline.num_stages={world_size}"
+            f"the launcher started {world_size} processes, but pipeline.num_ranks={num_ranks} needs "
+            f"{num_ranks}; use torchrun --nproc-per-node={num_ranks} or --pipeline.num_ranks={world_size}"
         )
 
 
@@ -81,12 +81,12 @@ def check_device(config: Config, environment: Any) -> None:
     """CUDA is asked for only where each rank of this machine has a device."""
     import torch
 
-    num_local = int(environment.get("LOCAL_WORLD_SIZE", config.pipeline.num_stages))
+    num_local = int(environment.get("LOCAL_WORLD_SIZE", config.pipeline.num_ranks))
     num_devices = torch.cuda.device_count()
     if config.training.device == "cuda" and num_devices < num_local:
         raise SlipstreamError(
             f"training.device=cuda needs {num_local} CUDA devices, one for each rank, but there are "
-            f"{num_devices}; use --training.device=cpu or fewer stages"
+            f"{num_devices}; use --training.device=cpu or fewer ranks"
         )
 
 
@@ -121,11 +121,14 @@ def load_model_config(model: ModelSection) -> Any:
 def check_layers(config: Config, model_config: Any) -> None:
     """At least one layer per stage; a partition given by hand has the model's number of layers."""
     num_layers = model_config.get_text_config().num_hidden_layers
-    num_stages, partition = config.pipeline.num_stages, config.pipeline.partition
+    pipeline, partition = config.pipeline, config.pipeline.partition
+    num_stages = pipeline.num_ranks * pipeline.stages_per_rank
     if num_stages > num_layers:
-        raise SlipstreamError(
-            f"pipeline.num_stages={num_stages} is more than the model's {num_layers} layers; choose 1 to {num_layers}"
-        )
+        asked = f"pipeline.num_ranks={pipeline.num_ranks}"
+        if pipeline.stages_per_rank > 1:
+            asked += f" with pipeline.stages_per_rank={pipeline.stages_per_rank} makes {num_stages} stages, which"
+        most = num_layers // pipeline.stages_per_rank
+        raise SlipstreamError(f"{asked} is more than the model's {num_layers} layers; choose 1 to {most}")
     if partition != "auto" and sum(partition) != num_layers:
         raise SlipstreamError(
             f"pipeline.partition={partition} adds up to {sum(partition)} layers, but the model has "

@@ -21,9 +21,9 @@ def train(config: Config) -> None:
     output = Output(config.training.output)
     progress = Progress(make_console())
     _prepare(config, output, progress)
-    num_stages = config.pipeline.num_stages
-    progress.say(f"starting {num_stages} ranks")
-    launch(["-m", "slipstream.training.rank", str(output.config)], num_stages)
+    num_ranks = config.pipeline.num_ranks
+    progress.say(f"starting {num_ranks} ranks")
+    launch(["-m", "slipstream.training.rank", str(output.config)], num_ranks)
     if config.training.single_process_steps:
         from slipstream.training.comparison import compare
 

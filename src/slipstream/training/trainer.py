@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.pipeline import Pipeline
 from slipstream.timeline import Timeline
-from slipstream.training.config import Config
+from slipstream.training.config import Config, named_schedule
 from slipstream.training.data import Batch, PackedSequences, TokenisedText, unigram_entropy
 from slipstream.training.metrics import MetricsFile, Step, Validation, gather, peak_memory
 from slipstream.training.optimizer import make_optimizer, make_scheduler
@@ -29,9 +29,13 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     from transformers import AutoConfig
 
     settings: dict[str, Any] = {
-        "schedule": config.pipeline.schedule,
+        "schedule": named_schedule(config.pipeline),
         "num_microbatches": config.pipeline.num_microbatches,
+        "num_flushes": config.pipeline.num_flushes,
         "slices": config.pipeline.slices,
+        "stages_per_rank": config.pipeline.stages_per_rank,
+        "recompute": config.pipeline.recompute,
+        "offload": config.pipeline.offload,
         "partition": config.pipeline.partition,
         "dtype": torch.float32,
         "device": device,
@@ -107,8 +111,12 @@ class Trainer:
         training = self.config.training
         with self.progress.training(self.num_steps) as show:
             for step in range(1, self.num_steps + 1):
+                tuning = self.pipe.is_tuning
                 metrics = self.step(step)
                 show(step, _state(metrics))
+                if tuning and not self.pipe.is_tuning:
+                    slices = self.pipe.slices(training.seq_len)
+                    self.progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
                 last = step == self.num_steps
                 if training.eval_every and (step % training.eval_every == 0 or last):
                     self.validate(step)
@@ -179,6 +187,7 @@ class Trainer:
         if self.pipe.rank == 0 and self.timeline is not None:
             self.timeline.draw(self.output.timeline)
             self.timeline.save_perfetto(self.output.perfetto)
+            self.output.schedule.write_text(f"{self.pipe.layout.training}\n", encoding="utf-8")
             text = self.timeline.to_text()
             self.progress.say(f"\nthe last step, measured ({self.output.timeline}):\n{text}")
 

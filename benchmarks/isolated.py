@@ -1,0 +1,114 @@
+"""Contenders in processes of their own, run in turns: none meets the memory that another one has used."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+
+_PATIENCE = 600  # seconds
+
+
+class Runs(Protocol):
+    """What a contender's processes make: one step on this rank."""
+
+    def step(self) -> float | None:
+        """Forward and backward; the loss where this rank has it."""
+        ...
+
+    def parameters(self) -> Iterable[nn.Parameter]: ...
+
+    def report(self) -> object:
+        """Anything about the last step that can be pickled."""
+        ...
+
+
+class Contender:
+    """`build(*arguments)` runs on each of some processes, which then take a step whenever `run` is called."""
+
+    def __init__(self, name: str, build: Callable[..., Runs], *arguments: object, num_processes: int = 2) -> None:
+        self.name = name
+        self.losses: list[float] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-benchmark-")
+        store = Path(self._folder.name) / "store"
+        context = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(num_processes):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, num_processes, str(store), there, build, arguments), daemon=True
+            )
+            process.start()
+            self._connections.append(here)
+            self._processes.append(process)
+
+    def wait(self) -> None:
+        """Until all processes are built. Contenders start side by side and are waited for before any runs."""
+        self._ask("ready")
+
+    def run(self) -> float:
+        """Seconds of a step: the slowest rank's."""
+        answers = self._ask("step")
+        losses = [loss for _, loss in answers if loss is not None]  # type: ignore[misc]
+        self.losses = losses or self.losses
+        return max(seconds for seconds, _ in answers)  # type: ignore[misc]
+
+    def report(self) -> object:
+        """Rank 0's."""
+        return self._ask("report")[0]
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.send("close")
+        for process in self._processes:
+            process.join(20)
+            process.kill()
+        self._folder.cleanup()
+
+    def _ask(self, what: str) -> list[object]:
+        for connection in self._connections:
+            connection.send(what)
+        answers = []
+        for connection in self._connections:
+            if not connection.poll(_PATIENCE):
+                raise RuntimeError(f"{self.name} gave no answer to {what!r}")
+            answers.append(connection.recv())
+        return answers
+
+
+def _serve(
+    rank: int,
+    world_size: int,
+    store: str,
+    connection: Connection,
+    build: Callable[..., Runs],
+    arguments: tuple[object, ...],
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    runs = build(*arguments)
+    parameters = list(runs.parameters())
+    while (what := connection.recv()) != "close":
+        if what == "step":
+            connection.send(_timed_step(runs, parameters))
+        else:
+            connection.send(runs.report() if what == "report" else "ready")
+    dist.destroy_process_group()
+
+
+def _timed_step(runs: Runs, parameters: Iterable[nn.Parameter]) -> tuple[float, float | None]:
+    for parameter in parameters:
+        parameter.grad = None
+    dist.barrier()
+    began = time.perf_counter()
+    loss = runs.step()
+    dist.barrier()
+    return time.perf_counter() - began, loss

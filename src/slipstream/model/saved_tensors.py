@@ -1,0 +1,149 @@
+"""What autograd saves in the forward of one slice: kept, dropped until it is recomputed, or moved to the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class RecomputationError(RuntimeError):
+    """A forward did not repeat itself, or a tensor is asked for that is not there: a mistake of model or schedule."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Slot:
+    """Stands in the autograd graph for one saved tensor, and is freed with the node that saved it."""
+
+    tensor: Tensor | None  # without grad_fn, or the graph would keep itself alive; None: dropped, or moved to the host
+    shape: torch.Size
+
+
+@dataclass
+class _Moved:
+    """A tensor whose storage is on the host: where to find it once the storage is back."""
+
+    slot: Slot
+    block: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedTensors:
+    """The saved tensors of one slice on one stage, from its forward to its backward.
+
+    The graph holds the slots, so that a backward frees memory node by node as it does without this class. A repeated
+    forward saves the same tensors in the same order, which is how a dropped one finds its slot again:
+
+        forward   x  y  z  w     the graph keeps x and w, drops y and z
+        replay    x' y' z'       y' and z' fill the slots; after the last dropped one the replay ends
+
+    Args:
+        shared: addresses of storages that others keep anyway (parameters, the batch): never moved, not counted.
+    """
+
+    def __init__(self, shared: set[int]) -> None:
+        self._shared = shared
+        self._slots: list[weakref.ref[Slot]] = []
+        self._held: list[weakref.ref[Slot]] = []
+        self._moved: list[_Moved] = []
+
+    def saving(self, keeps: Callable[[Tensor], bool]) -> AbstractContextManager[object]:
+        """Around the forward: of what autograd saves, keep the tensors that `keeps` is true of."""
+
+        def pack(tensor: Tensor) -> Slot:
+            slot = Slot(tensor.detach() if keeps(tensor) else None, tensor.shape)
+            self._slots.append(weakref.ref(slot))
+            return slot
+
+        return saved_tensors_hooks(pack, _unpack)
+
+    def hold(self, tensor: Tensor) -> Slot:
+        """A slot of the caller's own, for a tensor that its replay needs: moved and counted like the graph's."""
+        slot = Slot(tensor, tensor.shape)
+        self._held.append(weakref.ref(slot))
+        return slot
+
+    def refill(self, run: Callable[[], object]) -> None:
+        """Repeat the forward by calling `run`, as far as it takes to fill every slot that was dropped.
+
+        Raises RecomputationError where it saves other tensors than the first time.
+        """
+        slots = [reference() for reference in self._slots]
+        dropped = {i: slot for i, slot in enumerate(slots) if slot is not None and slot.tensor is None}
+        last, count = max(dropped, default=-1), 0
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal count
+            if count in dropped:
+                _fill(dropped[count], tensor)
+            count += 1
+            if count > last:
+                raise _Filled
+
+        if dropped:
+            try:
+                with saved_tensors_hooks(pack, _unpack):
+                    run()
+            except _Filled:
+                return
+            raise RecomputationError(f"a forward saved {last + 1} tensors or more, its recomputation {count}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all storages that are kept here and nowhere else."""
+        storages = (tensor.untyped_storage() for slot in self._filled() if (tensor := slot.tensor) is not None)
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in self._shared}.values())
+
+    def take_out(self) -> list[Tensor]:
+        """Let go of all tensors that aren't shared. Returns their storages, each once, as tensors of bytes."""
+        blocks: list[Tensor] = []
+        numbers: dict[int, int] = {}  # address -> index in blocks
+        for slot in self._filled():
+            tensor = slot.tensor
+            assert tensor is not None
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in self._shared:
+                continue
+            if storage.data_ptr() not in numbers:
+                numbers[storage.data_ptr()] = len(blocks)
+                blocks.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            layout = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            self._moved.append(_Moved(slot, numbers[storage.data_ptr()], *layout))
+            slot.tensor = None
+        return blocks
+
+    def put_back(self, blocks: list[Tensor]) -> None:
+        """Undo `take_out`, given the same bytes in new storages."""
+        for moved in self._moved:
+            tensor = torch.empty(0, dtype=moved.dtype, device=blocks[moved.block].device)
+            storage = blocks[moved.block].untyped_storage()
+            moved.slot.tensor = tensor.set_(storage, moved.offset, moved.size, moved.stride)
+        self._moved.clear()
+
+    def _filled(self) -> Iterator[Slot]:
+        slots = (reference() for reference in (*self._slots, *self._held))
+        return (slot for slot in slots if slot is not None and slot.tensor is not None)
+
+
+class _Filled(Exception):  # noqa: N818  not an error: the replay has done its work
+    """Ends a replay."""
+
+
+def _fill(slot: Slot, tensor: Tensor) -> None:
+    if tensor.shape != slot.shape:
+        raise RecomputationError(f"a forward saved {tuple(slot.shape)}, its recomputation {tuple(tensor.shape)}")
+    slot.tensor = tensor.detach()
+
+
+def _unpack(slot: Slot) -> Tensor:
+    if slot.tensor is None:
+        raise RecomputationError("a backward runs before what its forward dropped is recomputed and reloaded")
+    return slot.tensor

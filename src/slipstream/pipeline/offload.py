@@ -1,0 +1,104 @@
+"""Host memory for offloaded activations: pinned buffers and a stream of their own on CUDA, a file on the CPU."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Offloaded(Protocol):
+    """Blocks of bytes on the host."""
+
+    def load(self) -> list[Tensor]:
+        """Bring them back, into new memory of the device; returns at once. Use them after `wait`."""
+        ...
+
+    def wait(self) -> None:
+        """Let what the device does from now on wait until the loaded blocks are there."""
+        ...
+
+    def close(self) -> None:
+        """Free the host's memory, loaded or not."""
+        ...
+
+
+class Host(Protocol):
+    """Where blocks of bytes go."""
+
+    def store(self, blocks: list[Tensor]) -> Offloaded:
+        """Move them out; returns at once. Their memory is free as soon as the caller lets go of them."""
+        ...
+
+
+def host_of(device: torch.device) -> Host:
+    return PinnedMemory(device) if device.type == "cuda" else TemporaryFiles()
+
+
+class TemporaryFiles:
+    """The CPU's host memory is a file in the system's folder for them (TMPDIR), without a name.
+
+    The operating system deletes it when it is closed, by whatever end the process comes to.
+    """
+
+    def store(self, blocks: list[Tensor]) -> Offloaded:
+        return _File(blocks)
+
+
+class _File:
+    def __init__(self, blocks: list[Tensor]) -> None:
+        self._sizes = [block.numel() for block in blocks]
+        self._file = tempfile.TemporaryFile(prefix="slipstream-")  # noqa: SIM115
+        for block in blocks:
+            self._file.write(block.numpy().data)
+
+    def load(self) -> list[Tensor]:
+        blocks = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
+        self._file.seek(0)
+        for block in blocks:
+            self._file.readinto(block.numpy().data)
+        return blocks
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class PinnedMemory:
+    """Copies run beside the computing, on one stream: in the order of the schedule."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def store(self, blocks: list[Tensor]) -> Offloaded:
+        return _Pinned(blocks, self._stream)
+
+
+class _Pinned:
+    def __init__(self, blocks: list[Tensor], stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._device = stream.device
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # what is copied must have been computed
+        with torch.cuda.stream(stream):
+            self._pinned = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in blocks]
+            for block, pinned in zip(blocks, self._pinned, strict=True):
+                pinned.copy_(block, non_blocking=True)
+                block.record_stream(stream)  # not given to others before the copy is done
+
+    def load(self) -> list[Tensor]:
+        with torch.cuda.stream(self._stream):
+            blocks = [pinned.to(self._device, non_blocking=True) for pinned in self._pinned]
+        for block in blocks:
+            block.record_stream(torch.cuda.current_stream(self._device))
+        self._loaded = self._stream.record_event()
+        return blocks
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._loaded)
+
+    def close(self) -> None:
+        self._pinned.clear()

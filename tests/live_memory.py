@@ -1,0 +1,36 @@
+"""Bytes of tensors that are alive, whoever holds them: Python, an autograd graph or nobody any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):
+    """Watches what every operation within it returns; `besides` are tensors that don't count, nor do their views."""
+
+    def __init__(self, besides: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._besides = {tensor.untyped_storage().data_ptr() for tensor in besides}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._besides:
+                    reference = StorageWeakRef(storage)
+                    self._storages[reference.cdata] = reference, storage.nbytes()
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all storages made by an operation, or viewed by one, that are alive now."""
+        self._storages = {key: item for key, item in self._storages.items() if not item[0].expired()}
+        return sum(size for _, size in self._storages.values())

@@ -1,0 +1,76 @@
+"""For given microbatches and slices, losses and gradients are the same to the bit whatever runs where and when."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from architectures import VOCABULARY, gradients, labels_of, llama, tokens
+from slipstream import Pipeline
+from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
+
+CONFIGS = {
+    "llama, tied": llama(tie_word_embeddings=True, num_hidden_layers=4),
+    "gpt2, dropout": GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+    ),
+}
+SLICES, NUM_MICROBATCHES = [24, 8, 32], 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A matrix product sums in another order on another number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def step(config_name: str, schedule: str, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a step and its gradients."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[config_name]))
+    settings = {"slices": SLICES} | settings
+    pipe = Pipeline(model, schedule=schedule, num_microbatches=NUM_MICROBATCHES, self_check=False, **settings)
+    inputs = tokens(batch=6)
+    return pipe.step(inputs, labels_of(inputs)), gradients(pipe.named_parameters())
+
+
+@cache
+def alone(config_name: str, schedule: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """On one stage. Breadth-first goes back through the microbatches from the last, all others from the first."""
+    return step(config_name, schedule if schedule == "breadth-first" else "gpipe")
+
+
+def cases() -> Iterator[tuple[str, int, int]]:
+    for name in GENERATORS:
+        for stages_per_rank in (1, 2):
+            if stages_per_rank in STAGES_PER_RANK[name]:
+                yield from ((name, ranks, stages_per_rank) for ranks in (1, 2, 4) if ranks * stages_per_rank <= 4)
+
+
+@pytest.mark.parametrize("config_name", CONFIGS)
+@pytest.mark.parametrize(("schedule", "num_ranks", "stages_per_rank"), list(cases()))
+def test_nothing_depends_on_stages_and_schedule(
+    config_name: str, schedule: str, num_ranks: int, stages_per_rank: int
+) -> None:
+    loss, expected = alone(config_name, schedule)
+    found_loss, found = step(config_name, schedule, num_stages=num_ranks, stages_per_rank=stages_per_rank)
+    assert torch.equal(loss, found_loss)
+    assert found.keys() == expected.keys()
+    assert [name for name, gradient in expected.items() if not torch.equal(gradient, found[name])] == []
+
+
+@pytest.mark.parametrize("config_name", CONFIGS)
+def test_other_slices_give_other_bits(config_name: str) -> None:
+    """What the test above would miss if it compared something that is always equal."""
+    _, expected = alone(config_name, "gpipe")
+    _, found = step(config_name, "gpipe", slices=2)
+    assert any(not torch.equal(gradient, found[name]) for name, gradient in expected.items())

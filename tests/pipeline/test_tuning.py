@@ -1,0 +1,115 @@
+"""What "auto" learns from the first steps, and that learning changes no gradient."""
+
+from __future__ import annotations
+
+import copy
+from itertools import accumulate
+
+import pytest
+import torch
+
+from architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, labels_of, tokens, unsplit_step
+from slipstream import Op, Pipeline
+from slipstream.cost import TableCost
+from slipstream.pipeline.tuning import Trial, Tuner
+from slipstream.schedule.generators import one_f_one_b
+from slipstream.schedule.lowering import split_backwards
+from slipstream.simulator import simulate
+from slipstream.timeline import Timeline
+
+SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.1, Op.W: 0.95}  # of 1000 tokens; splitting costs a little
+HEAD = 1.4  # the last stage takes so much longer
+
+
+def run(trial: Trial) -> Timeline:
+    """A machine on which a slice costs a constant, its tokens, and the pairs of tokens that attend."""
+    last = trial.schedule.num_stages - 1
+    contexts = accumulate(trial.slices, initial=0)
+    times = {
+        (stage, i, op): seconds
+        * (HEAD if stage == last else 1)
+        * (0.02 + length / 1000 + (0 if op is Op.W else length * (context + length / 2) / 4e6))
+        for i, (length, context) in enumerate(zip(trial.slices, contexts, strict=False))
+        for stage in range(last + 1)
+        for op, seconds in SECONDS.items()
+    }
+    return simulate(trial.schedule, TableCost(times))
+
+
+def settle(tuner: Tuner, length: int) -> tuple[Trial, int]:
+    """Let the tuner learn to the end; how many steps that took."""
+    num_steps = 0
+    schedule = tuner.begin(length)
+    while tuner.is_listening:
+        num_steps += 1
+        schedule = tuner.learn(run(Trial(schedule, tuple(tuner.lengths(length)))))
+    return Trial(schedule, tuple(tuner.lengths(length))), num_steps
+
+
+def test_the_order_is_no_slower_than_hand_written_ones() -> None:
+    trial, num_steps = settle(Tuner("auto", 4, 4, 1, 4), 4096)
+    assert num_steps == 7
+    assert trial.slices == (1024,) * 4
+    for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
+        other = split_backwards(Tuner(name, 4, 4, 1, 4).schedule)
+        assert run(trial).makespan <= run(Trial(other, trial.slices)).makespan + 1e-9
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+def test_slices_are_shorter_first_and_beat_equal_ones(schedule: str) -> None:
+    trial, _ = settle(Tuner(schedule, 2, 1, 1, "auto"), 2048)
+    assert sum(trial.slices) == 2048
+    assert all(length % 64 == 0 for length in trial.slices)
+    best = run(trial).makespan
+    for count in (1, 2, 4, 8, 16):
+        equal = Trial(Tuner("1f1b", 2, 1, 1, count).schedule, (2048 // count,) * count)
+        assert best < run(equal).makespan
+
+
+def test_a_schedule_brings_its_own_number_of_slices() -> None:
+    tuner = Tuner(one_f_one_b(2, 1, 3), 2, 1, 1, 8)
+    assert tuner.lengths(64) == [22, 21, 21]
+
+
+def test_without_auto_there_is_nothing_to_learn() -> None:
+    tuner = Tuner("1f1b", 2, 1, 1, [3, 5])
+    assert tuner.begin(8) is tuner.schedule
+    assert not tuner.is_listening
+    assert tuner.lengths(8) == [3, 5]
+
+
+@pytest.mark.parametrize(("ranks", "stages_per_rank"), [(1, 1), (2, 1), (2, 2)])
+def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(ranks: int, stages_per_rank: int) -> None:
+    model = build(ARCHITECTURES["llama, tied"])
+    pipe = Pipeline(
+        copy.deepcopy(model),
+        schedule="auto",
+        slices="auto",
+        num_microbatches=2,
+        num_stages=ranks,
+        stages_per_rank=stages_per_rank,
+        self_check=False,
+    )
+    num_steps = 0
+    seen = set()
+    while pipe.is_tuning:
+        model.zero_grad()
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        inputs = tokens(seed=num_steps)
+        loss = pipe.step(inputs, labels_of(inputs))
+        assert abs(loss - unsplit_step(model, inputs, labels_of(inputs))) < BOUND
+        assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+        seen.add(pipe.layout.training.num_slices)
+        num_steps += 1
+    assert len(seen) > 2
+    assert pipe.layout.training.name == "auto"
+    shorter = tokens(length=40)  # the slices were found for another length
+    with torch.no_grad():
+        expected = unsplit_loss(model, shorter)
+    assert abs(pipe.evaluate(shorter, shorter) - expected) < BOUND
+
+
+def unsplit_loss(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=inputs, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs[:, 1:].flatten())
