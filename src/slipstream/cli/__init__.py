@@ -7,6 +7,7 @@ import sys
 import typer
 
 from slipstream.cli.check import check
+from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
 from slipstream.cli.train import train
 from slipstream.errors import SlipstreamError
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(timeline)
 app.command()(check)
+app.command()(profile)
 
 
 def main() -> None:

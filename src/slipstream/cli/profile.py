@@ -1,0 +1,110 @@
+"""`slipstream profile`: what a model's layers, its ends and the link between ranks cost on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.errors import SlipstreamError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slipstream.planner.profile import Profile
+
+
+def profile(
+    model: Annotated[str, typer.Argument(help="A model's folder, hub name, or a training configuration (.yaml).")],
+    output: Annotated[Path, typer.Option(help="The file that is written.")] = Path("profile.json"),
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence. Default: of the training configuration.", min=1)
+    ] = None,
+    microbatch_size: Annotated[int, typer.Option(help="Sequences of a microbatch.", min=1)] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, float64, or bf16 as in training.precision.")
+    ] = "float32",
+    longest_slice: Annotated[
+        int | None, typer.Option(help="Tokens of the longest slice. Default: the sequence, at most 8192.", min=1)
+    ] = None,
+    granularity: Annotated[
+        int | None, typer.Option(help="Slice lengths will be multiples of it. Default: longest slice / 32.", min=1)
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Processes that measure side by side, as a pipeline's ranks.", min=1)] = 2,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Measurements of every point, at most.", min=2)] = 15,
+    budget: Annotated[float, typer.Option(help="Seconds of measuring, at most.")] = 120.0,
+) -> None:
+    """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
+    from rich.console import Console
+
+    from slipstream.training.config import ModelSection, load_config
+    from slipstream.training.preflight import load_model_config
+    from slipstream.training.profiling import measure_profile
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise SlipstreamError(f"--device={device!r} isn't known; choose auto, cpu or cuda")
+    if not output.parent.is_dir():
+        raise SlipstreamError(f"--output={output}: there is no folder {output.parent}; make it first")
+    section = ModelSection(path=model)
+    if model.endswith((".yaml", ".yml")):
+        config = load_config(Path(model))
+        section, seq_len = config.model, seq_len or config.training.seq_len
+    if seq_len is None:
+        raise SlipstreamError("how long are the sequences? give --seq-len=4096, for example")
+    settings = {
+        "seq_len": seq_len,
+        "microbatch_size": microbatch_size,
+        "dtype": dtype,
+        "longest_slice": longest_slice,
+        "granularity": granularity,
+        "repeats": repeats,
+        "budget": budget,
+    }
+    found = measure_profile(load_model_config(section), settings, ranks, device)
+    found.save(output)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_table(found))
+    for line in _remarks(found):
+        console.print(line, markup=False)
+    console.print(f"wrote {output}", markup=False)
+
+
+def _table(profile: Profile) -> Table:
+    """Milliseconds of every part and op at a few slice lengths and contexts."""
+    from rich.table import Table
+
+    from slipstream.planner.profile import OPS
+
+    longest = profile.stages[0].activation_bytes[-1][0]
+    lengths = sorted({max(1, longest // 16), max(1, longest // 4)})
+    points = [(length, context) for length in lengths for context in (0, profile.seq_len // 2)]
+    table = Table("milliseconds of", "op", *(f"{length} tokens after {context}" for length, context in points))
+    for name in profile.part_names:
+        for op in OPS:
+            time = profile.part_time(name, op)
+            cells = ["in another part"] if time is None else [f"{time(*point) * 1e3:.3f}" for point in points]
+            table.add_row(name if op is OPS[0] else "", op, *cells)
+    return table
+
+
+def _remarks(profile: Profile) -> list[str]:
+    from slipstream.profiler.run import TOLERANCE
+
+    lines = [f"error at points not used in the fit: {profile.error:.2%} on average"]
+    if profile.error > TOLERANCE:
+        off = profile.points_off(TOLERANCE)
+        worst = sorted(off, key=lambda point: -off[point])[:8]
+        named = ", ".join(f"{length} after {context} ({off[length, context]:.1%})" for length, context in worst)
+        lines.append(
+            f"that is above {TOLERANCE:.0%}: {len(off)} points are off by more, first {named}. "
+            "Close other programs and measure again, with more time (--budget)."
+        )
+    if profile.link is not None:
+        link = profile.link
+        lines.append(
+            f"link ({link.backend}): latency {link.latency * 1e6:.0f} us, bandwidth {link.bandwidth / 1e9:.2f} GB/s"
+        )
+    lines.append(f"optimizer: {profile.optimizer_seconds * 1e9:.3f} ns per parameter")
+    return lines

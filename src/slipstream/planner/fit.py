@@ -1,0 +1,133 @@
+"""TeraPipe's model of a slice's time, t(i, j) for i tokens after a context of j: fitted, evaluated, judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+
+Point = tuple[int, int]  # slice length i, context j, in tokens
+
+
+@dataclass(frozen=True)
+class Window:
+    """How far back a query attends. Full attention sees everything; `width` is None there.
+
+    Query q sees q + 1 keys under full attention, min(q + 1, width) under a sliding window, and q mod width + 1 where
+    attention stays within blocks.
+    """
+
+    kind: Literal["full", "sliding", "blockwise"] = "full"
+    width: int | None = None
+
+    def first(self, query: int) -> int:
+        """The first key that a query sees."""
+        if self.kind == "full" or self.width is None:
+            return 0
+        return max(0, query - self.width + 1) if self.kind == "sliding" else query - query % self.width
+
+    def context_keys(self, context: Any) -> Any:
+        """How many of `context` tokens the first query after them reads; ints or integer arrays."""
+        if self.width is None:
+            return context
+        return np.minimum(context, self.width - 1) if self.kind == "sliding" else context % self.width
+
+    def context_scores(self, length: Any, context: Any) -> Any:
+        """How many more scores a slice has than one of its length at the start: i j under full attention."""
+        return self._scores(context + length) - self._scores(context) - self._scores(length)
+
+    def _scores(self, num_queries: Any) -> Any:
+        """The scores of the first `num_queries` queries: the true area under the mask."""
+        if self.width is None:
+            return num_queries * (num_queries + 1) / 2
+        width = self.width
+        if self.kind == "sliding":
+            rising = np.minimum(num_queries, width)
+            return rising * (rising + 1) / 2 + (num_queries - rising) * width
+        blocks, rest = num_queries // width, num_queries % width
+        return blocks * (width * (width + 1) / 2) + rest * (rest + 1) / 2
+
+
+def find_window(first_keys: Mapping[int, int]) -> Window:
+    """The window under which the query at each position sees the given first key.
+
+    Raises SlipstreamError where it is neither full, sliding nor blockwise.
+    """
+    found = {position - first + 1 for position, first in first_keys.items() if first > 0}
+    if not found:
+        return Window()
+    block = math.gcd(*first_keys.values())
+    for window in (Window("sliding", max(found)), Window("blockwise", block)):
+        if all(window.first(position) == first for position, first in first_keys.items()):
+            return window
+    raise SlipstreamError(
+        f"attention sees from position to first key {dict(first_keys)}, which is neither everything before, a sliding "
+        "window nor blocks; its time over the context can't be predicted."
+    )
+
+
+@dataclass(frozen=True)
+class TimeFit:
+    """t(i, j) = t(i, 0) + [j > 0] (a0 + a1 i + a2 j + a3 i j), seconds (TeraPipe section 3.3, equation 9).
+
+    t(i, 0) is the table `base` over `lengths`; between two of them it is the straight line. Where attention has a
+    window, j and i j are what of them it really reads and computes; with several windows each has its own a2 and a3.
+    """
+
+    lengths: tuple[int, ...]
+    base: tuple[float, ...]
+    windows: tuple[Window, ...]
+    coefficients: tuple[float, ...]  # a0, a1, then a2, a3 of every window
+
+    def __call__(self, length: Any, context: Any) -> Any:
+        """Seconds; ints give a float, integer arrays are broadcast. SlipstreamError beyond the measured lengths."""
+        i, j = np.asarray(length), np.asarray(context)
+        if i.size and not (self.lengths[0] <= i.min() and i.max() <= self.lengths[-1]):
+            raise SlipstreamError(
+                f"slices of {i.min()} to {i.max()} tokens are asked for, but {self.lengths[0]} to {self.lengths[-1]} "
+                "were measured. Measure again with a longer longest slice."
+            )
+        seconds = np.interp(i, self.lengths, self.base)
+        extra = sum(a * x for a, x in zip(self.coefficients, _features(i, j, self.windows), strict=True))
+        seconds = seconds + np.where(j > 0, extra, 0.0)
+        return float(seconds) if seconds.ndim == 0 else seconds
+
+
+def fit_times(seconds: Mapping[Point, float], windows: Sequence[Window] = (Window(),)) -> TimeFit:
+    """The least-squares fit of the relative error to measured points; those without context are the table.
+
+    Raises SlipstreamError without any point of context 0.
+    """
+    table = sorted((i, t) for (i, j), t in seconds.items() if j == 0)
+    if not table:
+        raise SlipstreamError("no slice was measured without context: add points (length, 0).")
+    lengths, base = zip(*table, strict=True)
+    unfitted = TimeFit(lengths, base, tuple(windows), (0.0,) * (2 + 2 * len(windows)))
+    points = [point for point in seconds if point[1] > 0]
+    if not points:
+        return unfitted
+    i, j = np.array(points).T
+    t = np.array([seconds[point] for point in points])
+    columns = np.stack([x / t for x in np.broadcast_arrays(*_features(i, j, windows))], axis=1)
+    scale = np.linalg.norm(columns, axis=0)
+    scale[scale == 0] = 1
+    wanted = (t - unfitted(i, 0 * j)) / t
+    solution = np.linalg.lstsq(columns / scale, wanted, rcond=1e-10)[0] / scale
+    return TimeFit(lengths, base, tuple(windows), tuple(map(float, solution)))
+
+
+def relative_errors(fit: TimeFit, seconds: Mapping[Point, float]) -> dict[Point, float]:
+    """|t(i, j) - measured| / measured at every point."""
+    return {point: abs(fit(*point) - measured) / measured for point, measured in seconds.items()}
+
+
+def _features(i: np.ndarray[Any, Any], j: np.ndarray[Any, Any], windows: Sequence[Window]) -> list[Any]:
+    columns: list[Any] = [1.0 + 0 * i, i]
+    for window in windows:
+        columns += [window.context_keys(j), window.context_scores(i, j)]
+    return columns

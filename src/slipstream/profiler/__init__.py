@@ -1,0 +1,8 @@
+"""Measures what the parts of a model cost on the present hardware, by running real stages on real slices."""
+
+from __future__ import annotations
+
+from slipstream.profiler.identity import identify_hardware, identify_model
+from slipstream.profiler.run import ProfileSettings, profile_model
+
+__all__ = ["ProfileSettings", "identify_hardware", "identify_model", "profile_model"]

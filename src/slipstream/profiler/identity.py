@@ -1,0 +1,54 @@
+"""Which hardware, which software and which model a profile is of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+import slipstream
+from slipstream.planner.measurements import Hardware, ModelIdentity
+
+# What a configuration says about where it came from and how it is loaded, which changes no cost.
+_IRRELEVANT = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
+_IRRELEVANT |= {"bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict"}
+
+
+def identify_hardware(device: torch.device, num_processes: int = 1) -> Hardware:
+    """The present hardware, on which `num_processes` compute side by side."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Hardware(name, _cpu(), os.cpu_count() or 1, torch.get_num_threads(), num_processes)
+
+
+def identify_model(config: PretrainedConfig) -> ModelIdentity:
+    """Shapes and hash of a transformers configuration; token ids and other names of things don't count."""
+    text = config.get_text_config()
+    settings = {key: value for key, value in config.to_dict().items() if key not in _IRRELEVANT}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    return ModelIdentity(
+        config.model_type, text.num_hidden_layers, text.hidden_size, text.vocab_size, config_hash=digest[:16]
+    )
+
+
+def versions() -> dict[str, str]:
+    """What computed."""
+    found = {
+        "slipstream": slipstream.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": str(transformers.__version__),
+    }
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,76 @@
+"""What a message between two ranks costs, sent as the executor sends it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.transport import DistributedTransport
+from slipstream.planner.measurements import Link
+from slipstream.schedule.action import Action, Op
+from slipstream.schedule.lowering import Channel
+
+SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
+_WARM_UPS = 3
+_REPEATS = 15
+_TIMEOUT = timedelta(minutes=1)
+
+
+def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link | None:
+    """Latency and bandwidth between the first two ranks of the default group, on every rank; None if it is alone.
+
+    Collective. Both ends wait for the message: what a rank adds that is busy when it arrives isn't the link's.
+    """
+    ranks = Ranks()
+    if ranks.size < 2:
+        return None
+    there, back = Channel("activations", 0, 1), Channel("activations", 1, 0)
+    transport = DistributedTransport({there: 8, back: 8}, device, ranks.global_ranks, _TIMEOUT)
+    seconds = [_ping(transport, there, back, size, device) if ranks.rank < 2 else 0.0 for size in sizes]
+    points = ranks.gather(tuple(zip(sizes, seconds, strict=True)))[0]
+    return fit_link(points, dist.get_backend())
+
+
+def fit_link(points: Sequence[tuple[int, float]], backend: str) -> Link:
+    """latency + bytes / bandwidth with the least squared relative error; neither is below what was seen possible."""
+    sizes, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    rows = np.stack([1 / seconds, sizes / seconds], axis=1)
+    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
+    latency = min(max(latency, 0.0), seconds.min())
+    per_byte = max(per_byte, 1e-3 * float((seconds / sizes).min()))
+    return Link(float(latency), float(1 / per_byte), backend, tuple((int(n), float(t)) for n, t in points))
+
+
+def _ping(
+    transport: DistributedTransport, there: Channel, back: Channel, num_bytes: int, device: torch.device
+) -> float:
+    """Seconds of one message: half of there and back, the median."""
+    payload = torch.zeros(num_bytes // 4, device=device)
+    is_first = dist.get_rank() == 0
+    mine, theirs = ((there, _OUT), (back, _HOME)) if is_first else ((back, _HOME), (there, _OUT))
+    seconds = []
+    for _ in range(_WARM_UPS + _REPEATS):
+        transport.post_receive(*theirs, payload.shape, payload.dtype)
+        began = time.perf_counter()
+        if is_first:
+            transport.send(*mine, payload)
+            transport.receive(theirs[1])
+        else:
+            transport.receive(theirs[1])
+            transport.send(*mine, payload)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append((time.perf_counter() - began) / 2)
+        transport.release(theirs[1])
+        transport.finish()
+    return statistics.median(seconds[_WARM_UPS:])
+
+
+_OUT, _HOME = Action(Op.SEND_F, 0), Action(Op.SEND_F, 1)

@@ -1,0 +1,163 @@
+"""One stage on one slice with a context before it: the seconds of F, B, I and W, and the bytes F leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.store import ContextStore, _Slice
+from slipstream.model.context import TokenSlice
+from slipstream.model.saved_tensors import SavedTensors
+from slipstream.model.stage import Stage
+from slipstream.model.weight_gradients import deferring
+from slipstream.planner.fit import Window, find_window
+from slipstream.schedule.action import Op
+
+LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+_PIECE = 1024  # tokens at once while the context is filled, so that the head's logits stay small
+
+
+class PrefilledStore(ContextStore):
+    """A store with the keys and values of a whole sequence, where any slice can be run again after any context.
+
+    It is a token longer than the sequence, which no slice computes: so it is never complete, and nothing is freed.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length + 1)
+
+    def rewind(self, context: int) -> None:
+        """Forget the slices that ran, but for one that covers the first `context` tokens."""
+        for each in self._contexts.values():
+            each.slices = {0: _Slice(end=context, first=0)} if context else {}
+
+
+class StageBench:
+    """Runs a stage's ops on slices of random tokens, as the executor runs them."""
+
+    def __init__(
+        self, stage: Stage, batch: int, seq_len: int, vocab_size: int, loss: LossFunction, device: torch.device
+    ) -> None:
+        self.stage, self.seq_len = stage, seq_len
+        self._loss, self._device = loss, device
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, vocab_size, (batch, seq_len), generator=generator)
+        self._ids = ids.to(self._device)
+        self._positions = torch.arange(seq_len, device=self._device).expand(batch, -1)
+        shape = (batch, seq_len, stage.hidden_size)
+        hidden = torch.randn(shape, generator=generator, dtype=torch.float32).to(stage.hidden_dtype)
+        self._hidden = hidden.to(self._device)
+        self._store = PrefilledStore(seq_len)
+        self._fill()
+
+    def run(self, length: int, context: int) -> dict[Op, float]:
+        """Seconds of F and B of the slice, then of F, I and W; F's is the mean of both."""
+        first, output, gradient = self._forward(length, context)
+        backward = self._timed(partial(torch.autograd.backward, output, gradient))
+        second, output, gradient = self._forward(length, context)
+        with deferring() as work:
+            inputs = self._timed(partial(torch.autograd.backward, output, gradient))
+        weights = self._timed(lambda: [add() for add in work])
+        return {Op.F: (first + second) / 2, Op.B: backward, Op.I: inputs, Op.W: weights}
+
+    def activation_bytes(self, length: int) -> int:
+        """What is alive after F for the sake of the backward, its input and output included: each storage once.
+
+        Parameters, buffers, the batch, the context store's keys and values, and what another slice of the same stage
+        saves too (weights that autocast has cast) don't count.
+        """
+        others = [*self.stage.model.parameters(), *self.stage.model.buffers(), self._ids, self._positions]
+        shared = {t.untyped_storage().data_ptr() for t in others}
+        twin, _, _ = self._saving(length, shared)
+        common = twin.take_out()  # alive until the second slice is counted
+        saved, hidden, output = self._saving(length, shared | {block.data_ptr() for block in common})
+        ends = [saved.hold(each) for each in (hidden, output) if each is not None]
+        found = saved.num_bytes
+        del ends
+        torch.autograd.backward(output, self._gradient(output))
+        return found
+
+    def context_bytes(self) -> tuple[int, int]:
+        """Bytes per token of the keys and values, and of their gradients."""
+        self._store.free()
+        self._fill()
+        before = self._store.num_bytes
+        self.run(1, self.seq_len - 1)
+        return before // self._store.length, (self._store.num_bytes - before) // self._store.length
+
+    def windows(self) -> tuple[Window, ...]:
+        """The distinct windows of the stage's attention calls."""
+        last = self.seq_len - 1
+        probes = {position: self._first_keys(position) for position in (last, max(0, last - 1), last // 2, last // 3)}
+        probes |= {first - 1: self._first_keys(first - 1) for first in probes[last] if first > 0}
+        calls = range(len(probes[last]))
+        return tuple(dict.fromkeys(find_window({at: firsts[k] for at, firsts in probes.items()}) for k in calls))
+
+    @torch.no_grad()
+    def _first_keys(self, position: int) -> list[int]:
+        """What the query at a position sees first, in every attention call."""
+        self._store.rewind(position)
+        self._compute(1, position, self._input(1))
+        return [self._store.reads(call)[-1][0] for call in self._store.calls]
+
+    def _forward(self, length: int, context: int) -> tuple[float, Tensor, Tensor | None]:
+        """Seconds of F; its output and the gradient to come."""
+        self._store.rewind(context)
+        hidden = self._input(length)
+        outputs: list[Tensor] = []
+
+        seconds = self._timed(lambda: outputs.append(self._compute(length, context, hidden)))
+        return seconds, outputs[0], self._gradient(outputs[0])
+
+    def _saving(self, length: int, shared: set[int]) -> tuple[SavedTensors, Tensor | None, Tensor]:
+        """A first slice's saved tensors, input and output."""
+        saved = SavedTensors(shared)
+        self._store.rewind(0)
+        hidden = self._input(length)
+        with saved.saving(lambda _: True):
+            output = self._compute(length, 0, hidden)
+        return saved, hidden, output
+
+    def _compute(self, length: int, context: int, hidden: Tensor | None) -> Tensor:
+        own = slice(context, context + length)
+        ids, positions = self._ids[:, own], self._positions[:, own]
+        piece = TokenSlice(ids, positions, None, context, self.seq_len, max_position=self.seq_len - 1)
+        output = self.stage.forward(piece, hidden, self._store)
+        if not self.stage.is_last:
+            return output
+        total, _ = self._loss(output, ids)  # any labels will do
+        return total / ids.numel()
+
+    def _input(self, length: int) -> Tensor | None:
+        if self.stage.is_first:
+            return None
+        return self._hidden[:, :length].clone(memory_format=torch.contiguous_format).requires_grad_()
+
+    def _gradient(self, output: Tensor) -> Tensor | None:
+        return None if output.dim() == 0 else self._hidden[:, : output.shape[1]].contiguous().to(output.dtype)
+
+    def _fill(self) -> None:
+        """Keys and values of the whole sequence."""
+        with torch.no_grad():
+            for start in range(0, self.seq_len, _PIECE):
+                length = min(_PIECE, self.seq_len - start)
+                hidden = None if self.stage.is_first else self._hidden[:, start : start + length].contiguous()
+                self._compute(length, start, hidden)
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        """Seconds; on a GPU between two events, once it is idle."""
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
+        began_event, ended_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self._device)
+        began_event.record()
+        work()
+        ended_event.record()
+        torch.cuda.synchronize(self._device)
+        return float(began_event.elapsed_time(ended_event)) / 1e3

@@ -1,0 +1,75 @@
+"""`slipstream profile` as users run it: real processes, a real link, a file that plans can be made from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from architectures import llama
+from slipstream.cli.profile import profile as command
+from slipstream.errors import SlipstreamError
+from slipstream.planner.profile import load_profile
+
+QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4")
+
+
+def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slipstream", "profile", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_model_folder(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "profile.json"
+    result = slipstream(model, *QUICK, "--output", output)
+    assert result.returncode == 0, result.stderr
+    for part in ("stage", "layer", "embedding", "head", "error at points", "link (gloo): latency"):
+        assert part in " ".join(result.stdout.split()), result.stdout
+    assert result.stdout.splitlines()[-1] == f"wrote {output}"
+    profile = load_profile(output)
+    assert (profile.seq_len, profile.dtype, profile.hardware.processes) == (16, "float32", 2)
+    assert profile.link is not None
+    assert profile.link.bandwidth > 0
+    cost = profile.cost([1, 3], [8, 8])
+    assert cost.bandwidth == profile.link.bandwidth
+
+
+def test_a_training_configuration(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    settings = {
+        "model": {"config": llama().to_diff_dict()},
+        "data": {"corpus": "python-stdlib"},
+        "training": {"output": str(tmp_path / "run"), "steps": 1, "seq_len": 16},
+    }
+    config.write_text(yaml.safe_dump(settings))
+    output = tmp_path / "profile.json"
+    command(str(config), output, repeats=2, ranks=1, granularity=8)
+    profile = load_profile(output)
+    assert (profile.seq_len, profile.hardware.processes, profile.link) == (16, 1, None)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "how long are the sequences\\? give --seq-len=4096"),
+        ({"seq_len": 64, "dtype": "float8"}, "dtype='float8' isn't known; choose one of float32,"),
+        ({"seq_len": 64, "device": "tpu"}, "--device='tpu' isn't known; choose auto, cpu or cuda"),
+        ({"seq_len": 64, "device": "cuda", "ranks": 99}, "needs as many CUDA devices, but there are"),
+        ({"seq_len": 64, "output": Path("/no/p.json")}, "there is no folder /no; make it first"),
+        ({"seq_len": 64, "model": "/no"}, "no model at '/no'"),
+    ],
+)
+def test_bad_input_starts_nothing(model: Path, tmp_path: Path, settings: dict[str, object], reason: str) -> None:
+    with pytest.raises(SlipstreamError, match=reason):
+        command(**{"model": str(model), "output": tmp_path / "profile.json"} | settings)
+    assert not (tmp_path / "profile.json").exists()

@@ -1,0 +1,231 @@
+"""Profiles as data: every stage a sum of the few that were measured, files that come back equal, and refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.composition import choose_stages, combine, stage_row
+from slipstream.planner.fit import fit_times
+from slipstream.planner.measurements import Hardware, Link, MeasuredStage, Measurement, ModelIdentity
+from slipstream.planner.profile import OPS, Profile, load_profile
+from slipstream.schedule.action import Op
+from slipstream.schedule.generators import gpipe
+from slipstream.simulator import simulate
+
+HARDWARE = Hardware("cpu", "a processor", cores=2, threads=1, processes=2)
+MODEL = ModelIdentity("llama", num_layers=6, hidden_size=32, vocab_size=61, config_hash="abc")
+KINDS = (0, 1, 0, 1, 0, 1)
+LENGTHS = (1, 16, 64)
+SECONDS = {  # of F per token, of parts that add up
+    "stage": 1e-6,
+    "a": 5e-6,
+    "b": 9e-6,
+    "embedding": 2e-6,
+    "head": 2e-5,
+}
+FACTORS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.25, Op.W: 0.75}
+BYTES = {"stage": 10, "a": 100, "b": 150, "embedding": 30, "head": 1000}
+
+
+def parts(layers: range, kinds: tuple[int, ...] = KINDS) -> list[str]:
+    """Of which a stage consists."""
+    ends = ["embedding"] * (layers.start == 0) + ["head"] * (layers.stop == len(kinds))
+    return ["stage", *("ab"[kinds[layer]] for layer in layers), *ends]
+
+
+def seconds(layers: range, op: Op, length: int, context: int) -> float:
+    """By hand: every part's time per token, layers' growing with the context."""
+    factor = FACTORS[op]
+    grown = 1 + context / 100
+    return sum(factor * SECONDS[part] * length * (grown if part in "ab" else 1) for part in parts(layers))
+
+
+def measured(layers: range) -> MeasuredStage:
+    points = [(i, j) for i in LENGTHS for j in (0, 16, 48) if i + j <= 64]
+    values = {op: {(i, j): seconds(layers, op, i, j) for i, j in points} for op in OPS}
+    size = sum(BYTES[part] for part in parts(layers))
+    return MeasuredStage(
+        first=layers.start,
+        last=layers.stop - 1,
+        fits={op: fit_times(values[op]) for op in OPS},
+        points={
+            op: tuple(
+                Measurement(*point, value, 0.01, held_out=point == (16, 16)) for point, value in values[op].items()
+            )
+            for op in OPS
+        },
+        activation_bytes=tuple((length, size * length) for length in LENGTHS),
+        context_bytes=8 * len(layers),
+        context_gradient_bytes=16 * len(layers),
+        num_parameters=sum(BYTES[part] for part in parts(layers) if part != "stage"),
+    )
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return Profile(
+        hardware=HARDWARE,
+        model=MODEL,
+        versions={"torch": "2"},
+        dtype="float32",
+        dtype_bytes=4,
+        microbatch_size=3,
+        seq_len=64,
+        kinds=KINDS,
+        kind_names=("a", "b"),
+        stages=tuple(map(measured, choose_stages(KINDS))),
+        optimizer_seconds=1e-9,
+        link=Link(1e-4, 1e9, "gloo", ((1024, 1e-4),)),
+    )
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        kinds
+        for n in range(1, 7)
+        for kinds in itertools.product((0, 1), repeat=n)
+        if kinds[0] == 0 and list(dict.fromkeys(kinds)) == list(range(max(kinds) + 1))
+    ],
+    ids=str,
+)
+def test_the_chosen_stages_make_up_every_stage(kinds: tuple[int, ...]) -> None:
+    """However the kinds alternate and however few layers there are."""
+    chosen = choose_stages(kinds)
+    assert max(map(len, chosen)) <= 2
+    for start, stop in itertools.combinations(range(len(kinds) + 1), 2):
+        assert combine(kinds, chosen, stage_row(kinds, range(start, stop))) is not None
+
+
+def test_one_kind_needs_four_stages() -> None:
+    assert choose_stages((0,) * 8) == (range(1, 2), range(1, 3), range(0, 1), range(7, 8))
+
+
+@pytest.mark.parametrize("partition", [[6], [3, 3], [1, 4, 1], [1, 1, 1, 1, 1, 1]], ids=str)
+def test_costs_are_sums_of_parts(profile: Profile, partition: list[int]) -> None:
+    slices = [32, 16, 8, 8]
+    cost = profile.cost(partition, slices)
+    for index, layers in enumerate(profile.stages_of(partition)):
+        for number, (length, context) in enumerate(zip(slices, (0, 32, 48, 56), strict=True)):
+            for op in OPS:
+                by_hand = seconds(layers, op, length, context)
+                assert cost.times[index, number, op] == pytest.approx(by_hand, rel=1e-9)
+            assert cost.times[index, number, Op.R] == cost.times[index, number, Op.F]
+            by_hand = length * sum(BYTES[part] for part in parts(layers))
+            assert cost.activations[index, number] == pytest.approx(by_hand)
+            assert cost.kept[index, number] == (3 * length * 32 * 4 if index else 0)
+    assert cost.message_bytes == [3 * length * 32 * 4 for length in slices]
+    assert (cost.latency, cost.bandwidth) == (1e-4, 1e9)
+
+
+def test_the_simulator_takes_them(profile: Profile) -> None:
+    timeline = simulate(gpipe(1, 1, 2), profile.cost([6], [32, 32]))
+    both = (Op.F, Op.B)
+    expected = sum(seconds(range(6), op, 32, context) for op in both for context in (0, 32))
+    assert timeline.makespan == pytest.approx(expected)
+
+
+def test_parts_are_told_apart(profile: Profile) -> None:
+    for name in ("stage", "a", "b", "embedding", "head"):
+        time = profile.part_time(name, Op.B)
+        assert time is not None
+        assert time(16, 0) == pytest.approx(2 * SECONDS[name] * 16)
+    with pytest.raises(SlipstreamError, match="did you mean 'head'"):
+        profile.part_time("heads", Op.F)
+
+
+def test_memory_of_a_stage(profile: Profile) -> None:
+    assert profile.context_bytes(range(1, 5), 10) == pytest.approx(8 * 4 * 10)
+    assert profile.context_gradient_bytes(range(1, 5), 10) == pytest.approx(16 * 4 * 10)
+    assert profile.num_parameters(range(3, 6)) == 150 + 100 + 150 + 1000
+    assert profile.optimizer_time(range(3, 6)) == pytest.approx(1.4e-6)
+
+
+def test_a_small_model_has_parts_that_cannot_be_told_apart(profile: Profile) -> None:
+    """The only layer comes with both ends, always; its stage is known all the same."""
+    alone = replace(profile, kinds=(0,), kind_names=("a",), stages=(measured(range(6)),))
+    alone = replace(alone, stages=(replace(alone.stages[0], first=0, last=0),))
+    assert alone.part_time("head", Op.F) is None
+    assert alone.time(range(1), Op.F)(16, 0) == pytest.approx(seconds(range(6), Op.F, 16, 0))
+
+
+def test_a_file_comes_back_equal(profile: Profile, tmp_path: Path) -> None:
+    profile.save(tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == profile
+    without_link = replace(profile, link=None)
+    without_link.save(tmp_path / "profile.json")
+    again = load_profile(tmp_path / "profile.json")
+    assert again == without_link
+    assert again.cost([3, 3], [64]).bandwidth is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("nonsense", "isn't a profile"),
+        ("[]", "format=None"),
+        ('{"format": 99}', "format=99, this version reads 1"),
+        ('{"format": 1}', "hardware: field required"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(SlipstreamError, match=reason):
+        load_profile(path)
+
+
+def test_a_missing_file_and_a_wrong_value(profile: Profile, tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="can't read the profile"):
+        load_profile(tmp_path / "none.json")
+    profile.save(tmp_path / "profile.json")
+    values = json.loads((tmp_path / "profile.json").read_text())
+    values["seq_len"] = "long"
+    (tmp_path / "profile.json").write_text(json.dumps(values))
+    with pytest.raises(SlipstreamError, match=r"isn't a profile: seq_len: .*integer"):
+        load_profile(tmp_path / "profile.json")
+
+
+def test_what_differs_is_named(profile: Profile) -> None:
+    profile.check(HARDWARE, MODEL, "float32")
+    profile.check()
+    with pytest.raises(
+        SlipstreamError, match=r"hardware.cpu is 'a processor' there, 'another' here; hardware.threads is 1"
+    ):
+        profile.check(replace(HARDWARE, cpu="another", threads=4))
+    with pytest.raises(SlipstreamError, match=r"model.hidden_size is 32 there, 64 here"):
+        profile.check(model=replace(MODEL, hidden_size=64))
+    with pytest.raises(SlipstreamError, match="dtype is float32 there, bfloat16 here"):
+        profile.check(dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("partition", "slices", "reason"),
+    [
+        ([3, 2], [64], "has 5 layers.*6 in all"),
+        ([6, 0], [64], "at least one"),
+        ([3, 3], [64, 1], "profile's 64 together. Profile with --seq-len=65"),
+        ([3, 3], [32, 0], "must be positive"),
+    ],
+)
+def test_pipelines_that_were_not_measured(
+    profile: Profile, partition: list[int], slices: list[int], reason: str
+) -> None:
+    with pytest.raises(SlipstreamError, match=reason):
+        profile.cost(partition, slices)
+
+
+def test_the_error_is_of_the_points_held_out(profile: Profile) -> None:
+    assert profile.error == pytest.approx(0, abs=1e-9)
+    stage = profile.stages[0]
+    points = stage.points[Op.F]
+    spoiled = tuple(replace(p, seconds=2 * p.seconds) if p.held_out else p for p in points)
+    bad = replace(profile, stages=(replace(stage, points=stage.points | {Op.F: spoiled}), *profile.stages[1:]))
+    assert bad.error == pytest.approx(0.5 / (len(profile.stages) * len(OPS)))
+    assert bad.points_off(0.02) == pytest.approx({(16, 16): 0.5})

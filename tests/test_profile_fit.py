@@ -1,0 +1,117 @@
+"""TeraPipe's time model against synthetic times that have exactly its form, and windows against counted scores."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.fit import Point, TimeFit, Window, find_window, fit_times, relative_errors
+
+LENGTHS = (1, 16, 64, 128, 256)
+CONTEXTS = (0, 32, 128, 300, 512)
+POINTS = [(i, j) for i in LENGTHS for j in CONTEXTS]
+WINDOWS = [Window(), Window("sliding", 7), Window("blockwise", 16), Window("sliding", 100), Window("blockwise", 10)]
+
+
+def base(length: int) -> float:
+    """Flat for short slices as on a GPU, then a line: what no polynomial in i would fit."""
+    return 1e-3 * max(1.0, length / 64)
+
+
+def linear(i: int, j: int) -> float:
+    """An exact instance of t(i, j)."""
+    return base(i) + (2e-4 + 3e-7 * i + 5e-8 * j + 7e-9 * i * j if j else 0.0)
+
+
+def count_scores(window: Window, length: int, context: int) -> int:
+    """By walking over the queries."""
+    return sum(q - window.first(q) + 1 for q in range(context, context + length))
+
+
+def test_the_fit_recovers_the_model_exactly() -> None:
+    fit = fit_times({point: linear(*point) for point in POINTS})
+    assert fit.coefficients == pytest.approx((2e-4, 3e-7, 5e-8, 7e-9), rel=1e-6)
+    unseen = {(i, j): linear(i, j) for i in LENGTHS for j in (1, 77, 200, 1000)}
+    assert max(relative_errors(fit, unseen).values()) < 1e-9
+    assert fit(64, 0) == base(64)  # the table itself
+
+
+def test_between_lengths_the_table_is_a_straight_line() -> None:
+    fit = fit_times({(10, 0): 1.0, (20, 0): 3.0, (40, 0): 4.0})
+    assert [fit(i, 0) for i in (10, 15, 20, 30, 40)] == [1.0, 2.0, 3.0, 3.5, 4.0]
+    for length in (9, 41):
+        with pytest.raises(SlipstreamError, match="10 to 40 were measured"):
+            fit(length, 0)
+
+
+def test_arrays_are_evaluated_as_single_points_are() -> None:
+    fit = fit_times({point: linear(*point) for point in POINTS})
+    table = fit(np.array([[1], [64], [100]]), np.array([0, 5, 300]))
+    assert table.shape == (3, 3)
+    for (row, i), (column, j) in itertools.product(enumerate((1, 64, 100)), enumerate((0, 5, 300))):
+        assert table[row, column] == fit(i, j)
+
+
+def test_the_error_that_is_minimised_is_relative() -> None:
+    """Noise of 1% on times over three decades leaves about 1% everywhere, in short slices too."""
+    noise = random.Random(0)
+    noisy = {(i, j): linear(i, j) * (1 + noise.uniform(-0.01, 0.01)) for i in LENGTHS for j in range(0, 8000, 250)}
+    errors = relative_errors(fit_times(noisy), {(i, j): linear(i, j) for i in LENGTHS for j in (100, 1100, 7000)})
+    assert max(errors.values()) < 0.02
+
+
+@given(st.sampled_from([point for point in POINTS if point[1]]))
+def test_a_spoiled_point_stands_out(spoiled: Point) -> None:
+    """Among the points not used in the fit it alone is off, by what was added to it."""
+    held_out = {(i, j): linear(i, j) for i, j in POINTS}
+    held_out[spoiled] *= 1.5
+    clean = fit_times({(i, j): linear(i, j) for i in LENGTHS for j in (0, 20, 200, 600)})
+    errors = relative_errors(clean, held_out)
+    assert {point for point, error in errors.items() if error > 0.02} == {spoiled}
+    assert errors[spoiled] == pytest.approx(1 / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@given(length=st.integers(1, 60), context=st.integers(0, 200))
+def test_context_keys_and_scores_are_counted(window: Window, length: int, context: int) -> None:
+    assert window.context_keys(context) == (context - window.first(context))
+    extra = count_scores(window, length, context) - count_scores(window, length, 0)
+    assert window.context_scores(length, context) == extra
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_a_window_is_found_from_what_queries_see(window: Window) -> None:
+    last = 255
+    positions = {last, last - 1, last // 2, last // 3, window.first(last) - 1} - {-1}
+    assert find_window({position: window.first(position) for position in positions}) == window
+
+
+def test_an_unknown_window_is_refused() -> None:
+    with pytest.raises(SlipstreamError, match="neither everything before, a sliding window nor blocks"):
+        find_window({100: 90, 99: 40})
+
+
+def test_a_sliding_windows_time_stops_growing() -> None:
+    """With the keys and scores it has, four coefficients still fit; with full attention's they can't."""
+    window = Window("sliding", 64)
+
+    def time(i: int, j: int) -> float:
+        extra = 1e-4 + 1e-6 * window.context_keys(j) + 1e-6 * window.context_scores(i, j)
+        return base(i) + (float(extra) if j else 0.0)
+
+    points = {(i, j): time(i, j) for i in LENGTHS for j in (0, 8, 40, 64, 200, 800)}
+    unseen = {(i, j): time(i, j) for i in LENGTHS for j in (4, 50, 100, 2000)}
+    assert max(relative_errors(fit_times(points, [window]), unseen).values()) < 1e-9
+    assert max(relative_errors(fit_times(points), unseen).values()) > 0.02
+
+
+def test_without_context_only_the_table_is_left() -> None:
+    assert fit_times({(4, 0): 1.0}) == TimeFit((4,), (1.0,), (Window(),), (0.0,) * 4)
+    with pytest.raises(SlipstreamError, match="add points \\(length, 0\\)"):
+        fit_times({(4, 2): 1.0})
