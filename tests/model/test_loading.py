@@ -119,4 +119,4 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
     AutoModelForCausalLM.from_config(llama()).model.save_pretrained(tmp_path)
     with pytest.raises(SlipstreamError, match=r"lacks 1 weights of 'llama', first 'lm_head.weight'"):
-        Pipeline.from_pretrained(tmp_path, num_stages=2, self_check=False)
+        Pipeline.from_pretrained(tmp_path, num_ranks=2, self_check=False)

@@ -62,7 +62,7 @@ def test_nothing_depends_on_stages_and_schedule(
     config_name: str, schedule: str, num_ranks: int, stages_per_rank: int
 ) -> None:
     loss, expected = alone(config_name, schedule)
-    found_loss, found = step(config_name, schedule, num_stages=num_ranks, stages_per_rank=stages_per_rank)
+    found_loss, found = step(config_name, schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
     assert torch.equal(loss, found_loss)
     assert found.keys() == expected.keys()
     assert [name for name, gradient in expected.items() if not torch.equal(gradient, found[name])] == []

@@ -21,7 +21,7 @@ from slipstream.pipeline.offload import TemporaryFiles, host_of
 
 
 def step(name: str, offload: float, device: str = "cpu", **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
-    settings = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_stages": 2} | settings
+    settings = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_ranks": 2} | settings
     model = build(ARCHITECTURES[name]).float()
     pipe = Pipeline(model, offload=offload, self_check=False, device=device, **settings)
     inputs = tokens(batch=4)
@@ -121,7 +121,7 @@ def num_open_files() -> int:
 def test_no_file_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     inputs, before, most = tokens(), num_open_files(), 0
-    settings = {"slices": 4, "num_stages": 2, "offload": 1.0, "self_check": False}
+    settings = {"slices": 4, "num_ranks": 2, "offload": 1.0, "self_check": False}
     Pipeline(build(llama()), **settings).step(inputs, inputs)
     assert num_open_files() == before
     pipe = Pipeline(build(llama()), **settings)

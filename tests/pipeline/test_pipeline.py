@@ -55,7 +55,7 @@ def test_documents_are_separate_sequences(name: str, num_microbatches: int) -> N
     model, inputs, ids = build(ARCHITECTURES[name]), tokens(), documents()
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, labels_within(inputs, ids), position_ids=positions_within(ids))
-    pipe = Pipeline(model, slices=[5, 30, 17, 12], num_microbatches=num_microbatches, num_stages=2, self_check=False)
+    pipe = Pipeline(model, slices=[5, 30, 17, 12], num_microbatches=num_microbatches, num_ranks=2, self_check=False)
     loss = pipe.step(inputs, inputs, document_ids=ids)
     bound = 1e-6 if name == "gemma3" else 1e-7 if name == "llama4_text" else BOUND  # their norms round to float32
     assert abs(loss - expected) < bound * expected
@@ -78,14 +78,14 @@ def test_a_row_without_valid_labels_counts_nowhere() -> None:
     labels[2, 5:] = -100
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, labels)
-    pipe = Pipeline(model, slices=3, num_microbatches=3, num_stages=2, self_check=False)
+    pipe = Pipeline(model, slices=3, num_microbatches=3, num_ranks=2, self_check=False)
     assert abs(pipe.step(inputs, labels) - expected) < BOUND
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied"])
 def test_steps_add_to_grad(name: str) -> None:
-    pipe = Pipeline(build(ARCHITECTURES[name]), slices=4, num_stages=2, self_check=False)
+    pipe = Pipeline(build(ARCHITECTURES[name]), slices=4, num_ranks=2, self_check=False)
     inputs = tokens()
     pipe.step(inputs, inputs)
     once = gradients(pipe.named_parameters())
@@ -99,7 +99,7 @@ def test_flushes_accumulate_the_gradient_of_the_whole_batch() -> None:
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, inputs)
     pipe = Pipeline(
-        model, schedule="gpipe", num_microbatches=4, num_flushes=2, slices=3, num_stages=2, self_check=False
+        model, schedule="gpipe", num_microbatches=4, num_flushes=2, slices=3, num_ranks=2, self_check=False
     )
     loss = pipe.step(inputs, inputs)
     assert abs(loss - expected) < BOUND
@@ -112,7 +112,7 @@ def test_training_follows_the_unsplit_model() -> None:
     """Five steps of AdamW with clipping, tied embeddings included, end at the same parameters."""
     model = build(ARCHITECTURES["llama, tied"])
     whole = copy.deepcopy(model)
-    pipe = Pipeline(model, slices=4, num_stages=3, self_check=False)
+    pipe = Pipeline(model, slices=4, num_ranks=3, self_check=False)
     ours = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     for step in range(5):
@@ -136,7 +136,7 @@ def test_frozen_parameters_stay_frozen() -> None:
         parameter.requires_grad_("layers.3" in name or "layers.1" in name)
     whole = copy.deepcopy(model)
     unsplit_step(whole, inputs, inputs)
-    pipe = Pipeline(model, slices=4, num_stages=4, self_check=False)
+    pipe = Pipeline(model, slices=4, num_ranks=4, self_check=False)
     pipe.step(inputs, inputs)
     found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
     assert set(found) == set(wanted)
@@ -149,7 +149,7 @@ def test_evaluation_is_the_loss_without_dropout_or_gradients() -> None:
     model, inputs = build(config), tokens()
     labels = labels_of(inputs)
     whole = copy.deepcopy(model).eval()
-    pipe = Pipeline(model, slices=4, num_stages=2, self_check=False)
+    pipe = Pipeline(model, slices=4, num_ranks=2, self_check=False)
     assert abs(pipe.evaluate(inputs, labels) - unsplit_step(whole, inputs, labels)) < BOUND
     assert not gradients(pipe.named_parameters())
     assert abs(pipe.step(inputs, labels) - pipe.evaluate(inputs, labels)) > 1e-3  # training mode is back
@@ -168,7 +168,7 @@ def test_dropout_is_the_same_for_every_number_of_stages_and_schedule(schedule: s
             schedule=schedule,
             slices=4,
             num_microbatches=2,
-            num_stages=num_stages,
+            num_ranks=num_stages,
             self_check=False,
         )
         first, second = pipe.step(inputs, inputs), pipe.step(inputs, inputs)
@@ -195,12 +195,12 @@ def test_a_loss_of_ones_own() -> None:
 
     model, inputs = build(ARCHITECTURES["llama"]), tokens()
     plain = Pipeline(copy.deepcopy(model), slices=4, self_check=False).step(inputs, inputs)
-    own = Pipeline(model, slices=4, num_stages=2, loss_fn=scaled, self_check=False).step(inputs, inputs)
+    own = Pipeline(model, slices=4, num_ranks=2, loss_fn=scaled, self_check=False).step(inputs, inputs)
     assert abs(own - 3 * plain) < BOUND
 
 
 def test_the_timeline_has_every_action_once() -> None:
-    pipe = Pipeline(build(ARCHITECTURES["llama"]), slices=4, num_stages=2, self_check=False)
+    pipe = Pipeline(build(ARCHITECTURES["llama"]), slices=4, num_ranks=2, self_check=False)
     pipe.step(tokens(), tokens())
     compute = [span.action for span in pipe.timeline.compute_spans]
     expected = [action for row in split_backwards(one_f_one_b(2, 1, 4)).actions for action in row]
@@ -212,7 +212,7 @@ def test_the_timeline_has_every_action_once() -> None:
 def test_the_export_is_the_model(name: str, tmp_path: Path) -> None:
     model, inputs = build(ARCHITECTURES[name]), tokens()
     whole = copy.deepcopy(model)
-    Pipeline(model, num_stages=2, self_check=False).save_pretrained(tmp_path)
+    Pipeline(model, num_ranks=2, self_check=False).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
     with torch.no_grad():
         assert torch.allclose(loaded(inputs).logits, whole(inputs).logits, rtol=1e-12, atol=1e-12)
@@ -226,9 +226,9 @@ class TestRefusals:
         ("settings", "message"),
         [
             ({"schedule": "1f1p"}, r"schedule='1f1p' is not known; did you mean '1f1b'"),
-            ({"num_stages": 5}, r"5 stages for 4 layers: every stage needs a layer. Use 1 to 4"),
+            ({"num_ranks": 5}, r"5 stages for 4 layers: every stage needs a layer. Use 1 to 4"),
             (
-                {"num_stages": 2, "partition": [3, 2]},
+                {"num_ranks": 2, "partition": [3, 2]},
                 r"partition=\[3, 2\] has 2 stages and 5 layers.*2 stages.*4 layers",
             ),
             ({"partition": "even"}, r"partition='even': give 'auto' or the number of layers"),
@@ -240,7 +240,7 @@ class TestRefusals:
                 r"num_flushes=2 with the schedule '1f1b'.*in_flushes\(schedule, 2\)",
             ),
             (
-                {"schedule": "interleaved-1f1b", "stages_per_rank": 3, "num_stages": 2},
+                {"schedule": "interleaved-1f1b", "stages_per_rank": 3, "num_ranks": 2},
                 r"6 stages for 4 layers",
             ),
             ({"slices": "many"}, r"slices='many': give a count, such as 8"),
@@ -252,7 +252,7 @@ class TestRefusals:
                 {"schedule": one_f_one_b(1, 1, 4), "slices": [40, 8, 8, 4, 4]},
                 r"are 5 lengths, but .*'1f1b' has 4 slices",
             ),
-            ({"schedule": one_f_one_b(3, 1, 4), "num_stages": 2}, r"is for 3 ranks, but there are 2"),
+            ({"schedule": one_f_one_b(3, 1, 4), "num_ranks": 2}, r"is for 3 ranks, but there are 2"),
         ],
     )
     def test_settings(self, settings: dict[str, object], message: str) -> None:
@@ -264,7 +264,7 @@ class TestRefusals:
         model = build(llama())
         model.model.layers[2].mlp.compile()
         with pytest.raises(SlipstreamError, match=r"model\.layers\.2\.mlp is compiled.*schedule 'zb-h1'.*1f1b"):
-            Pipeline(model, schedule="zb-h1", num_stages=2, self_check=False)
+            Pipeline(model, schedule="zb-h1", num_ranks=2, self_check=False)
 
     @pytest.mark.parametrize(
         ("slices", "inputs", "message"),

@@ -75,10 +75,7 @@ def run_unsplit(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tens
     return gradients(whole.named_parameters())
 
 
-@pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
+def check(name: str, data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     lengths = data.draw(cuts(schedule.num_slices))
     inputs = tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99)))
@@ -89,3 +86,18 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject
     pipe.step(inputs, labels)
     expected = run_unsplit(MODELS[name], inputs, labels)
     assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
+    check(name, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_two_thousand_schedules(data: st.DataObject) -> None:
+    check("llama, tied", data)

@@ -34,7 +34,7 @@ SLICES = [5, 30, 17, 12]
 
 def step(model: nn.Module, recompute: str | int, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(7)
-    settings = {"slices": SLICES, "num_microbatches": 2, "num_stages": 2} | settings
+    settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": 2} | settings
     pipe = Pipeline(copy.deepcopy(model), recompute=recompute, self_check=False, **settings)
     inputs = tokens(batch=4)
     loss = pipe.step(inputs, labels_of(inputs))
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
 def test_nothing_changes_to_the_bit(name: str, schedule: str, num_stages: int) -> None:
     """In float32, whose rounding depends on the order of every sum."""
     model = build(ARCHITECTURES[name]).float()
-    settings = {"schedule": schedule, "num_stages": num_stages, "partition": [1] * (num_stages - 1) + [5 - num_stages]}
+    settings = {"schedule": schedule, "num_ranks": num_stages, "partition": [1] * (num_stages - 1) + [5 - num_stages]}
     expected = step(model, "none", **settings)
     for recompute in KINDS:
         assert_same_bits(step(model, recompute, **settings), expected)
@@ -94,10 +94,10 @@ def test_frozen_parameters() -> None:
     model = build(ARCHITECTURES["llama"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.3" in name or "layers.2" in name)
-    expected = step(model, "none", num_stages=4)
+    expected = step(model, "none", num_ranks=4)
     assert all("layers.3" in name or "layers.2" in name for name in expected[1])
     for recompute in KINDS:
-        assert_same_bits(step(model, recompute, num_stages=4), expected)
+        assert_same_bits(step(model, recompute, num_ranks=4), expected)
 
 
 def test_a_number_of_layers_runs_no_other_again() -> None:
@@ -249,7 +249,7 @@ class TestRefusals:
     def test_unknown_settings(self, recompute: object) -> None:
         message = rf"recompute={recompute!r}: give 'none', 'selective', 'full', or .* 1 to 2 here"
         with pytest.raises(SlipstreamError, match=message):
-            Pipeline(build(llama()), num_stages=2, recompute=recompute, self_check=False)  # type: ignore[arg-type]
+            Pipeline(build(llama()), num_ranks=2, recompute=recompute, self_check=False)  # type: ignore[arg-type]
 
     def test_a_schedule_with_recomputation_of_nothing(self) -> None:
         schedule = add_recompute(gpipe(2, 1, 4))

@@ -86,7 +86,7 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(ranks: int
         schedule="auto",
         slices="auto",
         num_microbatches=2,
-        num_stages=ranks,
+        num_ranks=ranks,
         stages_per_rank=stages_per_rank,
         self_check=False,
     )

@@ -37,7 +37,7 @@ class Pipeline:
     """Trains a Hugging Face causal LM whose layers are split over ranks and whose sequences are cut into slices.
 
     Every rank builds it with an equal model after `init_process_group` and calls `step` with the same batch. Without a
-    process group it is a pipeline in this one process, of `num_stages` stages. The model is taken over: don't use it
+    process group it is a pipeline in this one process, of `num_ranks` ranks. The model is taken over: don't use it
     elsewhere. `step` adds to `.grad`; the loop, the optimizer and `zero_grad` are the caller's.
 
     Args:
@@ -58,7 +58,7 @@ class Pipeline:
             targets that are not -100.
         dtype: of the parameters; default: as they are.
         device: default: the CPU, or with NCCL the current GPU.
-        num_stages: without a process group, the stages in this process (default 1, or as many ranks as a Schedule has).
+        num_ranks: without a process group, the ranks in this process (default 1, or as many ranks as a Schedule has).
         offload: the share of each rank's slices, those that wait longest, whose activations are in host memory between
             forward and backward: pinned memory with a GPU, else a file. Keys and values stay.
         num_flushes: how many times the pipeline is filled and drained in a step, so that no more than
@@ -84,7 +84,7 @@ class Pipeline:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         *,
-        num_stages: int | None = None,
+        num_ranks: int | None = None,
         offload: float = 0.0,
         num_flushes: int = 1,
         self_check: bool = True,
@@ -97,7 +97,7 @@ class Pipeline:
         if self_check:
             self._ranks.agree(_finding(self.config) if self.rank == 0 else None)
         anatomy = find_anatomy(self.config)
-        num_ranks = self._num_ranks(num_stages, schedule)
+        num_ranks = self._num_ranks(num_ranks, schedule)
         self._tuner = Tuner(
             schedule, num_ranks, num_microbatches, stages_per_rank, slices, num_flushes, source.compiled
         )
@@ -279,12 +279,12 @@ class Pipeline:
         mean: Tensor = total / count
         return mean
 
-    def _num_ranks(self, num_stages: int | None, schedule: str | Schedule) -> int:
+    def _num_ranks(self, num_ranks: int | None, schedule: str | Schedule) -> int:
         if self._ranks.size == 1:
-            return num_stages or (schedule.num_ranks if isinstance(schedule, Schedule) else 1)
-        if num_stages not in (None, self._ranks.size):
+            return num_ranks or (schedule.num_ranks if isinstance(schedule, Schedule) else 1)
+        if num_ranks not in (None, self._ranks.size):
             raise SlipstreamError(
-                f"num_stages={num_stages}, but {self._ranks.size} processes run: leave it out, each is a rank."
+                f"num_ranks={num_ranks}, but {self._ranks.size} processes run: leave it out, each is a rank."
             )
         return self._ranks.size
 

@@ -248,7 +248,7 @@ def _features(length: np.ndarray, context: np.ndarray) -> np.ndarray:
 def _observe(start: Schedule, slices: tuple[int, ...], splits: bool) -> Generator[Trial, Timeline, _Samples]:
     """Run whole and split backwards, some steps each, and note how long everything takes."""
     samples = _Samples()
-    warm_ups = {_split_all(start): _WARM_UP, start: 1} if splits else {start: _WARM_UP}
+    warm_ups = {split_all(start): _WARM_UP, start: 1} if splits else {start: _WARM_UP}
     for schedule, warm_up in warm_ups.items():
         for step in range(warm_up + _OBSERVED):
             timeline = yield Trial(schedule, slices)
@@ -257,7 +257,7 @@ def _observe(start: Schedule, slices: tuple[int, ...], splits: bool) -> Generato
     return samples
 
 
-def _split_all(schedule: Schedule) -> Schedule:
+def split_all(schedule: Schedule) -> Schedule:
     """Every backward as I and W, so that both are measured on every stage."""
 
     def halves(action: Action) -> tuple[Action, ...]:
