@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-ALL = ["command_line", "attention", "executor_overhead", "profile_fit", "slicing", "schedule_search", "token_slices"]
+ALL = ["command_line", "attention", "executor_overhead", "memory", "profile_fit", "slicing", "schedule_search", "token_slices"]
 
 
 def main() -> None:

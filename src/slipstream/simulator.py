@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.cost import CostModel
+from slipstream.memory import MemoryTable, RankMemory, memory_of
 from slipstream.schedule.action import COMMUNICATION, SENDS, Action, Op, Schedule
 from slipstream.schedule.dependencies import predecessors, running_order
 from slipstream.schedule.lowering import Channel, channel, sending
 from slipstream.timeline import Span, Timeline
 
 
-def simulate(schedule: Schedule, cost: CostModel) -> Timeline:
+def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTable | None = None) -> Timeline:
     """The timeline of one step, each rank running its actions in order as early as it can.
 
     Messages travel while ranks compute and follow each other on their channel. In a schedule without
     communication a message leaves when its action ends; in a lowered one when both ends are posted, and SEND
     and RECV appear as spans from posting to done. Activations count from the start of F to the end of B or W,
-    except for what R brings back later and for the time between OFFLOAD and RELOAD.
+    except for what R brings back later and for the time between OFFLOAD and RELOAD. Given a `memory` table, the
+    timeline's memory is instead all that the ranks hold: at its most during each action, and after it.
     Times and bytes have the cost model's number type: with ints or Fractions the result is exact. Raises
     ScheduleError if the ranks get stuck; the message names the cycle.
     """
@@ -27,8 +29,17 @@ def simulate(schedule: Schedule, cost: CostModel) -> Timeline:
             simulation.post(action)
         else:
             simulation.compute(action)
-    memory = tuple(map(tuple, simulation.memory))
-    return Timeline(tuple(simulation.spans), schedule.num_ranks, memory, schedule.name)
+    steps = simulation.memory
+    if memory is not None:
+        ends = {span.action: span for span in simulation.spans if span.action.op not in COMMUNICATION}
+        steps = [_steps(rank, ends) for rank in memory_of(schedule, memory)]
+    return Timeline(tuple(simulation.spans), schedule.num_ranks, tuple(map(tuple, steps)), schedule.name)
+
+
+def _steps(rank: RankMemory, spans: dict[Action, Span]) -> list[tuple[float, float]]:
+    """(time, bytes); what a message frees shows with the next action."""
+    moments = [(spans[moment.action], moment) for moment in rank.moments if moment.action in spans]
+    return [step for span, each in moments for step in ((span.start, each.most), (span.end, each.after))]
 
 
 class _Simulation:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.memory import send_windows
 from slipstream.schedule.action import Action, Op, Schedule
-from slipstream.schedule.lowering import Channel, receives_in_flight
+from slipstream.schedule.lowering import Channel
 
 # gloo accepts a shorter message into a larger buffer without a word, so every message tells what it is.
 _HEADER_WORDS = 16  # int64: op, stage, microbatch, slice, dtype, number of dimensions, shape, padding
-_HEADER_BYTES = 8 * _HEADER_WORDS
+HEADER_BYTES = 8 * _HEADER_WORDS
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _OPS = tuple(Op)
 
@@ -140,8 +141,8 @@ class DistributedTransport:
         if len(self._sends[channel]) >= self._windows[channel]:
             self._complete(channel)
         buffer = self._take(tensor.nbytes)
-        buffer[:_HEADER_BYTES].view(torch.int64).copy_(_header(message, tensor))
-        buffer[_HEADER_BYTES:].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        buffer[:HEADER_BYTES].view(torch.int64).copy_(_header(message, tensor))
+        buffer[HEADER_BYTES:].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         work = dist.isend(buffer, self._global_ranks[channel.destination], group=self._groups[channel])
         assert work is not None
         self._sends[channel].append((work, buffer))
@@ -161,13 +162,13 @@ class DistributedTransport:
             posted.work.wait(self._timeout)
         except RuntimeError as error:
             raise TransportError(f"{message} did not arrive: {error}") from error
-        header = posted.buffer[:_HEADER_BYTES].view(torch.int64)
+        header = posted.buffer[:HEADER_BYTES].view(torch.int64)
         if self._device.type == "cpu":
             _check_header(header, message, posted.shape, posted.dtype)
         else:  # reading it here would stall the stream: kept until the end of the step
             self._unchecked.append((header.clone(), message, posted.shape, posted.dtype))
         self._held[message] = posted.buffer
-        return posted.buffer[_HEADER_BYTES:].view(posted.dtype).view(posted.shape)
+        return posted.buffer[HEADER_BYTES:].view(posted.dtype).view(posted.shape)
 
     def release(self, message: Action) -> None:
         self._give_back(self._held.pop(message))
@@ -192,7 +193,7 @@ class DistributedTransport:
         self._give_back(buffer)
 
     def _take(self, payload_bytes: int) -> Tensor:
-        size = _HEADER_BYTES + payload_bytes
+        size = HEADER_BYTES + payload_bytes
         free = self._pool[size]
         return free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self._device)
 
@@ -208,8 +209,7 @@ def connect(
 
 
 def _windows(schedule: Schedule) -> dict[Channel, int]:
-    in_flight = receives_in_flight(schedule)
-    return {line: max(8, 2 * in_flight[line]) for line in sorted(in_flight)}
+    return dict(sorted(send_windows(schedule).items()))  # in the same order on every rank
 
 
 def _header(message: Action, tensor: Tensor) -> Tensor:

@@ -1,0 +1,113 @@
+"""Measures how many bytes of tensors are alive, now and at most: by following storages, or by CUDA's allocator."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Memory(Protocol):
+    """What is alive, within a `with` block."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def peak(self) -> int:
+        """The most since the block began, or since `restart_peak`."""
+        ...
+
+    def restart_peak(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> Memory:
+    """For a device's tensors; the CPU's allocator keeps no count, so there `present` must name those that exist."""
+    return AllocatedMemory(device) if device.type == "cuda" else LiveMemory(present)
+
+
+class LiveMemory(TorchDispatchMode):
+    """The storages of the CPU's tensors: those of `present` tensors, and all that operations within the block make.
+
+    Exact for what tensors hold, each storage once, until its last owner lets go, Python or an autograd graph. Buffers
+    inside a kernel are not tensors and not seen. Backwards are seen because on the CPU they run in the calling thread.
+    """
+
+    def __init__(self, present: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.num_bytes = 0
+        self.peak = 0
+        for tensor in present:
+            self._add(tensor)
+
+    def restart_peak(self) -> None:
+        self.peak = self.num_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        for each in (result,) if isinstance(result, Tensor) else tree_iter(result):
+            if isinstance(each, Tensor):
+                self._add(each)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if size and key not in self._references:
+            self._references[key] = weakref.ref(storage, partial(self._remove, key, size))
+            self.num_bytes += size
+            self.peak = max(self.peak, self.num_bytes)
+
+    def _remove(self, key: int, size: int, _: object) -> None:
+        del self._references[key]
+        self.num_bytes -= size
+
+
+class AllocatedMemory:
+    """What CUDA's caching allocator has given out on a device: blocks, so sizes are rounded up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def __enter__(self) -> Self:
+        self.restart_peak()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+
+def tensors_alive() -> list[Tensor]:
+    """Every tensor that Python knows of, in this whole process."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]

@@ -1,0 +1,213 @@
+"""The memory model on tables made by hand: the design's peaks, lives of every kind, pools of message buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.cost import UnitCost
+from slipstream.errors import SlipstreamError
+from slipstream.memory import Footprint, Kind, MemoryTable, Unit, memory_of, pool_bytes, send_windows
+from slipstream.schedule import Op, Schedule, add_communication, gpipe, make_schedule, one_f_one_b
+from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule.memory_passes import add_offload, add_recompute
+from slipstream.simulator import simulate
+
+ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
+
+
+def footprints(
+    num_stages: int, num_slices: int, leaves: dict[Op, int], peaks: dict[Op, int] | None = None
+) -> dict[tuple[Unit, Op], Footprint]:
+    """The same for every stage and slice; a peak is what is left, or nothing, unless given."""
+    units = [
+        Unit(stage, index, recomputed, offloaded)
+        for stage in range(num_stages)
+        for index in range(num_slices)
+        for recomputed in (False, True)
+        for offloaded in (False, True)
+    ]
+    return {
+        (unit, op): Footprint(size, (peaks or {}).get(op, max(size, 0)))
+        for unit in units
+        for op, size in leaves.items()
+    }
+
+
+def table(num_stages: int, num_slices: int, **more: object) -> MemoryTable:
+    return MemoryTable(footprints(num_stages, num_slices, ONLY_ACTIVATIONS), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("generator", [gpipe, one_f_one_b])
+def test_activations_have_the_designs_peaks(generator: Callable[..., Schedule]) -> None:
+    """Section 5: m a, and a (1 + (p-1-r)/s), at most m a; here a = s."""
+    for p, m, s in [(1, 1, 1), (2, 3, 1), (4, 2, 4), (4, 6, 1), (3, 1, 5), (8, 3, 4)]:
+        found = memory_of(generator(p, m, s), table(p, s))
+        peaks = [m * s if generator is gpipe else min(s + p - 1 - r, m * s) for r in range(p)]
+        assert [rank.peak for rank in found] == peaks
+        assert all(rank.moments[-1].after == 0 for rank in found)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_activations_are_the_simulators(name: str, p: int, m: int, s: int, data: st.DataObject) -> None:
+    """Two countings of the same, one along times, one along rows; with recomputation and offloading."""
+    stages_per_rank = data.draw(st.sampled_from([v for v in (1, 2, 3) if v in STAGES_PER_RANK[name]]))
+    try:
+        schedule = make_schedule(name, p, m, s, stages_per_rank)
+    except SlipstreamError:
+        return
+    if data.draw(st.booleans()):
+        schedule = add_recompute(schedule)
+    if data.draw(st.booleans()):
+        schedule = add_offload(schedule, data.draw(st.sampled_from([0.5, 1.0])))
+    kept = 2
+    sizes = dict.fromkeys(Op, 0) | {Op.F: 10, Op.B: -10, Op.W: -10, Op.OFFLOAD: -10, Op.RELOAD: 10}
+    found = footprints(schedule.num_stages, s, sizes)
+    for unit, op in list(found):
+        if unit.recomputed:
+            size = {Op.F: kept, Op.RELOAD: kept, Op.OFFLOAD: -kept, Op.R: 10 - kept}.get(op, sizes[op])
+            found[unit, op] = Footprint(size, max(size, 0))
+    ranks = memory_of(schedule, MemoryTable(found))
+    assert tuple(rank.peak for rank in ranks) == simulate(schedule, UnitCost(activation=10, kept=kept)).peak_memory
+    assert all(rank.moments[-1].after == 0 for rank in ranks)
+
+
+def test_the_simulator_draws_all_that_is_held() -> None:
+    """Parameters always; the workspace of an action while it runs."""
+    sizes, peaks = {Op.F: 3, Op.B: -3}, {Op.F: 5, Op.B: 2}
+    given_table = MemoryTable(footprints(1, 2, sizes, peaks), parameters={0: 100})
+    timeline = simulate(gpipe(1, 1, 2), UnitCost(), given_table)
+    assert timeline.memory == (((0, 105), (1, 103), (1, 108), (2, 106), (2, 108), (4, 103), (4, 105), (6, 100)),)
+    assert timeline.peak_memory == (108,)
+
+
+def kinds_after(schedule: Schedule, given_table: MemoryTable, kind: Kind, rank: int = 0) -> list[float]:
+    """Of the kind, before every action of the rank, by the rank's order."""
+    return [moment.during[kind] for moment in memory_of(schedule, given_table)[rank].moments]
+
+
+def test_context_lives_from_the_first_forward_to_the_last_backward() -> None:
+    schedule = gpipe(1, 2, 2)  # F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 B0.1 B0.0, or the microbatches in order
+    order = [(action.op, action.microbatch, action.slice) for action in schedule.actions[0]]
+    found = kinds_after(schedule, table(1, 2, context={0: 10}, context_gradients={0: 20}), Kind.CONTEXT)
+    assert found[: order.index((Op.F, 1, 0)) + 1] == [0, 10, 10]
+    assert found[3:6] == [20, 20, 20]
+    gradients = kinds_after(schedule, table(1, 2, context={0: 10}, context_gradients={0: 20}), Kind.CONTEXT_GRADIENTS)
+    assert gradients == [0, 0, 0, 0, 0, 20, 0, 20]
+    assert found[6:] == [10, 10]
+
+
+def test_what_i_leaves_is_ws_input_until_w() -> None:
+    """F leaves 7, I frees 4 of it, so W's inputs are 3."""
+    sizes = {Op.F: 7, Op.I: -4, Op.W: -3}
+    (rank,) = memory_of(Schedule.parse(SPLIT), MemoryTable(footprints(1, 2, sizes)))
+    held = [(m.during[Kind.ACTIVATIONS], m.during[Kind.WEIGHT_INPUTS]) for m in rank.moments]
+    assert held == [(0, 0), (7, 0), (14, 0), (7, 3), (0, 6), (0, 3)]
+    assert rank.moments[-1].after == 0
+
+
+SPLIT = """
+schedule: split
+placement: 0
+microbatches: 1
+slices: 2
+rank 0: 0F0.0 0F0.1 0I0.1 0I0.0 0W0.1 0W0.0
+"""
+
+
+def test_gradients_come_with_the_first_backward_of_their_kind() -> None:
+    """The first W makes 50 more than later ones, at its peak as well; I makes those of the norms."""
+    sizes = {Op.F: 7, Op.I: -4, Op.W: -3}
+    units = footprints(1, 2, sizes, {Op.W: 6})
+    given_table = MemoryTable(
+        units, first={(Unit(0, 1), Op.W): 52}, gradients={(0, Op.I): 1, (0, Op.W): 50}, optimizer={0: 1000}
+    )
+    (rank,) = memory_of(Schedule.parse(SPLIT), given_table)
+    assert [m.most - 1000 for m in rank.moments] == [7, 14, 14 + 1, 10 + 1, 6 + 1 + 52, 3 + 51 + 6]
+    assert rank.moments[-1].after == 1051
+    assert rank.worst.action.op is Op.W
+    assert rank.peak == 1060
+
+
+def test_results_wait_for_the_next_stage_of_the_same_rank() -> None:
+    """One rank, two stages: hidden states stay until the second stage's backward, gradients until the first's."""
+    schedule = Schedule.parse("schedule: two\nplacement: 0 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 1F0 1B0 0B0")
+    (rank,) = memory_of(schedule, table(2, 1, message_bytes=[5]))
+    assert [m.during[Kind.MESSAGES] for m in rank.moments] == [0, 5, 5, 5]
+    assert rank.moments[-1].after == 0
+
+
+def test_a_gradient_handed_over_is_one_of_ws_factors() -> None:
+    schedule = Schedule.parse(
+        "schedule: two\nplacement: 0 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 1F0 1I0 0I0 1W0 0W0"
+    )
+    (rank,) = memory_of(schedule, table(2, 1, message_bytes=[5]))
+    assert [m.during[Kind.MESSAGES] for m in rank.moments] == [0, 5, 5, 5, 5, 5]
+    assert rank.moments[-1].after == 0
+
+
+def test_an_offloaded_input_is_a_copy_of_the_stages_own() -> None:
+    """F lets go of what a stage of the same rank handed over; its copy is one of its activations."""
+    schedule = Schedule.parse(
+        "schedule: two\nplacement: 0 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 1F0 1OFFLOAD0 1RELOAD0 1B0 0B0"
+    )
+    (rank,) = memory_of(schedule, table(2, 1, message_bytes=[5]))
+    assert [m.during[Kind.MESSAGES] for m in rank.moments] == [0, 5, 0, 0, 0, 5]
+    assert rank.moments[-1].after == 0
+
+
+def test_the_pool_of_two_ranks_by_hand() -> None:
+    """1F1B of two ranks and three microbatches. A buffer holds a payload of 10 and a header of 1.
+
+    Rank 1: the input of each microbatch, and the next one's, which comes before its backward ends; and a window of
+    8 gradients, of which only 3 are sent. Rank 0: up to 3 sends, and the gradients one by one.
+    """
+    schedule = add_communication(one_f_one_b(2, 3, 1))
+    given_table = table(2, 1, message_bytes=[10], header_bytes=1)
+    in_use = [0, 0]
+    for rank, row in enumerate(schedule.actions):
+        used = 0
+        for action in row:
+            used += action.op in (Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B)  # fewer than the window of 8
+            in_use[rank] = max(in_use[rank], used)
+            used -= action.op is Op.B
+    assert [pool_bytes(schedule, rank, given_table) for rank in range(2)] == [11 * most for most in in_use]
+
+
+def test_sends_beyond_the_window_use_buffers_again() -> None:
+    """20 microbatches: 8 sends on their way, and what was received: for one backward, and already for the next."""
+    schedule = add_communication(one_f_one_b(2, 20, 1))
+    assert set(send_windows(schedule).values()) == {8}
+    ones = MemoryTable({}, message_bytes=[1])
+    assert pool_bytes(schedule, 0, ones) == 8 + 2
+    assert pool_bytes(schedule, 1, ones) == 8 + 2
+
+
+def test_inputs_on_the_host_leave_their_buffers_after_the_forward() -> None:
+    """Otherwise every input stays until its backward, whose gradient takes the buffer."""
+    ones = MemoryTable({}, message_bytes=[1])
+    plain, offloaded = gpipe(2, 20, 1), add_offload(gpipe(2, 20, 1))
+    assert pool_bytes(add_communication(plain), 1, ones) == 20
+    assert pool_bytes(add_communication(offloaded), 1, ones) <= 8 + 2 + 1  # the last slice has no time to be moved
+
+
+def test_slices_of_other_lengths_have_buffers_of_their_own() -> None:
+    schedule = add_communication(gpipe(2, 1, 2))
+    assert pool_bytes(schedule, 0, table(2, 2, message_bytes=[10, 30])) == 2 * (10 + 30)
+
+
+def test_a_unit_that_the_table_lacks() -> None:
+    with pytest.raises(SlipstreamError, match=r"No bytes for B of Unit\(stage=0, slice=0.*add footprints\["):
+        memory_of(gpipe(1, 1, 1), MemoryTable(footprints(1, 1, {Op.F: 1})))
+
+
+def test_fractions_stay_exact() -> None:
+    found = {key: Footprint(Fraction(f.leaves, 3), Fraction(f.peak, 3)) for key, f in table(3, 2).footprints.items()}  # type: ignore[arg-type]
+    assert [rank.peak for rank in memory_of(one_f_one_b(3, 2, 2), MemoryTable(found))] == [
+        Fraction(4, 3), 1, Fraction(2, 3),
+    ]  # fmt: skip
