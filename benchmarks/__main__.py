@@ -5,7 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
-ALL = ["command_line", "attention", "executor_overhead", "memory", "profile_fit", "slicing", "schedule_search", "token_slices"]
+ALL = [
+    "command_line",
+    "attention",
+    "executor_overhead",
+    "memory",
+    "profile_fit",
+    "slicing",
+    "schedule_search",
+    "papers",
+    "predicted",
+    "token_slices",
+]
 
 
 def main() -> None:

@@ -74,14 +74,18 @@ class Contender:
         self._folder.cleanup()
 
     def _ask(self, what: str) -> list[object]:
-        for connection in self._connections:
-            connection.send(what)
-        answers = []
-        for connection in self._connections:
-            if not connection.poll(_PATIENCE):
-                raise RuntimeError(f"{self.name} gave no answer to {what!r}")
-            answers.append(connection.recv())
-        return answers
+        try:
+            for connection in self._connections:
+                connection.send(what)
+            return [self._answer(connection, what) for connection in self._connections]
+        except (OSError, EOFError) as error:
+            codes = [process.exitcode for process in self._processes]
+            raise RuntimeError(f"{self.name}: a process ended with {codes} (-9: no memory?)") from error
+
+    def _answer(self, connection: Connection, what: str) -> object:
+        if not connection.poll(_PATIENCE):
+            raise RuntimeError(f"{self.name} gave no answer to {what!r}")
+        return connection.recv()
 
 
 def _serve(

@@ -115,7 +115,7 @@ def one_sequence(length: int, repeats: int) -> dict[str, object]:
         Contender(name, Peer, name.removeprefix("torch "), 1, 1, length)
         for name in ("torch gpipe", INTERLEAVED, ZERO_BUBBLE)
     ]
-    contenders += alone(1, length, (4, 8))
+    contenders += alone(1, length, (4,))
     contenders += [
         Contender("slipstream, 8 slices", Ours, 1, length, {"slices": 8, "partition": CUT}),
         Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto", "partition": CUT}),
@@ -215,6 +215,7 @@ def main() -> None:
         rows.append(row)
         show(row)
         check_losses(row)
+        write(options.name, {"setting": setting(repeats=options.repeats), "rows": rows})
     print(f"wrote {write(options.name, {'setting': setting(repeats=options.repeats), 'rows': rows})}")
 
 

@@ -98,9 +98,7 @@ def test_flushes_accumulate_the_gradient_of_the_whole_batch() -> None:
     model, inputs = build(ARCHITECTURES["llama"]), tokens(batch=4)
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, inputs)
-    pipe = Pipeline(
-        model, schedule="gpipe", num_microbatches=4, num_flushes=2, slices=3, num_ranks=2, self_check=False
-    )
+    pipe = Pipeline(model, schedule="gpipe", num_microbatches=4, num_flushes=2, slices=3, num_ranks=2, self_check=False)
     loss = pipe.step(inputs, inputs)
     assert abs(loss - expected) < BOUND
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND

@@ -39,9 +39,9 @@ class Window:
 
     def context_scores(self, length: Any, context: Any) -> Any:
         """How many more scores a slice has than one of its length at the start: i j under full attention."""
-        return self._scores(context + length) - self._scores(context) - self._scores(length)
+        return self.scores(context + length) - self.scores(context) - self.scores(length)
 
-    def _scores(self, num_queries: Any) -> Any:
+    def scores(self, num_queries: Any) -> Any:
         """The scores of the first `num_queries` queries: the true area under the mask."""
         if self.width is None:
             return num_queries * (num_queries + 1) / 2

@@ -1,0 +1,1 @@
+"""The papers' measured tables, and what Slipstream's costs predict for them."""

@@ -1,0 +1,47 @@
+"""The papers' tables as data, and the model configurations they are about."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from slipstream.planner.operations import ModelCount
+
+TABLES = Path(__file__).parent / "tables"
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a table; its first line says what it is and where from."""
+    lines = (TABLES / f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def slice_lengths(text: str) -> tuple[int, ...]:
+    """776+640+632 or 64*26+56*6+48, as the TeraPipe tables write slices."""
+    lengths: list[int] = []
+    for term in text.split("+"):
+        length, _, count = term.partition("*")
+        lengths += [int(length)] * int(count or 1)
+    return tuple(lengths)
+
+
+@cache
+def gpt(hidden_size: int, num_heads: int, num_layers: int, vocab_size: int = 51200) -> ModelCount:
+    """A GPT in float16, counted: its layers are alike, so that two of them are enough."""
+    import torch
+    from transformers import GPT2Config
+
+    from slipstream.profiler.count import count_model
+
+    config = GPT2Config(
+        n_embd=hidden_size, n_layer=2, n_head=num_heads, vocab_size=vocab_size, n_positions=2048, use_cache=False
+    )
+    return replace(count_model(config, 2048, torch.float16), kinds=(0,) * num_layers)
+
+
+def errors(rows: list[dict[str, object]]) -> dict[str, float]:
+    """Mean and worst relative error of rows with an `error`."""
+    found = [abs(float(str(row["error"]))) for row in rows]
+    return {"mean": sum(found) / len(found), "worst": max(found)}

@@ -1,0 +1,141 @@
+"""Cluster descriptions: what is shipped can be read, what can't be is refused with the field and what to type."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.cluster import SHIPPED, Cluster, load_cluster, parse_cluster
+
+DESCRIPTION: dict[str, Any] = {
+    "name": "two",
+    "num_nodes": 2,
+    "devices_per_node": 4,
+    "device": {
+        "name": "thing",
+        "flops": {"float16": 100e12},
+        "memory": 16e9,
+        "memory_bandwidth": 1e12,
+        "kernel_seconds": 5e-6,
+        "efficiency": [[1, 0.1], [100, 0.5]],
+    },
+    "inside": {"bandwidth": 100e9, "latency": 1e-6, "efficiency": 1},
+    "between": {"bandwidth": 10e9, "latency": 1e-5, "shared_by": 4, "efficiency": 1},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    description = copy.deepcopy(DESCRIPTION)
+    *parents, last = path.split(".")
+    target = description
+    for each in parents:
+        target = target[each]
+    if value is None:
+        del target[last]
+    else:
+        target[last] = value
+    return description
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_descriptions_say_where_their_numbers_come_from(name: str) -> None:
+    cluster = load_cluster(name)
+    assert (cluster.name, cluster.devices_per_node) == (name, 8)
+    assert len(cluster.sources) >= 2
+    assert cluster.inside.bandwidth > cluster.between.bandwidth
+
+
+def test_shipped_peaks() -> None:
+    peaks = [(load_cluster(name).device.flops["float16"], load_cluster(name).device.memory) for name in SHIPPED]
+    assert peaks == [(125e12, 16e9), (312e12, 80e9), (312e12, 80e9), (989.4e12, 80e9), (989.4e12, 141e9)]
+
+
+def test_yaml_and_json_files_are_read_alike(tmp_path: Path) -> None:
+    import yaml
+
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(DESCRIPTION))
+    (tmp_path / "a.json").write_text(json.dumps(DESCRIPTION))
+    found = [load_cluster(tmp_path / "a.yaml"), load_cluster(tmp_path / "a.json")]
+    assert found == [parse_cluster(DESCRIPTION)] * 2
+    assert found[0].num_devices == 8
+
+
+def test_numbers_that_yaml_takes_for_text_are_numbers() -> None:
+    assert parse_cluster(changed("between.bandwidth", "25e9")).between.bandwidth == 25e9
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("between.bandwidth", 25, ["between.bandwidth is 25", "1e+07 to 1e+14", "Type 25e9", "3.125e9 if gigabits"]),
+        ("inside.bandwidth", 0, ["inside.bandwidth is 0", "above 0"]),
+        ("inside.bandwidth", -1e9, ["inside.bandwidth", "above 0"]),
+        ("device.memory", 80, ["device.memory is 80", "bytes", "Type 80e9"]),
+        ("device.memory_bandwidth", 2039, ["device.memory_bandwidth is 2039", "Type 2039e9"]),
+        ("device.flops", {"bfloat16": 312}, ["device.flops.bfloat16 is 312", "Type 312e12 if teraFLOP/s"]),
+        ("device.flops", 312e12, ["device.flops is 312", "by dtype"]),
+        ("device.kernel_seconds", 5, ["device.kernel_seconds is 5", "Type 5e-6 if microseconds"]),
+        ("device.memory_efficiency", 80, ["device.memory_efficiency is 80", "Type 80e-2 if percent"]),
+        ("device.memory", None, ["device lacks memory", "add memory"]),
+        ("between", None, ["lacks between"]),
+        ("num_nodes", 2.5, ["num_nodes is 2.5", "whole number"]),
+        ("num_nodes", 0, ["num_nodes is 0"]),
+        ("inside.bandwith", 1e9, ["inside has no field 'bandwith'", "did you mean 'bandwidth'"]),
+        ("inside.latency", "fast", ["inside.latency is 'fast'", "seconds"]),
+        ("inside.latency", float("nan"), ["inside.latency is nan"]),
+        ("device.efficiency", [[100, 0.5], [1, 0.1]], ["efficiency has tokens [100.0, 1.0]", "from few to many"]),
+        ("device.efficiency", 0.5, ["device.efficiency is 0.5", "[tokens, fraction]"]),
+        ("device", "V100", ["device is 'V100'", "give the fields name, flops"]),
+    ],
+)
+def test_impossible_numbers_are_named_with_what_to_type(path: str, value: Any, words: list[str]) -> None:
+    with pytest.raises(SlipstreamError) as raised:
+        parse_cluster(changed(path, value))
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="did you mean 'h100-dgx'"):
+        load_cluster("h100")
+    with pytest.raises(SlipstreamError, match="can't read the cluster file"):
+        load_cluster(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(SlipstreamError, match="neither YAML nor JSON"):
+        load_cluster(tmp_path / "bad.yaml")
+
+
+def test_efficiency_is_a_line_over_the_logarithm() -> None:
+    device = parse_cluster(DESCRIPTION).device
+    fractions = [device.matmul_flops("float16", tokens) / 100e12 for tokens in (1, 10, 100, 10_000)]
+    assert fractions == pytest.approx([0.1, 0.3, 0.5, 0.5])
+    with pytest.raises(SlipstreamError, match="dtype='int3' has no peak on thing: use float16"):
+        device.matmul_flops("int3", 1)
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return parse_cluster(DESCRIPTION)
+
+
+def test_a_ring_within_a_node_moves_its_bytes_over_the_inner_link(cluster: Cluster) -> None:
+    assert cluster.all_reduce_seconds(8e9, 4) == pytest.approx(6 * 1e-6 + 1.5 * 8e9 / 100e9)
+    assert cluster.all_reduce_seconds(8e9, 1) == 0
+
+
+def test_rings_across_nodes_share_what_leads_out_of_the_node(cluster: Cluster) -> None:
+    """Four rings, each with one device of a node: a quarter of the bandwidth each; one ring of all has it alone."""
+    assert cluster.all_reduce_seconds(8e9, 2, stride=4) == pytest.approx(2 * 1e-5 + 8e9 / (10e9 / 4))
+    assert cluster.all_reduce_seconds(8e9, 8) == pytest.approx(14 * 1e-5 + 14 / 8 * 8e9 / 10e9)
+
+
+def test_a_link_of_its_own_is_not_shared(cluster: Cluster) -> None:
+    assert cluster.inside.send_seconds(1e9, senders=4) == pytest.approx(1e-6 + 0.01)
+    assert cluster.between.send_seconds(1e9, senders=2) == pytest.approx(1e-5 + 0.2)
+    assert cluster.link(3) == cluster.inside
+    assert cluster.link(4) == cluster.between
