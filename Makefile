@@ -22,7 +22,8 @@ test: $(INSTALLED)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow" -n 2
 
 test-slow: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
+	$(ONE_THREAD) $(BIN)/python -m pytest -m slow tests/training # the demo, which needs both cores
+	$(ONE_THREAD) $(BIN)/python -m pytest -m slow -n 2 --ignore=tests/training
 
 check: lint types imports docs test
 
