@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,9 @@ from scipy.stats import spearmanr
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.waterfall import WithoutLinks
-from slipstream import Op, Pipeline, Schedule, make_schedule, simulate
-from slipstream.cost import TableCost
-from slipstream.pipeline.tuning import split_all
+from slipstream import Pipeline, Schedule, make_schedule, simulate
+from slipstream.pipeline.tuning import Samples
 from slipstream.schedule.lowering import split_backwards
-from slipstream.timeline import Timeline
 
 TOKENS = 1024  # of a step, over all microbatches
 WARM_UPS, ROUNDS = 2, 5
@@ -39,25 +38,6 @@ TWO_PROCESSES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 4), (4, 2)]  # micr
 ONE_PROCESS = [(1, 8), (2, 4), (4, 2), (8, 1)]
 
 
-class Times:
-    """Seconds per (stage, slice, op) over microbatches and steps, and of messages."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[tuple[int, int, Op], list[float]] = defaultdict(list)
-        self.messages: list[float] = []
-
-    def add(self, timeline: Timeline) -> None:
-        for span in timeline.compute_spans:
-            self.seconds[span.action.stage, span.action.slice, span.action.op].append(span.seconds)
-        self.messages += [message.seconds for message in timeline.messages]
-
-    def cost(self, together: bool) -> TableCost:
-        """Within one process messages take no time."""
-        times = {key: statistics.median(seconds) for key, seconds in self.seconds.items()}
-        latency = 0.0 if together else max(0.0, min(self.messages, default=0.0))
-        return TableCost(times, latency=latency)
-
-
 def measure(num_ranks: int, num_microbatches: int, num_slices: int) -> list[dict[str, object]]:
     """One row for each schedule; every rank runs the same."""
     inputs = torch.randint(0, VOCABULARY, (num_microbatches, TOKENS // num_microbatches))
@@ -68,7 +48,7 @@ def measure(num_ranks: int, num_microbatches: int, num_slices: int) -> list[dict
         if num_ranks == 4 and stages_per_rank == 1:
             continue
         whole = make_schedule(timed, *counts)
-        references = {split_all(whole), whole}
+        references = {split_backwards(whole, everywhere=True), whole}
         schedules = {name: split_backwards(make_schedule(name, *counts)) for name in predicted}
         rows += compare(num_ranks, inputs, references, schedules)
     return rows
@@ -81,7 +61,7 @@ def compare(
     together = dist.get_world_size() == 1
     settings = {"num_ranks": num_ranks} if together else {}
     pipe = Pipeline.from_config(model_config(inputs.shape[1]), self_check=False, schedule=start, **settings)
-    times: Times = Times()
+    times = Samples()
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for index in range(WARM_UPS + ROUNDS):
         for name, schedule in [*((f"timed {k}", s) for k, s in enumerate(references)), *schedules.items()]:
@@ -106,7 +86,7 @@ def compare(
             "slices": schedule.num_slices,
             "schedule": name,
             "measured": statistics.median(measured[name]),
-            "simulated": simulate(schedule, times.cost(together)).makespan,
+            "simulated": simulate(schedule, replace(times.cost(), latency=0.0) if together else times.cost()).makespan,
         }
         for name, schedule in schedules.items()
     ]

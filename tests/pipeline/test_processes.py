@@ -59,7 +59,7 @@ def test_a_rank_that_waits_in_vain_reports() -> None:
     assert "rank 1 reported" in ended.stdout, ended.stderr[-3000:]
 
 
-@pytest.mark.parametrize("what", ["buffers", "mesh"])
+@pytest.mark.parametrize("what", ["auto", "buffers", "mesh"])
 def test_two_processes(what: str) -> None:
     ended = torchrun(2, what)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -40,9 +40,10 @@ def settle(tuner: Tuner, length: int) -> tuple[Trial, int]:
     """Let the tuner learn to the end; how many steps that took."""
     num_steps = 0
     schedule = tuner.begin(length)
-    while tuner.is_listening:
+    while tuner.is_tuning:
         num_steps += 1
-        schedule = tuner.learn(run(Trial(schedule, tuple(tuner.lengths(length)))))
+        assert tuner.listens_to(length)
+        schedule = tuner.follow(tuner.decide(run(Trial(schedule, tuple(tuner.lengths(length))))))
     return Trial(schedule, tuple(tuner.lengths(length))), num_steps
 
 
@@ -71,10 +72,23 @@ def test_a_schedule_brings_its_own_number_of_slices() -> None:
     assert tuner.lengths(64) == [22, 21, 21]
 
 
+def test_tuning_is_for_the_first_length_that_is_learned_from() -> None:
+    tuner = Tuner("1f1b", 2, 1, 1, "auto")
+    tuner.begin(500)  # a step that failed
+    schedule = tuner.begin(512)
+    assert sum(tuner.lengths(512)) == 512
+    tuner.follow(tuner.decide(run(Trial(schedule, tuple(tuner.lengths(512))))))
+    tuner.begin(400)
+    assert not tuner.listens_to(400)
+    assert sum(tuner.lengths(400)) == 400
+    assert tuner.listens_to(512)
+
+
 def test_without_auto_there_is_nothing_to_learn() -> None:
     tuner = Tuner("1f1b", 2, 1, 1, [3, 5])
     assert tuner.begin(8) is tuner.schedule
-    assert not tuner.is_listening
+    assert not tuner.is_tuning
+    assert not tuner.listens_to(8)
     assert tuner.lengths(8) == [3, 5]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from architectures import (
     ARCHITECTURES,
     BOUND,
+    LENGTH,
     build,
     gradient_error,
     gradients,
@@ -22,6 +23,7 @@ from architectures import (
     unsplit_step,
 )
 from slipstream import Pipeline, SlipstreamError
+from slipstream.pipeline.loss import causal_cross_entropy
 from slipstream.pipeline.transport import TransportError
 
 
@@ -62,6 +64,23 @@ def exact(name: str, schedule: str, stages_per_rank: str, recompute: str = "none
     placement = pipe.layout.training.placement
     crossings = sum(a != b for a, b in pairwise(placement))
     assert len(timeline.messages) == 8 * crossings  # the forwards of the evaluation
+
+
+def auto() -> None:
+    """All ranks settle on the same order and slices, and each step on the way has the loss of the unsplit model."""
+    whole = build(ARCHITECTURES["llama"], seed=3)
+    pipe = Pipeline.from_config(
+        ARCHITECTURES["llama"], seed=3, dtype=torch.float64, schedule="auto", slices="auto", self_check=False
+    )
+    inputs = tokens()
+    with torch.no_grad():
+        wanted = causal_cross_entropy(whole(input_ids=inputs, use_cache=False).logits[:, :-1], inputs[:, 1:])
+    while pipe.is_tuning:
+        assert abs(pipe.step(inputs, inputs) - wanted[0] / wanted[1]) < BOUND
+    chosen = [None, None]
+    dist.all_gather_object(chosen, (str(pipe.layout.training), pipe.slices(LENGTH)))
+    assert chosen[0] == chosen[1]
+    assert pipe.layout.training.name == "auto"
 
 
 def mismatch() -> None:
@@ -117,7 +136,7 @@ def mesh() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cases = {"exact": exact, "mismatch": mismatch, "absent": absent, "buffers": buffers, "mesh": mesh}
+    cases = {"exact": exact, "auto": auto, "mismatch": mismatch, "absent": absent, "buffers": buffers, "mesh": mesh}
     cases[sys.argv[1]](*sys.argv[2:])
     if sys.argv[1] not in ("mismatch", "absent"):
         dist.barrier()

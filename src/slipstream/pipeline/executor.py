@@ -72,6 +72,7 @@ class Executor:
         self._flight = Flight(batch, zero, zero.clone())
         self._stopwatch = Stopwatch(self._rank, self._device)
         self._posted: dict[Action, Any] = {}  # when the message's receive was posted
+        self._storages = {number: stage.storages() for number, stage in self._stages.items()} if self._saves() else {}
         return self._actions(schedule.actions[self._rank])
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -163,10 +164,14 @@ class Executor:
         g, m, i = key = key_of(action)
         stage, piece, targets = self._stages[g], self._flight.batch.slices[m][i], self._flight.batch.targets[m][i]
         tokens = (piece.input_ids, piece.position_ids, targets)
-        shared = stage.storages() | {tensor.untyped_storage().data_ptr() for tensor in tokens}
+        shared = self._storages[g] | {tensor.untyped_storage().data_ptr() for tensor in tokens}
         replay = Replay(SavedTensors(shared), self._recompute if recomputed else None, stage.owned.start, hidden)
         self._flight.replays[key] = replay
         return replay.forward(store)
+
+    def _saves(self) -> bool:
+        """Whether what a forward saves is recomputed or moved."""
+        return any(action.op in (Op.R, Op.OFFLOAD) for action in self._schedule.actions[self._rank])
 
     def _is_scheduled(self, op: Op, action: Action) -> bool:
         return Action(op, action.stage, action.microbatch, action.slice) in self._schedule.positions

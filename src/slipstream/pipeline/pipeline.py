@@ -113,6 +113,7 @@ class Pipeline:
         self._executors = self._make_executors(loss_fn or causal_cross_entropy)
         self._seed: int = self._ranks.gather(torch.initial_seed())[0]
         self._num_steps = 0
+        self._ran = ""  # the schedule of the last step or evaluation
         self.train()
 
     @classmethod
@@ -141,8 +142,8 @@ class Pipeline:
 
     @property
     def num_ranks(self) -> int:
-        """How many processes the pipeline has."""
-        return self._ranks.size
+        """How many ranks the pipeline has: each a process, or all of them in this one."""
+        return self.layout.num_ranks
 
     @property
     def is_tuning(self) -> bool:
@@ -175,8 +176,8 @@ class Pipeline:
         loss = self._run(self.layout.training, batch)
         self._tied.end()
         self._num_steps += 1
-        if self._tuner.is_listening:
-            self._adopt(self._tuner.learn(self.timeline))
+        if self._tuner.listens_to(inputs.shape[-1]):
+            self._tune()
         return loss
 
     def evaluate(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -224,7 +225,7 @@ class Pipeline:
         """What ran when in the last step or evaluation, on all ranks. Collective: every rank must ask."""
         mine = [span for executor in self._executors for span in executor.spans]
         spans = [span for spans in self._ranks.gather(mine) for span in spans]
-        return Timeline(tuple(spans), self.layout.num_ranks, name=self.layout.training.name, measured=True)
+        return Timeline(tuple(spans), self.num_ranks, name=self._ran, measured=True)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the whole model as `AutoModelForCausalLM.from_pretrained` reads it. Collective; rank 0 writes."""
@@ -258,6 +259,12 @@ class Pipeline:
             )
         return batch
 
+    def _tune(self) -> None:
+        """Rank 0 learns from the step that ran, and all follow."""
+        timeline = self.timeline
+        decision = self._tuner.decide(timeline) if self.rank == 0 else None
+        self._adopt(self._tuner.follow(self._ranks.gather(decision)[0]))
+
     def _adopt(self, schedule: Schedule) -> None:
         """From now on run this schedule, whose placement is that of the one before."""
         if schedule is not self._adopted:
@@ -266,6 +273,7 @@ class Pipeline:
             self._transport.expect(self.layout.training)
 
     def _run(self, schedule: Schedule, batch: Batch) -> Tensor:
+        self._ran = schedule.name
         run_together(self._executors, schedule, batch)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for executor in self._executors:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import numpy as np
 from slipstream.cost import TableCost
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
-from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.schedule.action import Op, Schedule
 from slipstream.schedule.flushes import in_flushes
 from slipstream.schedule.generators import make_schedule
 from slipstream.schedule.lowering import split_backwards
@@ -38,6 +37,13 @@ class Trial(NamedTuple):
 
 Maker = Callable[[int], Schedule]  # number of slices -> the schedule to start from, on the wanted placement
 Tuning = Generator[Trial, Timeline, Trial]  # yields what to run next, takes the step's timeline, returns its choice
+
+
+class Decision(NamedTuple):
+    """What the next step runs, and whether all others will."""
+
+    trial: Trial
+    is_last: bool
 
 
 class Tuner:
@@ -75,43 +81,52 @@ class Tuner:
         self.schedule = schedule
         _check_whole(schedule, compiled)
         self._tuning: Tuning | None = None
-        self._length = 0
-
-    @property
-    def is_listening(self) -> bool:
-        """Whether the timeline of the step that ran is wanted."""
-        return self._tuning is not None
+        self._length = 0  # of the sequences that are tuned for
+        self._has_learned = self._is_settled = False
 
     @property
     def is_tuning(self) -> bool:
         """Whether there is something to learn, from the first step on."""
-        return self.is_listening or (not self._length and (self._reorders or self._reslices))
+        return (self._reorders or self._reslices) and not self._is_settled
 
     def begin(self, length: int) -> Schedule:
-        """The schedule of the next step, whose sequences have `length` tokens."""
-        if not self._length:
+        """The schedule of the next step, whose sequences have `length` tokens.
+
+        Tuning is for the length of the first step that is learned from.
+        """
+        if self.is_tuning and not self._has_learned and length != self._length:
             self._length = length
             if self._reslices:
                 self._tuning = tune_slices(self._make, length, self._reorders, self._splits)
-            elif self._reorders:
+            else:
                 self._tuning = tune_order(self._make, slice_lengths(self.slices, length), self._splits)
-            if self._tuning is not None:
-                self._run(next(self._tuning))
+            self._run(next(self._tuning))
         return self.schedule
 
-    def learn(self, timeline: Timeline) -> Schedule:
-        """Take what was measured; returns the schedule of the step that comes next."""
+    def listens_to(self, length: int) -> bool:
+        """Whether the timeline of a step on sequences of `length` tokens is wanted."""
+        return self.is_tuning and length == self._length
+
+    def decide(self, timeline: Timeline) -> Decision:
+        """What to run next, given what was measured: one rank's business, whose decision all ranks `follow`.
+
+        Two machines may fit the same times to other last digits, and so choose differently.
+        """
         assert self._tuning is not None
         try:
-            self._run(self._tuning.send(timeline))
+            return Decision(self._tuning.send(timeline), is_last=False)
         except StopIteration as end:
-            self._tuning = None
-            self._run(end.value)
+            return Decision(end.value, is_last=True)
+
+    def follow(self, decision: Decision) -> Schedule:
+        """Returns the schedule of the step that comes next."""
+        self._has_learned, self._is_settled = True, decision.is_last
+        self._run(decision.trial)
         return self.schedule
 
     def lengths(self, length: int) -> list[int]:
         """The slices of such a sequence; slices found for another length are taken as their number."""
-        found_for_another = self._reslices and self._length != length
+        found_for_another = self._reslices and length != self._length
         count = self.slices if isinstance(self.slices, int) else len(self.slices)
         return slice_lengths(count if found_for_another else self.slices, length)
 
@@ -195,7 +210,7 @@ def tune_slices(make: Maker, length: int, reorders: bool, splits: bool) -> Tunin
     return min(seconds, key=seconds.__getitem__)
 
 
-class _Samples:
+class Samples:
     """Seconds of actions in some steps, over all microbatches, and of messages."""
 
     def __init__(self) -> None:
@@ -223,7 +238,7 @@ class _Fit:
         self._points: defaultdict[tuple[int, Op], list[tuple[int, int, float]]] = defaultdict(list)
         self._latency = float("inf")
 
-    def add(self, samples: _Samples, slices: Sequence[int]) -> None:
+    def add(self, samples: Samples, slices: Sequence[int]) -> None:
         contexts = list(accumulate(slices, initial=0))
         for (stage, index, op), seconds in samples.actions.items():
             self._points[stage, op].append((slices[index], contexts[index], median(seconds)))
@@ -245,26 +260,16 @@ def _features(length: np.ndarray, context: np.ndarray) -> np.ndarray:
     return np.stack([np.ones_like(length), length, length * context + length**2 / 2], axis=1)
 
 
-def _observe(start: Schedule, slices: tuple[int, ...], splits: bool) -> Generator[Trial, Timeline, _Samples]:
+def _observe(start: Schedule, slices: tuple[int, ...], splits: bool) -> Generator[Trial, Timeline, Samples]:
     """Run whole and split backwards, some steps each, and note how long everything takes."""
-    samples = _Samples()
-    warm_ups = {split_all(start): _WARM_UP, start: 1} if splits else {start: _WARM_UP}
+    samples = Samples()
+    warm_ups = {split_backwards(start, everywhere=True): _WARM_UP, start: 1} if splits else {start: _WARM_UP}
     for schedule, warm_up in warm_ups.items():
         for step in range(warm_up + _OBSERVED):
             timeline = yield Trial(schedule, slices)
             if step >= warm_up:
                 samples.add(timeline)
     return samples
-
-
-def split_all(schedule: Schedule) -> Schedule:
-    """Every backward as I and W, so that both are measured on every stage."""
-
-    def halves(action: Action) -> tuple[Action, ...]:
-        return (replace(action, op=Op.I), replace(action, op=Op.W)) if action.op is Op.B else (action,)
-
-    rows = tuple(tuple(half for action in row for half in halves(action)) for row in schedule.actions)
-    return replace(schedule, actions=rows)
 
 
 def _maybe_split(schedule: Schedule, splits: bool) -> Schedule:

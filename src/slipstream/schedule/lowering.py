@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from slipstream.schedule.action import RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import input_gradient, predecessors, running_order, validate
 from slipstream.schedule.grid import grid
+
+Seconds = Callable[[Action], float]
 
 
 class Channel(NamedTuple):
@@ -51,17 +54,19 @@ def forward_only(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=rows)
 
 
-def split_backwards(schedule: Schedule) -> Schedule:
+def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
     """Each B that sends its result to another rank becomes I and W, so that the message leaves before W.
 
     The stage before starts its backward earlier by the time of the weight gradients:
 
         rank 0        B0.1           B0.0
         rank 1  I0.1 W0.1 I0.0 W0.0
+
+    With `everywhere` each B does, whether or not it sends.
     """
 
     def halves(action: Action) -> tuple[Action, ...]:
-        if action.op is not Op.B or sending(action, schedule) is None:
+        if action.op is not Op.B or (sending(action, schedule) is None and not everywhere):
             return (action,)
         return replace(action, op=Op.I), replace(action, op=Op.W)
 
@@ -72,7 +77,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
 def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
     """Write a SEND after every action whose result another rank needs, and the RECV that takes it there.
 
-    A run with unit times (backward 2) is the witness. Each RECV is posted where its rank stands when the SEND
+    A run with `unit_seconds` is the witness. Each RECV is posted where its rank stands when the SEND
     happens in it, or `ahead` compute actions before its consumer if that is earlier, and never later than a
     RECV whose message comes after it on the same channel. Between two compute actions RECVs come first, so
     the ranks can follow the witness without a SEND ever waiting for its RECV: the result ends under
@@ -106,7 +111,7 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
 
 def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, int], list[Action]]:
     """The RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
-    starts, ends = _unit_times(schedule)
+    starts, ends = run_times(schedule, unit_seconds)
     rank_starts = [[starts[action] for action in row] for row in schedule.actions]
     latest: dict[Channel, int] = {}  # where the channel's next RECV stands
     receives: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -122,15 +127,20 @@ def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, in
     return receives
 
 
-def _unit_times(schedule: Schedule) -> tuple[dict[Action, int], dict[Action, int]]:
-    """Start and end of every action where whole backwards take 2, all others 1 and messages nothing."""
-    starts: dict[Action, int] = {}
-    ends: dict[Action, int] = {}
-    free = [0] * schedule.num_ranks
+def unit_seconds(action: Action) -> float:
+    """2 for a whole backward, nothing for what runs beside the computing, else 1."""
+    return {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}.get(action.op, 1)
+
+
+def run_times(schedule: Schedule, seconds: Seconds) -> tuple[dict[Action, float], dict[Action, float]]:
+    """Start and end of every action of a compute-only schedule where messages take no time."""
+    starts: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    free: list[float] = [0] * schedule.num_ranks
     for action in running_order(schedule):
         rank = schedule.placement[action.stage]
         starts[action] = max([free[rank], *(ends[before] for before in predecessors(action, schedule))])
-        free[rank] = ends[action] = starts[action] + (2 if action.op is Op.B else 1)
+        free[rank] = ends[action] = starts[action] + seconds(action)
     return starts, ends
 
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import predecessors, running_order, validate
-
-Seconds = Callable[[Action], float]
-
-
-def unit_seconds(action: Action) -> float:
-    """2 for a whole backward, nothing for what runs beside the computing, else 1."""
-    return {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}.get(action.op, 1)
+from slipstream.schedule.lowering import Seconds, run_times, unit_seconds
 
 
 def add_recompute(
@@ -112,7 +106,7 @@ def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds:
     _check(schedule, Op.OFFLOAD)
     if not 0 <= share <= 1 or ahead < 0:
         raise ScheduleError(f"share={share}, ahead={ahead}: a share from 0 to 1, and 0 or more actions ahead.")
-    starts, ends = _times(schedule, seconds)
+    starts, ends = run_times(schedule, seconds)
     rows = []
     for row in schedule.actions:
         num_chosen = round(share * sum(action.op is Op.F for action in row))
@@ -153,18 +147,6 @@ def _with_offload(row: tuple[Action, ...], stays: list[_Stay]) -> tuple[Action, 
         if index in offloads:
             actions.append(offloads[index])
     return tuple(actions)
-
-
-def _times(schedule: Schedule, seconds: Seconds) -> tuple[dict[Action, float], dict[Action, float]]:
-    """Start and end of every action where messages take no time."""
-    starts: dict[Action, float] = {}
-    ends: dict[Action, float] = {}
-    free: list[float] = [0] * schedule.num_ranks
-    for action in running_order(schedule):
-        rank = schedule.placement[action.stage]
-        starts[action] = max([free[rank], *(ends[before] for before in predecessors(action, schedule))])
-        free[rank] = ends[action] = starts[action] + seconds(action)
-    return starts, ends
 
 
 def _check(schedule: Schedule, op: Op) -> None:
