@@ -9,6 +9,7 @@ from transformers import GPT2Config, PretrainedConfig
 
 from architectures import ARCHITECTURES, LENGTH, build, llama, tokens
 from slipstream.model.anatomy import find_anatomy
+from slipstream.model.layer_range import LayerRange
 from slipstream.model.loading import random_model
 from slipstream.model.stage import Stage
 from slipstream.pipeline.loss import causal_cross_entropy
@@ -111,7 +112,7 @@ def test_a_layer_saves_what_a_real_stage_saves_for_one_layer_more(name: str) -> 
 
     def per_token(owned: range) -> float:
         model = random_model(config, 0, anatomy, owned, torch.float32).train()
-        stage = Stage(model, anatomy, owned, torch.device("cpu"))
+        stage = Stage(model, anatomy, LayerRange(owned.start, owned.stop), torch.device("cpu"))
         bench = StageBench(stage, 1, LENGTH, VOCABULARY, causal_cross_entropy, torch.device("cpu"))
         return (bench.activation_bytes(48) - bench.activation_bytes(16)) / 32
 

@@ -150,7 +150,7 @@ def test_evaluation_is_the_loss_without_dropout_or_gradients() -> None:
     pipe = Pipeline(model, slices=4, num_ranks=2, self_check=False)
     assert abs(pipe.evaluate(inputs, labels) - unsplit_step(whole, inputs, labels)) < BOUND
     assert not gradients(pipe.named_parameters())
-    assert abs(pipe.step(inputs, labels) - pipe.evaluate(inputs, labels)) > 1e-3  # training mode is back
+    assert abs(pipe.step(inputs, labels) - pipe.evaluate(inputs, labels)) > 1e-4  # training mode is back
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -48,6 +48,12 @@ def test_processes_recompute_and_offload() -> None:
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
+def test_processes_share_layers_by_halves() -> None:
+    """Each has the halves of two layers that the other doesn't; only what a process owns is in its memory."""
+    ended = torchrun(2, "exact", "llama, tied", "zb-v", "2", "none", "0", "0.5 1 1.5 1")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
 def test_batches_of_different_shapes_are_found_out() -> None:
     ended = torchrun(2, "mismatch")
     assert "rank 1 found the mismatch" in ended.stdout, ended.stderr[-3000:]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, labels_of, tokens, unsplit_step
-from slipstream import Op, Pipeline
+from slipstream import Op, Pipeline, SlipstreamError
 from slipstream.cost import TableCost
-from slipstream.pipeline.tuning import Trial, Tuner
+from slipstream.pipeline.trials import Trial
+from slipstream.pipeline.tuning import Tuner
 from slipstream.schedule.generators import one_f_one_b
 from slipstream.schedule.lowering import split_backwards
 from slipstream.simulator import simulate
@@ -127,3 +128,47 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(ranks: int
 def unsplit_loss(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     logits = model(input_ids=inputs, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("slices", [4, "auto"])
+def test_auto_repeats_what_it_tries_in_every_flush(slices: int | str) -> None:
+    tuner = Tuner("auto", 2, 4, 1, slices, num_flushes=2)
+    schedule = tuner.begin(2048)
+    for _ in range(40):
+        if not tuner.is_tuning:
+            break
+        assert schedule.num_microbatches == 4
+        for row in schedule.actions:
+            flushes = [action.microbatch // 2 for action in row]
+            assert flushes == sorted(flushes)
+        schedule = tuner.follow(tuner.decide(run(Trial(schedule, tuple(tuner.lengths(2048))))))
+    assert not tuner.is_tuning
+    assert schedule.num_microbatches == 4
+
+
+@pytest.mark.parametrize("slices", [4, "auto"])
+def test_auto_splits_no_backward_of_a_compiled_module(slices: int | str) -> None:
+    tuner = Tuner("auto", 2, 2, 1, slices, compiled=["layers.0.mlp"])
+    schedule = tuner.begin(2048)
+    while tuner.is_tuning:
+        assert all(action.op in (Op.F, Op.B) for action in schedule.positions)
+        schedule = tuner.follow(tuner.decide(run(Trial(schedule, tuple(tuner.lengths(2048))))))
+    assert all(action.op in (Op.F, Op.B) for action in schedule.positions)
+
+
+def test_a_given_schedule_that_splits_a_compiled_module_is_refused() -> None:
+    split = split_backwards(one_f_one_b(2, 1, 3), everywhere=True)
+    with pytest.raises(SlipstreamError, match=r"layers\.0\.mlp is compiled, so its backward is one piece"):
+        Tuner(split, 2, 1, 1, 3, compiled=["layers.0.mlp"])
+    Tuner(one_f_one_b(2, 1, 3), 2, 1, 1, 3, compiled=["layers.0.mlp"])
+
+
+@pytest.mark.parametrize(("given", "near"), [("zbv", "zb-v"), ("atuo", "auto"), ("1f1p", "1f1b")])
+def test_a_mistyped_schedule_is_told_the_nearest_and_that_auto_is_one(given: str, near: str) -> None:
+    with pytest.raises(SlipstreamError, match=rf"schedule='{given}' is not known; did you mean '{near}'\?.*, auto, or"):
+        Tuner(given, 2, 1, 1, 4)
+
+
+def test_learning_slices_takes_at_most_29_steps() -> None:
+    _, num_steps = settle(Tuner("1f1b", 2, 1, 1, "auto"), 2048)
+    assert 20 <= num_steps <= 29

@@ -27,7 +27,9 @@ from slipstream.pipeline.loss import causal_cross_entropy
 from slipstream.pipeline.transport import TransportError
 
 
-def exact(name: str, schedule: str, stages_per_rank: str, recompute: str = "none", offload: str = "0") -> None:
+def exact(
+    name: str, schedule: str, stages_per_rank: str, recompute: str = "none", offload: str = "0", partition: str = ""
+) -> None:
     """Two steps of AdamW with clipping follow the unsplit model; the loss is on every rank."""
     whole = build(ARCHITECTURES[name], seed=3)
     pipe = Pipeline.from_config(
@@ -40,6 +42,7 @@ def exact(name: str, schedule: str, stages_per_rank: str, recompute: str = "none
         num_microbatches=2,
         recompute=recompute,
         offload=float(offload),
+        partition=[float(count) for count in partition.split()] or "auto",
     )
     optimizers = [torch.optim.AdamW(parameters, lr=1e-3) for parameters in (pipe.parameters(), whole.parameters())]
     for step in range(2):

@@ -54,6 +54,8 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--pipeline.slices=65", ["pipeline.slices=65", "64 tokens", "1 to 64"]),
         ("--pipeline.num_microbatches=2", ["training.batch_size=1", "num_microbatches=2", "1 to 1"]),
         ("--pipeline.partition=[1, 1, 1]", ["[1, 1, 1] names 3 stages", "stages_per_rank = 2"]),
+        ("--pipeline.partition=[1.25, 1.75]", ["[1.25, 1.75] must give every stage", "multiples of 0.5"]),
+        ("--pipeline.partition=[0, 2]", ["[0, 2] must give every stage half a layer at least"]),
         ("--pipeline.schedule=1f1p", ["pipeline.schedule='1f1p' is not known", "did you mean '1f1b'"]),
         ("--pipeline.stages_per_rank=2", ["pipeline.stages_per_rank=2", "'1f1b' has exactly 1"]),
         ("--pipeline.num_flushes=3", ["num_microbatches=1 don't divide into pipeline.num_flushes=3"]),

@@ -109,6 +109,19 @@ def test_a_partition_of_other_layers(refuse: Refuse, values: dict[str, Any]) -> 
     assert "[2, 1] adds up to 3 layers, but the model has 2" in refuse(values)
 
 
+@pytest.mark.parametrize(
+    ("partition", "reason"),
+    [
+        ([1.5, 1.5], "[1.5, 1.5] adds up to 3.0 layers, but the model has 2"),
+        ([1.5, 0.5], "'gpt_neox' can't be cut inside layer 0 (GPTNeoXLayer)"),
+    ],
+)
+def test_half_layers(refuse: Refuse, values: dict[str, Any], partition: list[float], reason: str) -> None:
+    values["model"]["config"]["model_type"] = "gpt_neox"
+    values["pipeline"]["partition"] = partition
+    assert reason in refuse(values)
+
+
 def test_a_sequence_longer_than_the_positions(refuse: Refuse, values: dict[str, Any]) -> None:
     values["training"]["seq_len"] = 65
     assert "training.seq_len=65 is more than the model's 64 positions" in refuse(values)

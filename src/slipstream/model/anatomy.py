@@ -15,7 +15,19 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.layer_range import Half
 from slipstream.model.toy import toy_model, toy_tokens
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """A child of a layer that has parameters, and the half of the layer that it is part of."""
+
+    name: str  # within the layer, e.g. "mlp"
+    kind: str  # its class's name: layers of one model may have different children of one name
+    half: Half
+    tuple_length: int = 0  # it returns a tuple of this length; 0: a tensor
+    begins_half: bool = False  # nothing of its half runs before it
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,7 @@ class Anatomy:
     after: tuple[str, ...]  # e.g. ("model.norm", "lm_head")
     tuple_length: int = 0  # layers return a tuple of this length, its first item the hidden states; 0: a tensor
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter): one weight on two stages
+    halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty where nobody asked, or it can't be
 
 
 def find_anatomy(config: PretrainedConfig) -> Anatomy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import (
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
+from slipstream.model.layer_range import HalfLayer
 from slipstream.model.split import keep_layers
 from slipstream.model.toy import quiet_transformers
 
@@ -80,7 +81,7 @@ def random_model(
     config: PretrainedConfig,
     seed: int,
     anatomy: Anatomy,
-    owned: Collection[int],
+    owned: Collection[int | HalfLayer],
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """The layers `owned` of `torch.manual_seed(seed); AutoModelForCausalLM.from_config(config)`, to the bit.
@@ -104,7 +105,7 @@ def pretrained_model(
     path: str,
     config: PretrainedConfig,
     anatomy: Anatomy,
-    owned: Collection[int],
+    owned: Collection[int | HalfLayer],
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """The layers `owned` of a folder of safetensors or a model on the hub; no other tensor is read.
@@ -139,7 +140,7 @@ def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
 
 
-def _partial_class(whole: type[PreTrainedModel], anatomy: Anatomy, owned: Collection[int]) -> Any:
+def _partial_class(whole: type[PreTrainedModel], anatomy: Anatomy, owned: Collection[int | HalfLayer]) -> Any:
     """`whole` with everything but `owned` cut off as soon as it is constructed, on meta, before weights are read."""
 
     def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -158,13 +159,24 @@ def load_config(path: str) -> PretrainedConfig:
         raise SlipstreamError(f"no model at {path!r}: expected {known}. {error}") from error
 
 
+def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedConfig:
+    """The config with these settings, `model_type` among them; SlipstreamError says what is wrong with `name`."""
+    values = dict(settings)
+    model_type = values.pop("model_type", None)
+    try:
+        found: PretrainedConfig = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise SlipstreamError(f"{name} with model_type={model_type!r} isn't usable: {error}") from error
+    return found
+
+
 def _construct(config: PretrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
     """`from_config` without its side effect: it writes the dtype into the config it is given."""
     chosen = {} if dtype is None else {"dtype": dtype}
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)
 
 
-def _kept_storages(model: PreTrainedModel, anatomy: Anatomy, owned: Collection[int]) -> set[int]:
+def _kept_storages(model: PreTrainedModel, anatomy: Anatomy, owned: Collection[int | HalfLayer]) -> set[int]:
     """Storages of what is left after the cut. Buffers are kept everywhere: rotary tables belong to every stage."""
     buffers = [_storage(buffer) for buffer in model.buffers()]
     keep_layers(model, anatomy, owned, torch.device("meta"))

@@ -27,8 +27,9 @@ class Recompute:
     """What R recomputes of a slice; F keeps the rest.
 
     `full` is all that F does on the stage, head and loss included. A number is that of the stage's first layers, and
-    what comes before them. `selective` keeps the outputs of matrix products and of attention, and recomputes norms,
-    activations, rotary embeddings, dropout and the loss, which cost memory but little time.
+    what comes before them; half a layer counts as one. `selective` keeps the outputs of matrix products and of
+    attention, and recomputes norms, activations, rotary embeddings, dropout and the loss, which cost memory but little
+    time.
     """
 
     num_layers: int | None = None  # None: everything

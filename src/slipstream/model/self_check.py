@@ -21,6 +21,7 @@ from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy, find_anatomy
 from slipstream.model.context import TokenSlice
+from slipstream.model.layer_range import LayerRange
 from slipstream.model.reference import full_precision, noting_attention
 from slipstream.model.split import share
 from slipstream.model.stage import Stage
@@ -106,7 +107,7 @@ def _run_sliced(model: PreTrainedModel, anatomy: Anatomy, tokens: Tensor) -> _Tr
     """Two stages, four slices, forwards and reversed backwards, by hand."""
     cpu, num_layers = torch.device("cpu"), len(list(model.get_submodule(anatomy.layers).children()))
     middle = (num_layers + 1) // 2
-    cuts = [range(0, num_layers)] if num_layers == 1 else [range(0, middle), range(middle, num_layers)]
+    cuts = [LayerRange(0, middle), LayerRange(middle, num_layers)] if num_layers > 1 else [LayerRange(0, 1)]
     stages = [Stage(share(model), anatomy, owned, cpu) for owned in cuts]
     stores = [ContextStore(TOY_LENGTH) for _ in stages]
     outputs: dict[str, list[Tensor]] = {}
@@ -145,12 +146,12 @@ def _weights(logits: Tensor) -> Tensor:
 
 @contextmanager
 def _recording(
-    model: nn.Module, anatomy: Anatomy, outputs: dict[str, list[Tensor]], owned: range | None = None
+    model: nn.Module, anatomy: Anatomy, outputs: dict[str, list[Tensor]], owned: LayerRange | None = None
 ) -> Iterator[None]:
     """Collect the first layer's input and every owned layer's output, a list of slices each."""
     layers = list(model.get_submodule(anatomy.layers).children())
     hooks = []
-    for index in owned or range(len(layers)):
+    for index in range(len(layers)) if owned is None else owned.layers:
         if index == 0:
             hooks.append(layers[0].register_forward_pre_hook(_recorder(outputs, "input of layer 0"), with_kwargs=True))
         hooks.append(layers[index].register_forward_hook(_output_recorder(outputs, f"layer {index}")))
@@ -182,7 +183,7 @@ def _check_attention(stages: list[Stage], anatomy: Anatomy, stores: list[Context
     """A layer attends as often in every slice."""
     for stage, store in zip(stages, stores, strict=True):
         layers = list(stage.model.get_submodule(anatomy.layers).children())
-        for index in stage.owned:
+        for index in stage.owned.layers:
             inside = set(layers[index].modules())
             calls = [call for call in store.calls if call[0] in inside]  # type: ignore[index]
             if any(len(store.reads(call)) != num_slices for call in calls):

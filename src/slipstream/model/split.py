@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slipstream.model.anatomy import Anatomy
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import Anatomy, LayerPart
+from slipstream.model.layer_range import Half, HalfLayer
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 class PassThrough(nn.Module):
@@ -27,8 +31,21 @@ class PassThrough(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        found = self._instead_of(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
         return (found, *[None] * (self.tuple_length - 1)) if self.tuple_length else found
+
+    def _instead_of(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class ZeroBranch(PassThrough):
+    """Stands where another stage's half of a layer was, so that its residual connection adds nothing.
+
+    What it gives back is -0.0, since x + -0.0 is x to the bit for every x, and x + 0.0 is not for x = -0.0.
+    """
+
+    def _instead_of(self, tensor: Tensor) -> Tensor:
+        return tensor.new_full((), -0.0).expand(tensor.shape)  # takes no memory
 
 
 class EmptyEmbedding(nn.Module):
@@ -47,7 +64,7 @@ class EmptyEmbedding(nn.Module):
 
 
 def keep_layers(
-    model: PreTrainedModel, anatomy: Anatomy, owned: Collection[int], device: torch.device | None = None
+    model: PreTrainedModel, anatomy: Anatomy, owned: Collection[int | HalfLayer], device: torch.device | None = None
 ) -> None:
     """Replace, in place, every part of `model` that the stages with the layers `owned` do not compute.
 
@@ -56,20 +73,71 @@ def keep_layers(
     layers: Any = model.get_submodule(anatomy.layers)
     num_layers = len(list(layers.children()))
     for index, layer in enumerate(list(layers.children())):
-        if index not in owned and not isinstance(layer, PassThrough):
+        halves = _owned_halves(index, owned)
+        if isinstance(layer, PassThrough):
+            continue  # an earlier cut
+        if not halves:
             layers[index] = PassThrough(layer, anatomy.tuple_length)
-    if num_layers - 1 not in owned:
+        elif len(halves) == 1:
+            keep_half(layer, anatomy.halves, halves[0])
+    is_first = Half.ATTENTION in _owned_halves(0, owned)
+    is_last = Half.FEED_FORWARD in _owned_halves(num_layers - 1, owned)
+    if not is_last:
         for name in anatomy.after:
             _replace(model, name, PassThrough(model.get_submodule(name)))
         model.all_tied_weights_keys = {}  # no head here that could share a weight
-    if 0 not in owned:
-        shared = {embedding.rpartition(".")[0] for _, embedding in anatomy.tied if num_layers - 1 in owned}
+    if not is_first:
+        shared = {embedding.rpartition(".")[0] for _, embedding in anatomy.tied if is_last}
         for name in anatomy.before:
             if name not in shared:
                 _replace(model, name, _empty(model.get_submodule(name), device))
 
 
-def share(model: PreTrainedModel) -> PreTrainedModel:
+def keep_half(layer: nn.Module, parts: Sequence[LayerPart], half: Half) -> None:
+    """Replace, in place, what belongs to the layer's other half: norms hand on, what multiplies adds nothing.
+
+    Children without parameters stay: dropout of nothing is nothing.
+    """
+    for name, child in list(layer.named_children()):
+        part = _part_of(name, child, parts)
+        if part is not None and part.half is not half:
+            multiplies = any(parameter.dim() > 1 for parameter in child.parameters())
+            setattr(layer, name, (ZeroBranch if multiplies else PassThrough)(child, part.tuple_length))
+
+
+def second_half(layer: nn.Module, parts: Sequence[LayerPart]) -> nn.Module | None:
+    """The child that begins the layer's feed-forward half; None if that isn't here, or not known."""
+    for name, child in layer.named_children() if parts else ():
+        part = _part_of(name, child, parts)
+        if part is not None and part.begins_half and part.half is Half.FEED_FORWARD:
+            return child
+    return None
+
+
+def half_of(name: str, child: nn.Module, parts: Sequence[LayerPart]) -> Half | None:
+    """The half of a layer that its child belongs to; None without parameters."""
+    part = _part_of(name, child, parts)
+    return None if part is None else part.half
+
+
+def _part_of(name: str, child: nn.Module, parts: Sequence[LayerPart]) -> LayerPart | None:
+    """What is known of a layer's child; None without parameters, as another stage's placeholder."""
+    if next(child.parameters(), None) is None:
+        return None
+    found = next((part for part in parts if (part.name, part.kind) == (name, type(child).__name__)), None)
+    if found is None:
+        raise SlipstreamError(
+            f"a layer's {name!r} is a {type(child).__name__}, which its architecture doesn't have there, so layers "
+            "can't be cut in half. Give whole numbers of layers."
+        )
+    return found
+
+
+def _owned_halves(layer: int, owned: Collection[int | HalfLayer]) -> list[Half]:
+    return [half for half in Half if layer in owned or HalfLayer(layer, half) in owned]
+
+
+def share(model: _Model) -> _Model:
     """A second skeleton over the same parameters and buffers, to be cut differently: no memory but the modules'."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})

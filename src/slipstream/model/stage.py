@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.model import attention_interface
-from slipstream.model.anatomy import Anatomy
+from slipstream.model.anatomy import Anatomy, LayerPart
 from slipstream.model.context import SliceContext, TokenSlice, active_slice, keyed_random_state
+from slipstream.model.layer_range import LayerRange
 from slipstream.model.masks import MaskTables
 from slipstream.model.rope import fix_length_dependent_rope
-from slipstream.model.split import keep_layers
+from slipstream.model.split import keep_layers, second_half
 from slipstream.model.weight_gradients import add_weight_gradients_in_place
 
 
@@ -40,7 +41,7 @@ class Stage:
     What travels between stages is (b, T, hidden_size) of hidden_dtype.
     """
 
-    def __init__(self, model: PreTrainedModel, anatomy: Anatomy, owned: range, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy, owned: LayerRange, device: torch.device) -> None:
         attention_interface.register()
         model.set_attn_implementation(attention_interface.NAME)
         self.owned = owned
@@ -54,8 +55,8 @@ class Stage:
         self.hidden_dtype: torch.dtype = next(model.get_submodule(anatomy.layers).parameters()).dtype
         self.tables = MaskTables(device)
         self._context: SliceContext | None = None
-        self._uses_randomness = _uses_randomness(model)
-        self._watch([*model.get_submodule(anatomy.layers).children()])
+        self._uses_randomness = uses_randomness(model)
+        self._watch([*model.get_submodule(anatomy.layers).children()], anatomy.halves)
         self._learn_masks(device)
 
     @property
@@ -99,7 +100,7 @@ class Stage:
             raise RuntimeError(f"the model built {context.num_masks} masks, {len(self.tables)} when it was first run")
         if self.is_last:
             return output.logits  # type: ignore[no-any-return]
-        assert context.output is not None, f"layer {self.owned.stop - 1} did not run"
+        assert context.output is not None, f"layer {self.owned.layers[-1]} did not run"
         return context.output
 
     @property
@@ -113,17 +114,30 @@ class Stage:
         if self._is_random:
             torch.manual_seed(self._context.seed(layer))
 
-    def _watch(self, layers: list[nn.Module]) -> None:
-        for index in self.owned:
+    def _watch(self, layers: list[nn.Module], halves: Sequence[LayerPart]) -> None:
+        for index in self.owned.layers:
             layers[index].register_forward_pre_hook(self._entering(index))
+            middle = second_half(layers[index], halves)
+            if middle is not None and self._uses_randomness:
+                middle.register_forward_pre_hook(self._entering_second_half(index))
         if not self.is_first:
-            layers[self.owned.start].register_forward_pre_hook(self._receive, with_kwargs=True)
-        last = layers[self.owned.stop - 1]
+            layers[self.owned.layers[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
+        last = layers[self.owned.layers[-1]]
         last.register_forward_hook(self._entering(self.num_layers) if self.is_last else self._keep)
 
     def _entering(self, layer: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             self._enter(layer)
+
+        return hook
+
+    def _entering_second_half(self, layer: int) -> Callable[..., None]:
+        """Its dropout draws the same whether the first half ran here, on another stage, or is a placeholder."""
+
+        def hook(*_: Any) -> None:
+            assert self._context is not None
+            if self._is_random:
+                torch.manual_seed(self._context.seed(layer, "feed-forward"))
 
         return hook
 
@@ -166,7 +180,7 @@ def _separate_head(model: PreTrainedModel, anatomy: Anatomy, is_last: bool) -> l
     return tied
 
 
-def _uses_randomness(model: nn.Module) -> bool:
+def uses_randomness(model: nn.Module) -> bool:
     """Whether training draws random numbers: dropout of any kind, or a router's jitter."""
     return any(
         isinstance(value, float)

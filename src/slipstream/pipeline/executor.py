@@ -165,7 +165,7 @@ class Executor:
         stage, piece, targets = self._stages[g], self._flight.batch.slices[m][i], self._flight.batch.targets[m][i]
         tokens = (piece.input_ids, piece.position_ids, targets)
         shared = self._storages[g] | {tensor.untyped_storage().data_ptr() for tensor in tokens}
-        replay = Replay(SavedTensors(shared), self._recompute if recomputed else None, stage.owned.start, hidden)
+        replay = Replay(SavedTensors(shared), self._recompute if recomputed else None, stage.owned.layers.start, hidden)
         self._flight.replays[key] = replay
         return replay.forward(store)
 

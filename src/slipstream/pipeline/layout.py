@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
+from slipstream.model.layer_range import LayerRange
 from slipstream.model.recompute import Recompute
-from slipstream.model.toy import quiet_transformers
-from slipstream.planner.partition import partition_layers
+from slipstream.pipeline.partition import assign_layers
 from slipstream.schedule.action import Op, Schedule
 from slipstream.schedule.lowering import add_communication, check_communication, forward_only
 from slipstream.schedule.memory_passes import add_offload, add_recompute
@@ -27,22 +23,30 @@ class Layout:
 
     training: Schedule
     evaluation: Schedule
-    layers: tuple[range, ...]
+    layers: tuple[LayerRange, ...]
+    anatomy: Anatomy  # of the model whose layers they are
     recompute: Recompute | None = None  # what the R's of `training` recompute
     offload: float = 0.0  # the share of slices that wait in host memory
 
     @classmethod
-    def of(cls, schedule: Schedule, layers: tuple[range, ...], recompute: Recompute | None, offload: float) -> Layout:
+    def of(
+        cls,
+        schedule: Schedule,
+        layers: tuple[LayerRange, ...],
+        anatomy: Anatomy,
+        recompute: Recompute | None,
+        offload: float,
+    ) -> Layout:
         """Lower the schedule, and prove that its communication ends."""
         schedule = _with_less_memory(schedule, recompute, offload)
         lowered = schedule if schedule.is_lowered else add_communication(schedule)
         check_communication(lowered)
         evaluation = add_communication(forward_only(schedule))  # its order within a rank is that of training
-        return cls(lowered, evaluation, layers, recompute, offload)
+        return cls(lowered, evaluation, layers, anatomy, recompute, offload)
 
     def with_schedule(self, schedule: Schedule) -> Layout:
         """The same stages in another order, of any number of slices."""
-        return Layout.of(schedule, self.layers, self.recompute, self.offload)
+        return Layout.of(schedule, self.layers, self.anatomy, self.recompute, self.offload)
 
     @property
     def num_ranks(self) -> int:
@@ -59,7 +63,7 @@ def plan_layout(
     schedule: Schedule,
     slices: int | Sequence[int],
     num_ranks: int,
-    partition: str | Sequence[int],
+    partition: str | Sequence[float],
     recompute: str | int = "none",
     offload: float = 0.0,
 ) -> Layout:
@@ -74,9 +78,9 @@ def plan_layout(
             f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
             f"{schedule.num_slices} slices. Give {schedule.num_slices} lengths."
         )
-    counts = _layers_per_stage(config, anatomy, partition, schedule.num_stages)
-    layers = tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
-    return Layout.of(schedule, layers, Recompute.parse(recompute, max(counts)), offload)
+    layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement)
+    most_layers = max(len(stage) for stage in layers)
+    return Layout.of(schedule, layers, anatomy, Recompute.parse(recompute, most_layers), offload)
 
 
 def _with_less_memory(schedule: Schedule, recompute: Recompute | None, offload: float) -> Schedule:
@@ -94,39 +98,3 @@ def _with_less_memory(schedule: Schedule, recompute: Recompute | None, offload: 
     if recompute is not None and given is None:
         schedule = add_recompute(schedule)
     return add_offload(schedule, offload) if offload else schedule
-
-
-def _layers_per_stage(
-    config: PretrainedConfig, anatomy: Anatomy, partition: str | Sequence[int], num_stages: int
-) -> list[int]:
-    if isinstance(partition, str):
-        if partition != "auto":
-            raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")
-        return partition_layers(layer_costs(config, anatomy), num_stages)
-    num_layers = len(layer_costs(config, anatomy))
-    if len(partition) != num_stages or sum(partition) != num_layers or min(partition) < 1:
-        raise SlipstreamError(
-            f"partition={list(partition)} has {len(partition)} stages and {sum(partition)} layers; needed are "
-            f"{num_stages} stages of at least one layer, {num_layers} layers in all."
-        )
-    return list(partition)
-
-
-def layer_costs(config: PretrainedConfig, anatomy: Anatomy) -> list[float]:
-    """What each layer computes per token, in multiplications with weights; the last layer's includes the head's."""
-    with torch.device("meta"), quiet_transformers():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    costs = [_multiplications(layer, config) for layer in model.get_submodule(anatomy.layers).children()]
-    costs[-1] += sum(_multiplications(model.get_submodule(name), config) for name in anatomy.after)
-    return costs
-
-
-def _multiplications(module: nn.Module, config: PretrainedConfig) -> float:
-    """Matrices multiply once with every token; of experts, held as one 3-D tensor, only those a token is sent to."""
-    text = config.get_text_config()
-    experts = next(
-        (n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(text, k, None))),
-        1,
-    )
-    used = min(1.0, (getattr(text, "num_experts_per_tok", None) or 1) / experts)
-    return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in module.parameters() if p.dim() > 1)

@@ -24,10 +24,12 @@ from slipstream.pipeline.executor import Executor, LossFunction, run_together
 from slipstream.pipeline.export import save_pretrained
 from slipstream.pipeline.layout import plan_layout
 from slipstream.pipeline.loss import causal_cross_entropy
+from slipstream.pipeline.memory_limit import Gauge
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.source import Source, cast, in_memory
 from slipstream.pipeline.tied import TiedGradients
 from slipstream.pipeline.transport import LocalTransport, Transport, connect
+from slipstream.pipeline.trials import Answer
 from slipstream.pipeline.tuning import Tuner
 from slipstream.schedule.action import Schedule
 from slipstream.timeline import Timeline
@@ -49,11 +51,14 @@ class Pipeline:
         slices: the number of token slices of a sequence, their lengths in tokens, or "auto": the first steps are
             measured, and the lengths chosen that run fastest.
         stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
-        partition: layers per stage, or "auto": by the weights each layer multiplies with, the head counted.
+        partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
+            feed-forward half. Or "auto": by the weights each layer multiplies with, the head counted; in halves where
+            that makes the slowest rank at least 3% cheaper.
         mesh: a DeviceMesh with an axis "pp"; default: all ranks.
         recompute: what of a slice's activations is dropped after its forward and computed again before its backward:
             "none"; "selective", all but the outputs of matrix products and attention; "full", all but keys and values;
-            or the number of layers of each stage, its first ones, that are recomputed in full.
+            or the number of layers of each stage, its first ones, that are recomputed in full; half a layer counts as
+            one.
         loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
             targets that are not -100.
         dtype: of the parameters; default: as they are.
@@ -63,6 +68,9 @@ class Pipeline:
             forward and backward: pinned memory with a GPU, else a file. Keys and values stay.
         num_flushes: how many times the pipeline is filled and drained in a step, so that no more than
             num_microbatches / num_flushes microbatches hold activations at once (gradient accumulation).
+        memory_limit: bytes that a rank may hold: parameters, gradients, AdamW's state, messages, activations, keys and
+            values. Before the first step on a batch of new shape its parts are measured; a schedule that holds more is
+            refused, and schedule="auto" looks for one that doesn't.
         self_check: whether to compare the architecture at toy size, sliced and whole, before training (a second).
         timeout: how long a rank waits for a message before it gives up.
 
@@ -77,7 +85,7 @@ class Pipeline:
         num_microbatches: int = 1,
         slices: int | Sequence[int] | Literal["auto"] = 8,
         stages_per_rank: int = 1,
-        partition: str | Sequence[int] = "auto",
+        partition: str | Sequence[float] = "auto",
         mesh: DeviceMesh | None = None,
         recompute: str | int = "none",
         loss_fn: LossFunction | None = None,
@@ -87,6 +95,7 @@ class Pipeline:
         num_ranks: int | None = None,
         offload: float = 0.0,
         num_flushes: int = 1,
+        memory_limit: float | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
@@ -99,13 +108,14 @@ class Pipeline:
         anatomy = find_anatomy(self.config)
         num_ranks = self._num_ranks(num_ranks, schedule)
         self._tuner = Tuner(
-            schedule, num_ranks, num_microbatches, stages_per_rank, slices, num_flushes, source.compiled
+            schedule, num_ranks, num_microbatches, stages_per_rank, slices, num_flushes, source.compiled, memory_limit
         )
+        self._gauge = Gauge(memory_limit)
         self._adopted = self._tuner.schedule
         self.layout = plan_layout(
             self.config, anatomy, self._tuner.schedule, self._tuner.slices, num_ranks, partition, recompute, offload
         )
-        self._stages = self._make_stages(source, anatomy, dtype)
+        self._stages = self._make_stages(source, self.layout.anatomy, dtype)
         self._tied = TiedGradients([*self._stages.values()], self._ends() if anatomy.tied else [0])
         self._transport: Transport = LocalTransport()
         if self._ranks.size > 1:
@@ -171,13 +181,14 @@ class Pipeline:
                 transformers, where position_ids don't count on.
         """
         self._adopt(self._tuner.begin(inputs.shape[-1]))
+        self._find_room(inputs, targets)
         batch = self._cut(inputs, targets, position_ids, document_ids)
         self._tied.begin()
         loss = self._run(self.layout.training, batch)
         self._tied.end()
         self._num_steps += 1
         if self._tuner.listens_to(inputs.shape[-1]):
-            self._tune()
+            self._tune(self.timeline)
         return loss
 
     def evaluate(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -259,11 +270,26 @@ class Pipeline:
             )
         return batch
 
-    def _tune(self) -> None:
-        """Rank 0 learns from the step that ran, and all follow."""
-        timeline = self.timeline
-        decision = self._tuner.decide(timeline) if self.rank == 0 else None
+    def _tune(self, answer: Answer) -> None:
+        """Rank 0 learns from the step that ran, or from what it would hold, and all follow."""
+        decision, error = None, None
+        if self.rank == 0:
+            try:
+                decision = self._tuner.decide(answer)
+            except SlipstreamError as found:
+                error = found
+        try:
+            self._ranks.agree(error)
+        except SlipstreamError:
+            self._tuner.forget()
+            raise
         self._adopt(self._tuner.follow(self._ranks.gather(decision)[0]))
+
+    def _find_room(self, inputs: Tensor, targets: Tensor) -> None:
+        """Until the next step is one to run that keeps to the memory limit, if there is one."""
+        while self._tuner.asks_what_it_holds and self._tuner.listens_to(inputs.shape[-1]):
+            self._tune(self._gauge.holdings(self, inputs, targets))
+        self._gauge.check(self, inputs, targets)
 
     def _adopt(self, schedule: Schedule) -> None:
         """From now on run this schedule, whose placement is that of the one before."""
@@ -274,6 +300,7 @@ class Pipeline:
 
     def _run(self, schedule: Schedule, batch: Batch) -> Tensor:
         self._ran = schedule.name
+        self._transport.begin()
         run_together(self._executors, schedule, batch)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for executor in self._executors:

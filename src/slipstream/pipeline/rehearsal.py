@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from slipstream.model.stage import Stage
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.executor import Executor, run_together
 from slipstream.pipeline.live_memory import Memory, memory_meter, tensors_alive
-from slipstream.pipeline.pipeline import Pipeline
 from slipstream.pipeline.transport import HEADER_BYTES
 from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
 from slipstream.schedule.lowering import Channel
+
+if TYPE_CHECKING:
+    from slipstream.pipeline.pipeline import Pipeline
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
 
@@ -256,6 +259,9 @@ class _MadeUp:
         self._device = device
         self._posted: dict[Action, Tensor] = {}
         self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def begin(self) -> None:
+        pass
 
     def expect(self, schedule: Schedule) -> None:
         pass

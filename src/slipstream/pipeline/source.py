@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
+from slipstream.model.layer_range import HalfLayer
 from slipstream.model.weight_gradients import compiled_modules
 
 
@@ -18,7 +19,7 @@ class Source:
     """A model that need not be in memory yet: `load` makes the given layers of it."""
 
     config: PretrainedConfig
-    load: Callable[[Anatomy, list[int]], PreTrainedModel]
+    load: Callable[[Anatomy, list[int | HalfLayer]], PreTrainedModel]
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
 
 

@@ -31,6 +31,8 @@ class TiedGradients:
         for name, tied in self._all().items():
             self._earlier[name] = tied.parameter.grad
             tied.parameter.grad = None
+            if tied.head is not None:
+                tied.head.grad = None  # of a step that failed
 
     def end(self) -> None:
         for name, tied in self._all().items():

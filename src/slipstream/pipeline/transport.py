@@ -29,6 +29,10 @@ class TransportError(RuntimeError):
 class Transport(Protocol):
     """One rank's end of all its channels. An action names a message: the SEND's on both ends."""
 
+    def begin(self) -> None:
+        """A step comes next. Messages of one that failed are forgotten, where that can be done: within a process."""
+        ...
+
     def expect(self, schedule: Schedule) -> None:
         """The messages of this lowered schedule, or its evaluation, come next; its placement stays the same."""
         ...
@@ -65,6 +69,10 @@ class LocalTransport:
         self._sent: defaultdict[Channel, deque[tuple[Action, Tensor]]] = defaultdict(deque)
         self._posted: defaultdict[Channel, deque[tuple[Action, torch.Size, torch.dtype]]] = defaultdict(deque)
         self._arrived: dict[Action, Tensor] = {}
+
+    def begin(self) -> None:
+        for left in (self._sent, self._posted, self._arrived):
+            left.clear()
 
     def expect(self, schedule: Schedule) -> None:
         pass
@@ -133,6 +141,9 @@ class DistributedTransport:
         self._held: dict[Action, Tensor] = {}
         self._sends: defaultdict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._unchecked: list[tuple[Tensor, Action, torch.Size, torch.dtype]] = []
+
+    def begin(self) -> None:
+        pass  # what another process has sent can't be called back: after a failed step all must start again
 
     def expect(self, schedule: Schedule) -> None:
         self._windows = _windows(schedule)

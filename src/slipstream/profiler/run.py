@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import find_anatomy
+from slipstream.model.layer_range import LayerRange
 from slipstream.model.limits import check_length
 from slipstream.model.loading import random_model
 from slipstream.model.split import share
@@ -148,7 +149,7 @@ def make_benches(
     owned = {layer for stage in layers for layer in stage}
     model = random_model(config, 0, anatomy, owned, DTYPES[settings.dtype]).train()
     vocab_size = config.get_text_config().vocab_size
-    stages = [Stage(share(model), anatomy, stage, device) for stage in layers]
+    stages = [Stage(share(model), anatomy, LayerRange(stage.start, stage.stop), device) for stage in layers]
     return [
         StageBench(stage, settings.microbatch_size, settings.seq_len, vocab_size, causal_cross_entropy, device)
         for stage in stages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slipstream.schedule.action import Action, Schedule, ScheduleError
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
@@ -85,6 +85,17 @@ STAGES_PER_RANK: dict[str, range] = {
 """How many stages a rank can hold under each schedule: `2 in STAGES_PER_RANK["zb-v"]`."""
 
 
+def check_name(name: str, besides: Sequence[str] = ()) -> None:
+    """Raises ScheduleError, with the nearest name, for one that is neither in `GENERATORS` nor among `besides`."""
+    names = (*GENERATORS, *besides)
+    if name not in names:
+        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3)
+        raise ScheduleError(
+            f"schedule={name!r} is not known; {'did you mean ' + repr(near[0]) + '? ' if near else ''}"
+            f"Choose one of {', '.join(names)}, or pass a Schedule."
+        )
+
+
 def make_schedule(
     name: str, num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 1
 ) -> Schedule:
@@ -93,12 +104,7 @@ def make_schedule(
     Raises ScheduleError for an unknown name, with the nearest one; for a number of stages a rank that
     `STAGES_PER_RANK` doesn't allow, with what it allows; and for counts below 1.
     """
-    if name not in GENERATORS:
-        near = difflib.get_close_matches(name.lower(), GENERATORS, n=1, cutoff=0.3)
-        raise ScheduleError(
-            f"schedule={name!r} is not known; {'did you mean ' + repr(near[0]) + '? ' if near else ''}"
-            f"Choose one of {', '.join(GENERATORS)}, or pass a Schedule."
-        )
+    check_name(name)
     allowed = STAGES_PER_RANK[name]
     if stages_per_rank not in allowed:
         number = f"exactly {allowed.start}" if len(allowed) == 1 else f"at least {allowed.start}"

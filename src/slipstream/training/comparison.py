@@ -62,7 +62,7 @@ def measure(config: Config) -> dict[str, float]:
     """Median seconds of a step in this process, for each way of running it."""
     device = choose_device(config)
     slices = config.pipeline.slices
-    alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto"}
+    alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto", "memory_limit": None}
     ways: dict[str, Callable[[], Any]] = {
         "unsliced, by transformers": lambda: Unsliced(config, device),
         "unsliced": lambda: make_pipeline(config, device, slices=1, **alone),

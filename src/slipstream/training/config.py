@@ -20,6 +20,7 @@ from pydantic import (
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Schedule, ScheduleError, make_schedule, validate
+from slipstream.schedule.generators import check_name
 
 
 class Section(BaseModel):
@@ -109,8 +110,11 @@ class PipelineSection(Section):
     """What is computed again before a backward instead of being kept; a number: that many layers of each stage."""
     offload: float = Field(default=0.0, ge=0, le=1)
     """Share of the slices whose activations wait in host memory."""
-    partition: Literal["auto"] | list[PositiveInt] = "auto"
-    """Layers of each stage."""
+    memory_limit: PositiveFloat | None = None
+    """Bytes that each rank may hold, such as 12e9; null for any. A schedule that needs more is refused, and auto keeps
+    to it."""
+    partition: Literal["auto"] | list[int | float] = "auto"
+    """Layers of each stage; [4.5, 3.5] ends the first one between a layer's attention and its feed-forward half."""
     self_check: bool = True
     """Compare a toy of the same architecture, sliced against unsliced, before training."""
 
@@ -184,6 +188,29 @@ class SampleSection(Section):
     """0 for the likeliest token each time."""
 
 
+class PlanSection(Section):
+    """What `slipstream plan` chose and predicted, in a file that it wrote. Training reads the two degrees."""
+
+    tensor_parallel: PositiveInt = 1
+    """Devices that share every layer; this version trains with 1."""
+    data_parallel: PositiveInt = 1
+    """Pipelines that share a batch; this version trains with 1."""
+    shard_optimizer: bool = False
+    """Whether the optimizer's state is spread over the pipelines."""
+    predicted: dict[str, Any] = {}
+    """For the reader: on what it was planned, how long a step takes, what it holds, with which versions."""
+
+    @model_validator(mode="after")
+    def _pipelines_only(self) -> Self:
+        if self.tensor_parallel * self.data_parallel > 1:
+            raise ValueError(
+                f"plan.tensor_parallel={self.tensor_parallel} and plan.data_parallel={self.data_parallel}: this "
+                "version trains pipelines only, both must be 1; plan again with `slipstream plan ... "
+                "--tensor-parallel 1 --data-parallel 1`"
+            )
+        return self
+
+
 class Config(Section):
     """A whole training run."""
 
@@ -193,6 +220,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     training: TrainingSection
     sample: SampleSection = SampleSection()
+    plan: PlanSection = PlanSection()
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
@@ -204,6 +232,7 @@ class Config(Section):
                 f"pipeline.num_microbatches={pipeline.num_microbatches} parts; "
                 f"choose 1 to {batch_size}, or a larger batch"
             )
+        _check_partition(pipeline)
         num_stages = pipeline.num_ranks * pipeline.stages_per_rank
         if pipeline.partition != "auto" and len(pipeline.partition) != num_stages:
             raise ValueError(
@@ -225,7 +254,9 @@ def _check_schedule(pipeline: PipelineSection) -> None:
         schedule = named_schedule(pipeline)
         if isinstance(schedule, Schedule):
             _check_counts(schedule, pipeline)
-        elif schedule != "auto":
+        else:
+            check_name(schedule, besides=["auto"])
+        if isinstance(schedule, str) and schedule != "auto":
             make_schedule(schedule, pipeline.num_ranks, 1, 1, pipeline.stages_per_rank)
     except ScheduleError as error:
         raise ValueError(f"pipeline.{error}") from None
@@ -258,6 +289,14 @@ def _check_counts(schedule: Schedule, pipeline: PipelineSection) -> None:
                 f"pipeline.schedule={pipeline.schedule} has {name} {wanted}, but pipeline.{name}={given}; "
                 f"set --pipeline.{name}={wanted}"
             )
+
+
+def _check_partition(pipeline: PipelineSection) -> None:
+    if pipeline.partition != "auto" and any(count < 0.5 or count % 0.5 for count in pipeline.partition):
+        raise ValueError(
+            f"pipeline.partition={pipeline.partition} must give every stage half a layer at least, in multiples of "
+            "0.5, such as [4.5, 3.5]"
+        )
 
 
 def _check_slices(slices: int | Sequence[int] | str, seq_len: int) -> None:

@@ -60,6 +60,7 @@ def preflight(config: Config, progress: Progress) -> Inputs:
     if config.pipeline.self_check:
         with progress.waiting("checking that the model can be sliced"):
             check_architecture(model_config)
+    check_half_layers(config.pipeline.partition, model_config)
     tokenizer, text = prepare_text(config, model_config, progress)
     check_vocabulary(int(text.tokens.max()), model_config)
     train, validation = split_text(config, text)
@@ -104,26 +105,19 @@ def check_output(output: Output, overwrite: bool) -> None:
 
 def load_model_config(model: ModelSection) -> Any:
     """The transformers configuration of a folder, a hub name or the settings themselves."""
-    from transformers import AutoConfig
-
-    from slipstream.model.loading import load_config
+    from slipstream.model.loading import config_from_settings, load_config
 
     if model.path is not None:
         return load_config(model.path)
-    settings = dict(model.config or {})
-    model_type = settings.pop("model_type")
-    try:
-        return AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # each architecture checks its settings in its own way
-        raise SlipstreamError(f"model.config with model_type={model_type!r} isn't usable: {error}") from error
+    return config_from_settings(model.config or {}, "model.config")
 
 
 def check_layers(config: Config, model_config: Any) -> None:
-    """At least one layer per stage; a partition given by hand has the model's number of layers."""
+    """A layer per stage, half a one where the partition says so; a partition has the model's number of layers."""
     num_layers = model_config.get_text_config().num_hidden_layers
     pipeline, partition = config.pipeline, config.pipeline.partition
     num_stages = pipeline.num_ranks * pipeline.stages_per_rank
-    if num_stages > num_layers:
+    if num_stages > num_layers and partition == "auto":
         asked = f"pipeline.num_ranks={pipeline.num_ranks}"
         if pipeline.stages_per_rank > 1:
             asked += f" with pipeline.stages_per_rank={pipeline.stages_per_rank} makes {num_stages} stages, which"
@@ -134,6 +128,16 @@ def check_layers(config: Config, model_config: Any) -> None:
             f"pipeline.partition={partition} adds up to {sum(partition)} layers, but the model has "
             f"{num_layers}; make them equal, or leave it to --pipeline.partition=auto"
         )
+
+
+def check_half_layers(partition: str | Sequence[float], model_config: Any) -> None:
+    """Where a stage ends inside a layer, layers of this architecture can be cut in half; else the layer is named."""
+    if isinstance(partition, str) or all(count == int(count) for count in partition):
+        return
+    from slipstream.model.anatomy import find_anatomy
+    from slipstream.model.halves import find_halves
+
+    find_halves(model_config, find_anatomy(model_config))
 
 
 def check_positions(seq_len: int, model_config: Any) -> None:

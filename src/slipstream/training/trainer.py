@@ -36,6 +36,7 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
         "stages_per_rank": config.pipeline.stages_per_rank,
         "recompute": config.pipeline.recompute,
         "offload": config.pipeline.offload,
+        "memory_limit": config.pipeline.memory_limit,
         "partition": config.pipeline.partition,
         "dtype": torch.float32,
         "device": device,

@@ -1,0 +1,127 @@
+"""Which layers each stage owns: as the user says, or balanced by the weights that layers multiply with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import Anatomy, LayerPart
+from slipstream.model.halves import find_halves
+from slipstream.model.layer_range import Half, LayerRange
+from slipstream.model.split import half_of
+from slipstream.model.stage import uses_randomness
+from slipstream.model.toy import quiet_transformers
+from slipstream.planner.partition import partition_layers
+
+WORTH_CUTTING = 0.97  # layers are cut in half where the slowest rank's cost falls to this share or below
+
+
+def assign_layers(
+    config: PretrainedConfig, anatomy: Anatomy, partition: str | Sequence[float], placement: Sequence[int]
+) -> tuple[tuple[LayerRange, ...], Anatomy]:
+    """The layers of every stage, and the anatomy, with `halves` if they are needed.
+
+    They are where a stage ends inside a layer, and where dropout draws random numbers: its random state is keyed by
+    the half (rule 10), so that it doesn't matter who is cut.
+    """
+    with torch.device("meta"), quiet_transformers():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    if isinstance(partition, str):
+        counts, halves = _balanced(config, anatomy, partition, placement, model)
+    else:
+        counts, halves = _checked(partition, len(placement), len(_layers(model, anatomy))), ()
+    layers = tuple(LayerRange(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
+    if any(stage.has_halves for stage in layers):
+        halves = halves or find_halves(config, anatomy)
+    elif uses_randomness(model):
+        halves = halves or _halves_or_none(config, anatomy)
+    return layers, replace(anatomy, halves=halves)
+
+
+def _checked(partition: Sequence[float], num_stages: int, num_layers: int) -> list[float]:
+    whole_or_half = all(count % 0.5 == 0 for count in partition)
+    if not whole_or_half or len(partition) != num_stages or sum(partition) != num_layers or min(partition) < 0.5:
+        raise SlipstreamError(
+            f"partition={list(partition)} has {len(partition)} stages and {sum(partition)} layers; needed are "
+            f"{num_stages} stages of at least half a layer, in multiples of 0.5, {num_layers} layers in all."
+        )
+    return [int(count) if count == int(count) else count for count in partition]
+
+
+def _balanced(
+    config: PretrainedConfig, anatomy: Anatomy, partition: str, placement: Sequence[int], model: PreTrainedModel
+) -> tuple[list[float], tuple[LayerPart, ...]]:
+    """Whole layers, unless half ones make the slowest rank clearly faster and the architecture allows them."""
+    if partition != "auto":
+        raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")
+    costs = layer_costs(config, anatomy, model)
+    whole = partition_layers(costs, len(placement))
+    slowest = _slowest_rank(costs, whole, placement)
+    if sum(costs) / len(set(placement)) > WORTH_CUTTING * slowest:
+        return [*whole], ()  # even the most even cut would not be
+    halves = _halves_or_none(config, anatomy)
+    if halves:
+        half_costs = half_layer_costs(config, replace(anatomy, halves=halves), model)
+        counts = partition_layers(half_costs, len(placement))
+        if _slowest_rank(half_costs, counts, placement) <= WORTH_CUTTING * slowest:
+            return [count / 2 if count % 2 else count // 2 for count in counts], halves
+    return [*whole], halves
+
+
+def _halves_or_none(config: PretrainedConfig, anatomy: Anatomy) -> tuple[LayerPart, ...]:
+    try:
+        return find_halves(config, anatomy)
+    except SlipstreamError:
+        return ()  # nobody asked for half layers
+
+
+def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequence[int]) -> float:
+    bounds = pairwise(accumulate(counts, initial=0))
+    stages = [sum(costs[a:b]) for a, b in bounds]
+    return max(
+        sum(cost for cost, owner in zip(stages, placement, strict=True) if owner == rank) for rank in set(placement)
+    )
+
+
+def layer_costs(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel) -> list[float]:
+    """What each layer computes per token, in multiplications with weights; the last layer's includes the head's."""
+    costs = [_multiplications(layer, config) for layer in _layers(model, anatomy)]
+    costs[-1] += _head_cost(config, anatomy, model)
+    return costs
+
+
+def half_layer_costs(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel) -> list[float]:
+    """The same of every layer's attention and feed-forward half in turn; the last includes the head's."""
+    costs = []
+    for layer in _layers(model, anatomy):
+        for half in Half:
+            own = [child for name, child in layer.named_children() if half_of(name, child, anatomy.halves) is half]
+            costs.append(sum(_multiplications(child, config) for child in own))
+    costs[-1] += _head_cost(config, anatomy, model)
+    return costs
+
+
+def _layers(model: PreTrainedModel, anatomy: Anatomy) -> list[nn.Module]:
+    return list(model.get_submodule(anatomy.layers).children())
+
+
+def _head_cost(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel) -> float:
+    return sum(_multiplications(model.get_submodule(name), config) for name in anatomy.after)
+
+
+def _multiplications(module: nn.Module, config: PretrainedConfig) -> float:
+    """Matrices multiply once with every token; of experts, held as one 3-D tensor, only those a token is sent to."""
+    text = config.get_text_config()
+    experts = next(
+        (n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(text, k, None))),
+        1,
+    )
+    used = min(1.0, (getattr(text, "num_experts_per_tok", None) or 1) / experts)
+    return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in module.parameters() if p.dim() > 1)

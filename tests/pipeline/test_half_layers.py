@@ -1,0 +1,275 @@
+"""Stages that end inside a layer: exact like any other, chosen where they balance the ranks, refused by name."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PhiConfig, PretrainedConfig, PreTrainedModel
+
+from architectures import (
+    ARCHITECTURES,
+    BOUND,
+    LENGTH,
+    VOCABULARY,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    llama,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+from slipstream import Op, Pipeline, SlipstreamError
+from slipstream.model.layer_range import LayerRange
+
+SLICES = [5, 30, 17, 12]
+CUT = [name for name in ARCHITECTURES if name != "gpt_neox"]  # its branches run side by side
+
+
+def assert_exact(model: PreTrainedModel, **settings: object) -> Pipeline:
+    """A step of the pipeline has loss and gradients of the unsplit model."""
+    whole, inputs = copy.deepcopy(model), tokens()
+    labels = labels_of(inputs)
+    with no_rounding_inside():
+        expected = unsplit_step(whole, inputs, labels)
+        pipe = Pipeline(model, **{"slices": SLICES, "num_microbatches": 2, "self_check": False} | settings)
+        loss = pipe.step(inputs, labels)
+    assert abs(loss - expected) < BOUND * expected
+    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    assert set(found) == set(wanted)
+    assert gradient_error(wanted, found) < BOUND
+    return pipe
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_every_architecture_is_exact(name: str) -> None:
+    pipe = assert_exact(build(ARCHITECTURES[name]), num_ranks=2, partition=[1.5, 2.5])
+    assert pipe.layout.layers == (LayerRange(0, 1.5), LayerRange(1.5, 4))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "qwen3", "gpt2", "mixtral", "gemma2"])
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank", "partition"),
+    [
+        ("1f1b", 1, [2.5, 1.5]),
+        ("zb-h1", 1, [0.5, 3.5]),
+        ("zb-v", 2, [0.5, 1, 1.5, 1]),
+        ("zb-v", 2, [1.5, 1, 1, 0.5]),
+        ("interleaved-1f1b", 2, [1.5, 0.5, 0.5, 1.5]),
+    ],
+)
+def test_every_schedule_is_exact(name: str, schedule: str, stages_per_rank: int, partition: list[float]) -> None:
+    model = build(ARCHITECTURES[name])
+    assert_exact(model, schedule=schedule, num_ranks=2, stages_per_rank=stages_per_rank, partition=partition)
+
+
+def test_a_stage_for_every_half() -> None:
+    pipe = assert_exact(build(llama(tie_word_embeddings=True)), num_ranks=8, partition=[0.5] * 8)
+    held = [[name for name, _ in stage.named_parameters()] for stage in pipe._stages.values()]
+    assert held[5] == [f"model.layers.2.{name}.weight" for name in MLP]
+    assert sum(map(len, held)) == len([*build(llama()).named_parameters()])  # the tied embedding is on two
+
+
+MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "less", [{"recompute": "full"}, {"recompute": "selective"}, {"recompute": 1}, {"recompute": 2}, {"offload": 0.7}]
+)
+def test_less_memory_is_exact(name: str, less: dict[str, object]) -> None:
+    assert_exact(build(ARCHITECTURES[name]), num_ranks=3, partition=[1.5, 1, 1.5], **less)
+
+
+def test_half_a_layer_counts_as_one_that_is_recomputed() -> None:
+    """Layers 1 (its second half), 2 and 3 of the second stage: of `recompute=2` the first two run again."""
+    model = build(llama())
+    pipe = Pipeline(model, "gpipe", slices=3, num_ranks=2, partition=[1.5, 2.5], recompute=2, self_check=False)
+    runs = [0] * 4
+    for index, layer in enumerate(pipe._stages[1].model.model.layers):
+
+        def count(*_: object, index: int = index) -> None:
+            runs[index] += 1
+
+        layer.register_forward_pre_hook(count)
+    pipe.step(tokens(), tokens())
+    assert runs[1:] == [5, 5, 3]  # the last slice goes backward directly after its forward
+    with pytest.raises(SlipstreamError, match="1 to 3 here"):
+        Pipeline(model, num_ranks=2, partition=[1.5, 2.5], recompute=4, self_check=False)
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[float]:
+    halves = draw(st.sets(st.integers(1, 7), max_size=4))
+    bounds = [0, *sorted(halves), 8]
+    return [(b - a) / 2 for a, b in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "qwen2_moe"])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_partition_and_any_slices(name: str, data: st.DataObject) -> None:
+    partition = data.draw(partitions())
+    cuts = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=4)))
+    slices = [b - a for a, b in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
+    recompute = data.draw(st.sampled_from(["none", "full", "selective", 1]))
+    assert_exact(
+        build(ARCHITECTURES[name]),
+        schedule=schedule,
+        slices=slices,
+        num_ranks=len(partition),
+        partition=partition,
+        recompute=recompute,
+    )
+
+
+# --- to the bit -------------------------------------------------------------------------------------------------------
+
+
+def dropped_out(name: str) -> PretrainedConfig:
+    config = copy.deepcopy(ARCHITECTURES[name])
+    for rate in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+        if hasattr(config, rate):
+            setattr(config, rate, 0.3)
+    return config
+
+
+def step(model: PreTrainedModel, partition: list[float], **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(7)
+    settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": len(partition)} | settings
+    pipe = Pipeline(copy.deepcopy(model), partition=partition, self_check=False, **settings)
+    inputs = tokens(batch=4)
+    return pipe.step(inputs, labels_of(inputs)), gradients(pipe.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3, longrope", "llama, tied", "mixtral"])
+def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
+    """In float32, whose rounding depends on the order of every sum."""
+    model = build(dropped_out(name)).float()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a matrix product sums in another order on another number of threads
+    expected = step(model, [4])
+    for partition in ([2, 2], [1.5, 2.5], [0.5, 1, 2.5], [0.5] * 8):
+        for recompute in ("none", "full") if partition == [1.5, 2.5] else ("none",):
+            found = step(model, partition, recompute=recompute)
+            assert torch.equal(found[0], expected[0])
+            assert [key for key, each in expected[1].items() if not torch.equal(each, found[1][key])] == []
+    torch.set_num_threads(threads)
+
+
+def test_dropout_is_drawn_in_both_halves() -> None:
+    """What the test above would miss if nothing were dropped in one of them."""
+    config = dropped_out("gpt2")
+    pipe = Pipeline(build(config), slices=4, num_ranks=2, partition=[1.5, 2.5], self_check=False)
+    zeros: list[float] = []
+
+    def note(_module: object, _args: object, output: Tensor) -> None:
+        zeros.append(float((output == 0).double().mean()))
+
+    pipe._stages[0].model.transformer.h[1].attn.resid_dropout.register_forward_hook(note)
+    pipe._stages[1].model.transformer.h[1].mlp.dropout.register_forward_hook(note)
+    pipe.step(tokens(), tokens())
+    assert len(zeros) == 8
+    assert all(0.2 < share < 0.4 for share in zeros)
+
+
+def test_autocast_does_not_depend_on_the_cut() -> None:
+    model = build(llama()).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = step(model, [2, 2]), step(model, [1.5, 2.5])
+    assert torch.equal(found[0], expected[0])
+    assert [key for key, each in expected[1].items() if not torch.equal(each, found[1][key])] == []
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "mixtral"])
+def test_weights_are_made_exported_and_read_again(name: str, tmp_path: Path) -> None:
+    config, settings = ARCHITECTURES[name], {"num_ranks": 3, "partition": [0.5, 2, 1.5], "self_check": False}
+    torch.manual_seed(5)
+    whole = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    pipe = Pipeline.from_config(config, seed=5, slices=4, **settings)
+    found = dict(pipe.named_parameters())
+    assert {key: each.shape for key, each in whole.named_parameters()} == {
+        key: each.shape for key, each in found.items()
+    }
+    assert all(torch.equal(each, found[key]) for key, each in whole.named_parameters())
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    pipe.step(tokens(), tokens())
+    optimizer.step()
+    pipe.save_pretrained(tmp_path)
+    trained = {key: each.detach().clone() for key, each in pipe.named_parameters()}
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    again = dict(Pipeline.from_pretrained(tmp_path, slices=4, **settings).named_parameters())
+    assert exported.keys() == again.keys() == trained.keys()
+    assert all(torch.equal(each, exported[key]) and torch.equal(each, again[key]) for key, each in trained.items())
+
+
+# --- which layers are cut ---------------------------------------------------------------------------------------------
+
+
+def heavy_head(**changes: object) -> PretrainedConfig:
+    """A head as heavy as a layer, whose feed-forward half is as heavy as its attention."""
+    layer = 2 * (32 * 32 * 2 + 2 * 32 * 16)  # attention: queries and output, keys and values
+    return llama(**{"vocab_size": layer // 32, "intermediate_size": layer // 2 // (3 * 32)} | changes)
+
+
+def stages(config: PretrainedConfig, **settings: object) -> list[float]:
+    pipe = Pipeline(AutoModelForCausalLM.from_config(config), slices=4, self_check=False, **settings)
+    return [stage.stop - stage.start for stage in pipe.layout.layers]
+
+
+def test_auto_cuts_a_layer_where_that_balances_a_heavy_head() -> None:
+    assert stages(heavy_head(), num_ranks=2) == [2.5, 1.5]
+    assert stages(heavy_head(num_hidden_layers=3), num_ranks=2) == [2, 1]  # already even
+    first, second, third, last = stages(heavy_head(), num_ranks=2, schedule="zb-v", stages_per_rank=2)
+    assert first + last + 1 == second + third  # a V: the first rank has both ends
+
+
+def test_auto_keeps_whole_layers_where_little_is_gained() -> None:
+    config = llama(vocab_size=VOCABULARY)
+    assert stages(config, num_ranks=2) == [2, 2]
+    assert stages(heavy_head(num_hidden_layers=24), num_ranks=2) == [12.5, 11.5]  # instead of 13: 3.8 % less
+    assert stages(heavy_head(num_hidden_layers=34), num_ranks=2) == [17, 17]  # 17.5 instead of 18 would be 2.8 %
+
+
+def test_auto_keeps_whole_layers_where_they_cannot_be_cut() -> None:
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 64}
+    assert stages(PhiConfig(vocab_size=256, **shape), num_ranks=2) == [2, 2]
+
+
+def test_an_architecture_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(
+        SlipstreamError, match=r"'gpt_neox' can't be cut inside layer 0 \(GPTNeoXLayer\).*whole numbers"
+    ):
+        Pipeline(build(ARCHITECTURES["gpt_neox"]), num_ranks=2, partition=[1.5, 2.5])
+    assert_exact(build(ARCHITECTURES["gpt_neox"]), num_ranks=2, partition=[1, 3])
+
+
+@pytest.mark.parametrize("partition", [[1.25, 2.75], [2.5, 2.5], [4, 0], [1.5, 1.5, 1], [float("nan"), 2]])
+def test_partitions_that_do_not_add_up_are_refused(partition: list[float]) -> None:
+    message = r"2 stages of at least half a layer, in multiples of 0\.5, 4 layers in all"
+    with pytest.raises(SlipstreamError, match=message):
+        Pipeline(build(llama()), num_ranks=2, partition=partition, self_check=False)
+
+
+def test_a_layer_that_is_not_its_architectures_is_refused() -> None:
+    model = build(llama())
+    model.model.layers[1].mlp = torch.nn.Linear(32, 32, dtype=torch.float64)
+    with pytest.raises(SlipstreamError, match="a layer's 'mlp' is a Linear, which its architecture doesn't have there"):
+        Pipeline(model, num_ranks=2, partition=[1.5, 2.5], self_check=False)
+
+
+def test_halves_are_timed_like_stages() -> None:
+    pipe = assert_exact(build(llama()), num_ranks=2, partition=[1.5, 2.5], schedule="zb-h1")
+    assert {span.action.op for span in pipe.timeline.compute_spans} == {Op.F, Op.I, Op.W}
