@@ -21,6 +21,7 @@ NAMES = [
     "make_schedule",
     "one_f_one_b",
     "partition_layers",
+    "plan",
     "simulate",
     "slice_tokens",
     "validate",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slipstream.pipeline.pipeline import Pipeline
     from slipstream.planner.partition import partition_layers
     from slipstream.planner.slicing import slice_tokens
+    from slipstream.profiler.planning import plan
     from slipstream.schedule.action import Action, Op, Schedule
     from slipstream.schedule.dependencies import validate
     from slipstream.schedule.generators import gpipe, make_schedule, one_f_one_b
@@ -32,6 +33,7 @@ _HOMES = {
     "make_schedule": "slipstream.schedule.generators",
     "one_f_one_b": "slipstream.schedule.generators",
     "partition_layers": "slipstream.planner.partition",
+    "plan": "slipstream.profiler.planning",
     "simulate": "slipstream.simulator",
     "slice_tokens": "slipstream.planner.slicing",
     "validate": "slipstream.schedule.dependencies",
@@ -49,6 +51,7 @@ __all__ = [
     "make_schedule",
     "one_f_one_b",
     "partition_layers",
+    "plan",
     "simulate",
     "slice_tokens",
     "validate",

@@ -47,8 +47,8 @@ class _Panel:
         return self.memory + _MEMORY if self.shows_memory else self.top + _TITLE + self.lanes
 
 
-def draw(timelines: Sequence[Timeline], path: Path, memory_unit: str = "B") -> None:
-    """Write the picture; matplotlib takes the format from the path's suffix."""
+def draw(timelines: Sequence[Timeline], path: Path, memory_unit: str = "B", memory_name: str = "activations") -> None:
+    """Write the picture; matplotlib takes the format from the path's suffix. `memory_name` says what memory holds."""
     from matplotlib.figure import Figure
 
     panels = _stack(timelines)
@@ -59,7 +59,7 @@ def draw(timelines: Sequence[Timeline], path: Path, memory_unit: str = "B") -> N
     per_second, unit = time_unit(longest)
     span = longest * per_second or 1.0
     scale = Scale(per_second, unit, _WIDTH * (_RIGHT - _LEFT) / span, panels[0].lane)
-    memory = MemoryScale.of([size for timeline in timelines for size in timeline.peak_memory], memory_unit)
+    memory = MemoryScale.of([size for timeline in timelines for size in timeline.peak_memory], memory_unit, memory_name)
     axes: list[Any] = []
     for panel in panels:
         axes += _draw_panel(figure, panel, scale, height, memory, axes)

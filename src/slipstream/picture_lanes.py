@@ -44,20 +44,24 @@ class Scale:
 
 @dataclass(frozen=True)
 class MemoryScale:
-    """How sizes become positions: `size` of the timeline's own unit are one `unit`; `most` is the highest peak."""
+    """How sizes become positions: `size` of the timeline's own unit are one `unit`; `most` is the highest peak.
+
+    `name` says of what.
+    """
 
     size: float
     unit: str
     most: float
+    name: str
 
     @classmethod
-    def of(cls, peaks: list[float], unit: str) -> MemoryScale:
+    def of(cls, peaks: list[float], unit: str, name: str) -> MemoryScale:
         """For these peaks, in bytes unless `unit` is another word."""
         most = float(max(peaks, default=0))
         if unit != "B":
-            return cls(1.0, unit, most)
+            return cls(1.0, unit, most, name)
         power = next((power for power in range(len(_BYTES)) if most < 1000 ** (power + 1)), len(_BYTES) - 1)
-        return cls(1000.0**power, _BYTES[power], most)
+        return cls(1000.0**power, _BYTES[power], most, name)
 
     def at(self, size: float) -> float:
         return float(size) / self.size
@@ -176,6 +180,6 @@ def draw_memory(axes: Any, lanes: Any, timeline: Timeline, scale: Scale, memory:
         axes.step(times, [*held, held[-1]], where="post", color=color, linewidth=width)
         lanes.text(1.012, rank, memory.text(peak), transform=beside, fontsize=scale.font, color=color, va="center")
     axes.set_ylim(0, memory.at(memory.most) * 1.1)
-    axes.set_ylabel(f"activations\n({memory.unit})", fontsize=10.5)
+    axes.set_ylabel(f"{memory.name}\n({memory.unit})", fontsize=10.5)
     axes.tick_params(axis="y", labelsize=10)
     axes.spines[["right", "top"]].set_visible(False)

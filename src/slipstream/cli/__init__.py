@@ -7,6 +7,7 @@ import sys
 import typer
 
 from slipstream.cli.check import check
+from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
 from slipstream.cli.train import train
@@ -26,6 +27,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(timeline)
 app.command()(check)
 app.command()(profile)
+app.command()(plan)
 
 
 def main() -> None:

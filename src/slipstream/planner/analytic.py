@@ -125,6 +125,20 @@ class Analytic:
         busy = np.maximum(products + moved + scores, count.num_kernels * device.kernel_seconds)
         return busy + self.reduce_seconds(part, op, length)
 
+    def replay_seconds(self, layers: range, recompute: str, length: Any, context: Any) -> Any:
+        """Of R: all of F, or with "selective" its kernels other than matrix products and attention."""
+        if recompute != "selective":
+            return self.seconds(layers, Op.F, length, context)
+        tokens, share = self.microbatch_size * length, self.tensor_parallel
+        total: Any = 0.0
+        for part in self.model.parts(layers):
+            count = part.ops[Op.F]
+            wide = count.wide_bytes.per_token * tokens + count.wide_bytes.constant / share
+            moved = (wide + count.other_bytes.at(tokens) / share) / self.cluster.device.bytes_per_second
+            shortest = (count.num_kernels - count.num_matmuls) * self.cluster.device.kernel_seconds
+            total = total + np.maximum(moved, shortest)
+        return total
+
     def reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
         """Of the all-reduces between tensor-parallel ranks: of a layer's two outputs, and of its two gradients."""
         in_layer = 2 if part.attentions else 0
@@ -196,6 +210,15 @@ class Analytic:
                 total += (2 * self.model.dtype_bytes + 1) * scores / self.tensor_parallel
         return total
 
+    def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
+        """What F leaves of it until R: the stage's input, which for the first stage are tokens; with "selective" also
+        the outputs of matrix products and attention."""
+        kept = float(self.message_bytes(length)) if layers.start else 0.0
+        if recompute == "selective":
+            products = sum(part.product_bytes for part in self.model.parts(layers))
+            kept += self.microbatch_size * length * products / self.tensor_parallel
+        return kept
+
     def context_bytes(self, layers: range, length: int) -> float:
         """Keys and values of `length` tokens."""
         per_token = sum(part.context_bytes for part in self.model.parts(layers))
@@ -230,8 +253,9 @@ class Analytic:
             times=times,
             message_bytes=[self.message_bytes(length) for length in slices],
             activations=activations,
-            # the stage's input, from which R starts; the first stage has the tokens
-            kept={(g, s): self.message_bytes(n) if g else 0 for g in range(len(stages)) for s, (n, _) in pieces},
+            kept={
+                (g, s): self.kept_bytes(layers, "full", n) for g, layers in enumerate(stages) for s, (n, _) in pieces
+            },
             cluster=self.cluster,
             stride=self.tensor_parallel * data_parallel,
             tensor_parallel=self.tensor_parallel,

@@ -56,6 +56,8 @@ class Device:
     efficiency: tuple[tuple[float, float], ...]
     memory_efficiency: float = 0.8  # of the memory's bandwidth, what kernels reach
     attention_efficiency: float = 0.5  # of the peak, what the attention kernel reaches
+    host_bandwidth: float = 16e9  # bytes per second to the host's memory, in one direction
+    host_memory: float = 32e9  # bytes of it for each device
 
     def matmul_flops(self, dtype: str, num_tokens: Any) -> Any:
         """FLOP/s that matrix products of so many tokens reach; a number or an array."""
@@ -196,6 +198,8 @@ def _device(values: Any, where: str) -> Device:
             kernel_seconds=SECONDS,
             memory_efficiency=FRACTION,
             attention_efficiency=FRACTION,
+            host_bandwidth=BANDWIDTH,
+            host_memory=BYTES,
         ),
     )
 

@@ -60,6 +60,9 @@ class PartCount:
     attentions: tuple[AttentionCall, ...]
     activation_bytes: float  # per token: what F leaves for the backward, its input included
     context_bytes: float  # per token: keys and values
+    product_bytes: float = (
+        0.0  # per token: outputs of matrix products and attention, what selective recomputation keeps
+    )
 
 
 @dataclass(frozen=True)

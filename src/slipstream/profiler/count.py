@@ -205,22 +205,25 @@ def _count_part(
         attentions=tuple(calls),
         activation_bytes=(kept[1] - kept[0]) / (lengths[1] - lengths[0]),
         context_bytes=context,
+        product_bytes=_line(short[Op.F], long[Op.F], lengths, "product_bytes").per_token
+        + sum(c.num_heads * (c.value_width * itemsize + 4) for c in calls),  # attention's output and log-sum-exp
     )
 
 
 def _amounts(short: Tally, long: Tally, lengths: Sequence[int]) -> OpCount:
-    def line(key: str) -> Amount:
-        per_token = (vars(long)[key] - vars(short)[key]) / (lengths[1] - lengths[0])
-        return Amount(max(0.0, vars(short)[key] - per_token * lengths[0]), per_token)
-
     return OpCount(
-        line("flops"),
-        line("matmul_bytes"),
-        line("wide_bytes"),
-        line("other_bytes"),
+        _line(short, long, lengths, "flops"),
+        _line(short, long, lengths, "matmul_bytes"),
+        _line(short, long, lengths, "wide_bytes"),
+        _line(short, long, lengths, "other_bytes"),
         long.num_matmuls,
         long.num_kernels,
     )
+
+
+def _line(short: Tally, long: Tally, lengths: Sequence[int], key: str) -> Amount:
+    per_token = (vars(long)[key] - vars(short)[key]) / (lengths[1] - lengths[0])
+    return Amount(max(0.0, vars(short)[key] - per_token * lengths[0]), per_token)
 
 
 class _Run:

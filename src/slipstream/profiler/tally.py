@@ -26,6 +26,7 @@ class Tally:
 
     flops: float = 0
     matmul_bytes: float = 0
+    product_bytes: float = 0  # outputs of matrix products
     wide_bytes: float = 0
     other_bytes: float = 0
     num_matmuls: int = 0
@@ -84,6 +85,7 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if grouped or func._overloadpacket in flop_registry:
             tally.num_matmuls += 1
             tally.matmul_bytes += num_bytes
+            tally.product_bytes += result.numel() * result.element_size()
         elif any(each.dim() and each.shape[-1] == self._width for each in tensors):
             tally.wide_bytes += num_bytes
         else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
@@ -110,7 +110,8 @@ def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds:
     rows = []
     for row in schedule.actions:
         num_chosen = round(share * sum(action.op is Op.F for action in row))
-        stays = [_Stay.of(action, row, ahead) for action in row if action.op is Op.F]
+        places = {action: index for index, action in enumerate(row)}
+        stays = [_Stay.of(action, places, ahead) for action in row if action.op is Op.F]
         possible = [stay for stay in stays if stay.leaves_room]
         possible.sort(key=lambda stay: ends[row[stay.forward]] - starts[row[stay.needed]])
         rows.append(_with_offload(row, possible[:num_chosen]))
@@ -126,10 +127,10 @@ class _Stay:
     needed: int
 
     @classmethod
-    def of(cls, forward: Action, row: tuple[Action, ...], ahead: int) -> _Stay:
-        users = {_with(op, forward) for op in (Op.R, Op.B, Op.I)}
-        needed = next(i for i, action in enumerate(row) if action in users)
-        return cls(row.index(forward), needed - ahead, needed)
+    def of(cls, forward: Action, places: Mapping[Action, int], ahead: int) -> _Stay:
+        users = (_with(op, forward) for op in (Op.R, Op.B, Op.I))
+        needed = min(places[user] for user in users if user in places)
+        return cls(places[forward], needed - ahead, needed)
 
     @property
     def leaves_room(self) -> bool:
@@ -139,10 +140,12 @@ class _Stay:
 
 def _with_offload(row: tuple[Action, ...], stays: list[_Stay]) -> tuple[Action, ...]:
     offloads = {stay.forward: _with(Op.OFFLOAD, row[stay.forward]) for stay in stays}
+    reloads: defaultdict[int, list[Action]] = defaultdict(list)
+    for stay in sorted(stays, key=lambda stay: stay.needed):
+        reloads[stay.reload].append(_with(Op.RELOAD, row[stay.forward]))
     actions: list[Action] = []
     for index, action in enumerate(row):
-        reloads = sorted((stay for stay in stays if stay.reload == index), key=lambda stay: stay.needed)
-        actions += [_with(Op.RELOAD, row[stay.forward]) for stay in reloads]
+        actions += reloads[index]
         actions.append(action)
         if index in offloads:
             actions.append(offloads[index])

@@ -1,0 +1,190 @@
+"""`slipstream plan`: which degrees, schedule, slices and memory savings to train a model with on a cluster, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.errors import SlipstreamError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slipstream.planner.configuration import Plan
+
+_List = str | None
+_FILE_COLUMNS = 140  # where the output isn't a terminal's
+
+
+def _choices(what: str) -> Any:
+    return typer.Option(help=f"{what}; several with commas. Default: all that can be.", metavar="LIST")
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A model's folder, hub name, config.json, or a training configuration (.yaml).")
+    ],
+    cluster: Annotated[
+        str, typer.Argument(help="A cluster's name or file (.yaml), or a profile that was measured (.json).")
+    ],
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)],
+    global_batch: Annotated[int, typer.Option(help="Sequences of a step, on all devices together.", min=1)],
+    num_nodes: Annotated[
+        int | None, typer.Option(help="Nodes of the cluster, if not those it is described with.", min=1)
+    ] = None,
+    num_ranks: Annotated[
+        int | None, typer.Option(help="With a profile: ranks of the pipeline. Default: as were profiled.", min=1)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="What the model computes in. Default: bfloat16, or what was profiled.")
+    ] = None,
+    tensor_parallel: Annotated[_List, _choices("Devices that share every layer")] = None,
+    pipeline_parallel: Annotated[_List, _choices("Ranks of a pipeline")] = None,
+    data_parallel: Annotated[_List, _choices("Pipelines that share a batch")] = None,
+    stages_per_rank: Annotated[_List, _choices("Stages of a rank")] = None,
+    schedule: Annotated[_List, _choices("Schedules, by name")] = None,
+    microbatch_size: Annotated[_List, _choices("Sequences of a microbatch")] = None,
+    num_slices: Annotated[_List, _choices("Token slices of a sequence")] = None,
+    recompute: Annotated[_List, _choices("none, selective, full")] = None,
+    offload: Annotated[_List, _choices("Share of the slices whose activations wait in host memory, 0 to 1")] = None,
+    shard_optimizer: Annotated[_List, _choices("yes, no: optimizer state spread over the pipelines")] = None,
+    memory_limit: Annotated[
+        float | None, typer.Option(help="Bytes of a device that may be used, as 70e9. Default: all.", metavar="BYTES")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The plan file, for `slipstream train`.")] = Path("plan.yaml"),
+    report: Annotated[Path | None, typer.Option(help="An HTML page with the plan, its timeline and memory.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
+    top: Annotated[int, typer.Option(help="Plans that are shown.", min=1)] = 5,
+) -> None:
+    """Find the fastest way to train MODEL on CLUSTER that fits its memory, and say why it is."""
+    lists = {
+        "tensor_parallel": _parse("tensor-parallel", tensor_parallel, int),
+        "pipeline_parallel": _parse("pipeline-parallel", pipeline_parallel, int),
+        "data_parallel": _parse("data-parallel", data_parallel, int),
+        "stages_per_rank": _parse("stages-per-rank", stages_per_rank, int),
+        "schedule": _parse("schedule", schedule, str),
+        "microbatch_size": _parse("microbatch-size", microbatch_size, int),
+        "num_slices": _parse("num-slices", num_slices, int),
+        "recompute": _parse("recompute", recompute, str),
+        "offload": _parse("offload", offload, float),
+        "shard_optimizer": _parse("shard-optimizer", shard_optimizer, _yes_or_no),
+    }
+    settings: dict[str, Any] = {
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "num_nodes": num_nodes,
+        "num_ranks": num_ranks,
+    }
+    settings |= lists | {"dtype": dtype, "memory_limit": memory_limit, "num_best": top}
+    _run(model, cluster, settings, output, report, overwrite)
+
+
+def _parse(option: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
+    """The values of a list with commas."""
+    if text is None:
+        return None
+    try:
+        return [kind(part.strip()) for part in text.split(",")]
+    except ValueError as error:
+        raise SlipstreamError(f"--{option}={text} can't be read ({error}); give values with commas between") from None
+
+
+def _yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError(f"{text!r} is neither yes nor no")
+    return text == "yes"
+
+
+def _run(
+    model: str, cluster: str, settings: dict[str, Any], output: Path, report: Path | None, overwrite: bool
+) -> None:
+    from slipstream.training.plan_file import check_new_file, write_plan_file
+
+    check_new_file(output, "--output", overwrite)
+    if report is not None:
+        check_new_file(report, "--report", overwrite)
+    with _progress() as progress:
+        from slipstream.profiler.planning import DTYPE, find_profile, model_section
+        from slipstream.profiler.planning import plan as find_plan
+
+        section = model_section(model)
+        profile = find_profile(cluster)
+        found = find_plan(model, cluster, progress=progress, **settings)
+    _print(found)
+    write_plan_file(found, section, settings["dtype"] or (profile.dtype if profile else DTYPE), output)
+    if report is not None:
+        from slipstream.planner.report import write_report
+
+        write_report(found, report)
+    print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A line on the terminal that says what is being done; nothing elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("counting the model's operations") as status:
+
+        def show(what: str, done: int, total: int) -> None:
+            status.update(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
+
+        yield show
+
+
+def _print(plan: Plan) -> None:
+    from rich.console import Console
+
+    from slipstream.planner.report_words import reasons, search_text, shared_choices, shared_text
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS
+
+    def say(text: str = "") -> None:
+        console.print(text, markup=False)
+
+    say(f"{plan.model} on {plan.cluster}, {plan.num_devices:,} devices")
+    console.print(_predictions(plan))
+    if shared := shared_choices(plan.predictions):
+        say(shared_text(shared))
+    say()
+    console.print(_memory(plan))
+    say()
+    for index, line in enumerate(reasons(plan)):
+        say(("why:  " if index == 0 else "      ") + line)
+    say(search_text(plan))
+
+
+def _predictions(plan: Plan) -> Table:
+    """The best plans, choices that are the same in every row left out."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from slipstream.planner.report_words import COLUMNS, shared_choices
+
+    shared = shared_choices(plan.predictions)
+    table = Table(*(name for name in COLUMNS if name not in shared), box=SIMPLE_HEAD, pad_edge=False)
+    for prediction in plan.predictions:
+        table.add_row(*(cell(prediction) for name, cell in COLUMNS.items() if name not in shared))
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    """The fullest rank of the best plan, by kind."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from slipstream.planner.report_words import bytes_text, memory_text
+
+    best = plan.best
+    table = Table(f"memory of rank {best.fullest_rank}", memory_text(best), box=SIMPLE_HEAD, pad_edge=False)
+    for kind, size in best.memory[best.fullest_rank].items():
+        if size:
+            table.add_row(kind, bytes_text(size))
+    return table

@@ -1,0 +1,266 @@
+"""One configuration, simulated: its step, where the step's time goes, and what every rank's memory holds."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+
+import numpy as np
+
+from slipstream.cost import CostModel
+from slipstream.memory import Footprint, Kind, MemoryTable, RankMemory, Unit, memory_of
+from slipstream.planner.bounds import Array, Cut, StageTimes
+from slipstream.planner.configuration import Configuration, Prediction
+from slipstream.planner.held import Held
+from slipstream.planner.space import Space
+from slipstream.schedule.action import BACKWARDS, Action, Op, Schedule
+from slipstream.schedule.generators import make_schedule
+from slipstream.schedule.memory_passes import add_offload, add_recompute
+from slipstream.simulator import simulate
+from slipstream.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration with its layers and tokens cut, and what its actions cost."""
+
+    space: Space
+    configuration: Configuration
+    cut: Cut
+    times: StageTimes
+    schedule: Schedule  # compute actions, R, OFFLOAD and RELOAD
+    cost: CostModel
+    table: MemoryTable
+
+    @property
+    def reducing(self) -> Op:
+        """The op that makes weight gradients."""
+        return Op.W if (0, Op.W) in self.table.gradients else Op.B
+
+    @classmethod
+    def of(cls, space: Space, configuration: Configuration) -> Candidate:
+        c = configuration
+        cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
+        times = space.times(c.tensor_parallel, c.microbatch_size, cut, c.num_slices)
+        num_microbatches = space.global_batch // (c.data_parallel * c.microbatch_size)
+        schedule = make_schedule(c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank)
+        if c.recompute != "none":
+            schedule = add_recompute(schedule)
+        if c.offload:
+            schedule = add_offload(schedule, c.offload)
+        costs = space.costs(c.tensor_parallel, c.microbatch_size)
+        cost = costs.cost(_seconds(times, c.recompute), times.slices, c.data_parallel)
+        return cls(space, c, cut, times, schedule, cost, _memory_table(space, c, cut, times, schedule))
+
+    def fits(self) -> bool:
+        """Whether every device and its host have room; messages aside, whose buffers the lowered schedule decides."""
+        host = self.space.source.host()
+        away = max(_peaks(row, self)[1] for row in self.schedule.actions)
+        return max(self.peaks()) <= self.space.memory and (host is None or away <= host[1])
+
+    def peaks(self) -> list[float]:
+        """Bytes of every rank, messages aside."""
+        return [_peaks(row, self)[0] for row in self.schedule.actions]
+
+    def step_seconds(self) -> float:
+        return _step(self, simulate(self.schedule, self.cost))[0]
+
+
+def may_fit(space: Space, configuration: Configuration) -> bool:
+    """A quick test that only what is too large fails, messages and the gradients of keys and values aside."""
+    c, state = configuration, space.source.state
+    cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
+    slices = np.array(space.slices(c.tensor_parallel, c.microbatch_size, c.num_slices)) / space.seq_len
+    sizes = space.sizes(c.tensor_parallel, c.microbatch_size, cut)
+    per_parameter = state.weights + state.optimizer / (c.data_parallel if c.shard_optimizer else 1)
+    held = Held(
+        whole=np.outer(sizes.of_stages["none"], slices),
+        kept=np.outer(sizes.of_stages[c.recompute], slices),
+        context=sizes.context_of_stages,
+        gradients=state.gradients * sizes.parameters_of_stages,
+        offloads=bool(c.offload),
+    )
+    counts = (space.global_batch // (c.data_parallel * c.microbatch_size), c.num_slices)
+    peaks = held.peaks(c.schedule, cut, *counts)
+    if (peaks + per_parameter * sizes.parameters).max() > space.memory:
+        return False
+    host = space.source.host()
+    return c.offload < 1 or host is None or held.away(c.schedule, cut, *counts) <= host[1]
+
+
+def _seconds(times: StageTimes, recompute: str) -> dict[tuple[int, int, Op], float]:
+    whole = times.input_gradient + times.weight_gradient
+    tables = {Op.F: times.forward, Op.I: times.input_gradient, Op.W: times.weight_gradient, Op.B: whole}
+    tables[Op.R] = times.replay[recompute]
+    stages, slices = times.forward.shape
+    return {(g, s, op): float(t[g, s]) for op, t in tables.items() for g, s in product(range(stages), range(slices))}
+
+
+def _memory_table(
+    space: Space, configuration: Configuration, cut: Cut, times: StageTimes, schedule: Schedule
+) -> MemoryTable:
+    c, state = configuration, space.source.state
+    costs = space.costs(c.tensor_parallel, c.microbatch_size)
+    shards = c.data_parallel if c.shard_optimizer else 1
+    numbers = [costs.num_parameters(layers) for layers in cut.stages]
+    contexts = list(accumulate(times.slices, initial=0))
+    footprints: dict[tuple[Unit, Op], Footprint] = {}
+    for (g, layers), (s, length) in product(enumerate(cut.stages), enumerate(times.slices)):
+        whole = costs.activation_bytes(layers, length, contexts[s])
+        kept = whole if c.recompute == "none" else costs.kept_bytes(layers, c.recompute, length)
+        # what the first slice's forward and the last slice's backward make for the whole microbatch
+        keys = costs.context_bytes(layers, space.seq_len) if s == 0 else 0
+        made = costs.context_gradient_bytes(layers, space.seq_len) if s == len(times.slices) - 1 else 0
+        during_backward = 2 * float(costs.message_bytes(length)) + made
+        for recomputed, offloaded in product((False, True), repeat=2):
+            left = kept if recomputed else whole
+            # a recomputed forward holds one layer's activations at a time
+            during = left + (whole / len(layers) if recomputed else 0) + keys
+            bytes_by_op = {
+                Op.F: Footprint(left, during),
+                Op.R: Footprint(whole - left, whole - left),
+                Op.B: Footprint(-whole, during_backward),
+                Op.I: Footprint(0.0, during_backward),
+                Op.W: Footprint(-whole, 0.0),
+                Op.OFFLOAD: Footprint(-left, 0.0),
+                Op.RELOAD: Footprint(left, left),
+            }
+            unit = Unit(g, s, recomputed, offloaded)
+            footprints |= {(unit, op): footprint for op, footprint in bytes_by_op.items()}
+    splits = any(action.op is Op.W for action in schedule.positions)
+    return MemoryTable(
+        footprints=footprints,
+        context={g: costs.context_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)},
+        context_gradients={
+            g: costs.context_gradient_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)
+        },
+        message_bytes=[float(costs.message_bytes(length)) for length in times.slices],
+        parameters={g: state.weights * n for g, n in enumerate(numbers)},
+        gradients={(g, Op.W if splits else Op.B): state.gradients * n for g, n in enumerate(numbers)},
+        optimizer={g: state.optimizer / shards * n for g, n in enumerate(numbers)},
+    )
+
+
+def _peaks(row: Sequence[Action], candidate: Candidate) -> tuple[float, float]:
+    """The most bytes that a rank holds, messages aside, and the most it has on the host."""
+    table, schedule = candidate.table, candidate.schedule
+    stages = {action.stage for action in row}  # those without gradients yet
+    held = sum(table.parameters[g] + table.optimizer[g] for g in stages)
+    left: Counter[tuple[int, int]] = Counter()  # backwards to come, of a stage and microbatch
+    peak = away = most_away = 0.0
+    for action in row:
+        key = action.stage, action.microbatch
+        if action.op is candidate.reducing and action.stage in stages:
+            stages.remove(action.stage)
+            held += table.gradients[action.stage, action.op]
+        footprint = table.footprints[Unit.of(action, schedule), action.op]
+        peak = max(peak, held + footprint.peak)
+        held += footprint.leaves
+        if action.op is Op.F and key not in left:
+            left[key] = schedule.num_slices
+            held += table.context[action.stage]
+        elif action.op in (Op.B, Op.I):
+            held += table.context_gradients[action.stage] if left[key] == schedule.num_slices else 0
+            left[key] -= 1
+            if not left[key]:
+                held -= table.context[action.stage] + table.context_gradients[action.stage]
+        elif action.op in (Op.OFFLOAD, Op.RELOAD):
+            away -= footprint.leaves
+            most_away = max(most_away, away)
+    return peak, most_away
+
+
+def predict(candidate: Candidate) -> Prediction:
+    """What the configuration does, from its simulation, with all that its ranks hold."""
+    space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
+    timeline = simulate(schedule, candidate.cost)
+    step, causes = _step(candidate, timeline)
+    num_devices = c.tensor_parallel * c.pipeline_parallel * c.data_parallel
+    peak = space.source.peak_seconds(space.global_batch, space.seq_len)
+    return Prediction(
+        configuration=c,
+        partition=candidate.cut.partition,
+        placement=candidate.cut.placement,
+        slices=candidate.times.slices,
+        num_microbatches=schedule.num_microbatches,
+        step_seconds=step,
+        tokens_per_second=space.global_batch * space.seq_len / step,
+        mfu=None if peak is None else peak / (step * num_devices),
+        idle_fraction=float(timeline.idle_fraction),
+        seconds_by_cause=causes,
+        memory=tuple(_by_kind(each) for each in memory_of(schedule, candidate.table)),
+        memory_limit=space.memory,
+    )
+
+
+def _step(candidate: Candidate, timeline: Timeline) -> tuple[float, dict[str, float]]:
+    """Seconds of the step, optimizer included, and where they go on the rank that ends last."""
+    tails = _Tails.of(candidate)
+    ends = np.zeros(candidate.schedule.num_ranks)
+    for span in timeline.spans:
+        ends[span.rank] = max(ends[span.rank], span.end)
+    rank = int(np.argmax(ends + tails.total))
+    causes = _causes(candidate, timeline, rank, float(ends[rank])) | tails.of_rank(rank)
+    return _with_host(candidate, float((ends + tails.total)[rank]), causes)
+
+
+def _by_kind(memory: RankMemory) -> dict[Kind, float]:
+    return {kind: size for kind, size in memory.worst.during.items() if size}
+
+
+def _causes(candidate: Candidate, timeline: Timeline, rank: int, end: float) -> dict[str, float]:
+    """Where one rank's time until its last action goes."""
+    seconds: defaultdict[Op, float] = defaultdict(float)
+    reduced = 0.0
+    reduce = candidate.times.reduce
+    for span in timeline.spans:
+        if span.rank == rank:
+            seconds[span.action.op] += span.seconds
+            op = Op.I if span.action.op is Op.B else span.action.op
+            if op in reduce:
+                reduced += float(reduce[op][span.action.stage, span.action.slice])
+    work = sum(seconds[op] for op in (Op.F, *BACKWARDS))
+    found = {"compute": work - reduced, "tensor parallel": reduced, "recomputation": seconds[Op.R]}
+    return found | {"waiting": end - work - seconds[Op.R]}
+
+
+@dataclass(frozen=True)
+class _Tails:
+    """Per rank, seconds after its last action."""
+
+    gradients: Array
+    optimizer: Array
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> _Tails:
+        c, cut = candidate.configuration, candidate.cut
+        costs = candidate.space.costs(c.tensor_parallel, c.microbatch_size)
+        shards = c.data_parallel if c.shard_optimizer else 1
+        return cls(
+            cut.per_rank([costs.gradient_seconds(layers, c.data_parallel) for layers in cut.stages]),
+            cut.per_rank([costs.optimizer_seconds(layers, shards) for layers in cut.stages]),
+        )
+
+    @property
+    def total(self) -> Array:
+        return self.gradients + self.optimizer
+
+    def of_rank(self, rank: int) -> dict[str, float]:
+        return {"gradient reduction": float(self.gradients[rank]), "optimizer": float(self.optimizer[rank])}
+
+
+def _with_host(candidate: Candidate, step: float, causes: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """The step is no shorter than the way of all that is offloaded, to the host and back at the same time."""
+    host, c = candidate.space.source.host(), candidate.configuration
+    if not c.offload or host is None:
+        return step, dict(causes)
+    sent = np.zeros(candidate.schedule.num_ranks)
+    for action in candidate.schedule.positions:
+        if action.op is Op.OFFLOAD:
+            unit = Unit.of(action, candidate.schedule)
+            left = -candidate.table.footprint(unit, Op.OFFLOAD).leaves
+            sent[candidate.schedule.placement[action.stage]] += left
+    longest = float(sent.max()) / host[0]
+    return max(step, longest), {**causes, "offload": max(0.0, longest - step)}

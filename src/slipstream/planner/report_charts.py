@@ -1,0 +1,98 @@
+"""Bar charts of the report as HTML and SVG: text of one size at any width, colours from the page's style."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import floor, isfinite, log10
+
+_ZEROS = re.compile(r"(\.\d*?)0+(?= )")  # on an axis 20.0 GB is 20 GB, 2.50 s is 2.5 s
+NUM_COLORS = 10  # --color-0 ... of the page's style
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One line of a chart: its name, and its parts from left to right."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def bar_chart(
+    bars: Sequence[Bar], axis: str, text: Callable[[float], str], limit: float | None = None, limit_name: str = ""
+) -> str:
+    """Stacked bars from the left on one axis, their totals beside them, a legend above, a line at `limit`."""
+    limit = limit if limit is not None and isfinite(limit) else None
+    names = list(dict.fromkeys(name for bar in bars for name, value in bar.parts.items() if value > 0))
+    most = max([*(bar.total for bar in bars), limit or 0.0]) or 1.0
+    ticks = axis_ticks(most)
+    end = max(most * 1.02, ticks[-1])
+    color = {name: index % NUM_COLORS for index, name in enumerate(names)}
+    rows = "".join(_row(bar, color, end, ticks, text, limit) for bar in bars)
+    legend = "".join(f'<li><i class="c{color[name]}"></i>{escape(name)}</li>' for name in names)
+    if limit is not None:
+        legend += f'<li><i class="limit"></i>{escape(limit_name)}: {escape(text(limit))}</li>'
+    return (
+        f'<ul class="legend">{legend}</ul>\n<div class="chart{" dense" if len(bars) > 16 else ""}">\n{rows}'
+        f"{_axis(ticks, end, text, axis)}</div>\n"
+    )
+
+
+def axis_ticks(most: float) -> list[float]:
+    """Round numbers from 0 on, four to seven of them, the last at most `most`."""
+    widest = most / 3
+    power = 10.0 ** floor(log10(widest))
+    step = max(m * power for m in (1, 2, 2.5, 5) if m * power <= widest)
+    return [k * step for k in range(floor(most / step * 1.0001) + 1)]
+
+
+def _row(
+    bar: Bar,
+    color: Mapping[str, int],
+    end: float,
+    ticks: Sequence[float],
+    text: Callable[[float], str],
+    limit: float | None,
+) -> str:
+    pieces = [_line(tick / end, "grid") for tick in ticks]
+    start = 0.0
+    for name, value in bar.parts.items():
+        if value > 0:
+            told = f"{bar.name}, {name}: {text(value)}"
+            pieces.append(
+                f'<rect class="c{color[name]}" x="{start / end:.4%}" y="10%" width="{value / end:.4%}" height="80%">'
+                f"<title>{escape(told)}</title></rect>"
+            )
+            start += value
+    if limit is not None:
+        pieces.append(_line(limit / end, "limit"))
+    over = " over" if limit is not None and bar.total > limit else ""
+    return (
+        f'<div class="name">{escape(bar.name)}</div>'
+        f'<svg class="bar" role="img" aria-label="{escape(_told(bar, text))}">'
+        f'{"".join(pieces)}</svg><div class="total{over}">{escape(text(bar.total))}</div>\n'
+    )
+
+
+def _told(bar: Bar, text: Callable[[float], str]) -> str:
+    parts = ", ".join(f"{name} {text(value)}" for name, value in bar.parts.items() if value > 0)
+    return f"{bar.name}: {text(bar.total)}; {parts}"
+
+
+def _line(share: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{share:.4%}" x2="{share:.4%}" y1="0" y2="100%"/>'
+
+
+def _axis(ticks: Sequence[float], end: float, text: Callable[[float], str], title: str) -> str:
+    """Numbers under the grid's lines, and what they count."""
+    numbers = [_ZEROS.sub(r"\1", text(tick)).replace(". ", " ") for tick in ticks]
+    places = zip(ticks, numbers, strict=True)
+    labels = "".join(f'<text x="{tick / end:.4%}" y="14">{escape(number)}</text>' for tick, number in places)
+    rows = (f'<svg class="axis">{labels}</svg>', f'<p class="axis">{escape(title)}</p>')
+    return "".join(f"<div></div>{row}<div></div>\n" for row in rows)

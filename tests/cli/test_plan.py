@@ -1,0 +1,323 @@
+"""`slipstream plan` as users run it: the table, the reasons, the files, and training from the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import slipstream
+from architectures import llama
+from hand_made_plan import MODEL, make_plan
+from slipstream.cli.plan import plan as command
+from slipstream.errors import SlipstreamError
+from slipstream.planner.profile import load_profile
+from slipstream.planner.report_words import count_text, seconds_text
+from slipstream.profiler.planning import make_options, model_section
+from slipstream.training.config import load_config
+from slipstream.training.plan_file import plan_settings, write_plan_file
+from slipstream.training.profiling import measure_profile
+
+SEQ_LEN = 64
+CLUSTER: dict[str, Any] = {
+    "name": "two-small-nodes",
+    "num_nodes": 2,
+    "devices_per_node": 2,
+    "device": {
+        "name": "small",
+        "flops": {"float32": 1e9, "bfloat16": 2e9},
+        "memory": 1e9,
+        "memory_bandwidth": 1e10,
+        "kernel_seconds": 0,
+        "efficiency": [[1, 0.5], [64, 1]],
+    },
+    "inside": {"bandwidth": 1e10, "latency": 1e-6},
+    "between": {"bandwidth": 1e9, "latency": 1e-5},
+}
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "slipstream", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=110)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(CLUSTER))
+    return path
+
+
+def plan_file(model: Path, cluster: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    settings = {"seq_len": SEQ_LEN, "global_batch": 4, "output": output, "dtype": "float32"}
+    command(**{"model": str(model), "cluster": str(cluster)} | settings | changes)
+    loaded: dict[str, Any] = yaml.safe_load(output.read_text())
+    return loaded
+
+
+# --- what is shown and written ---------------------------------------------------------------------------------------
+
+
+def test_table_reasons_and_files_agree_with_the_plan(
+    model: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, report = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    written = plan_file(model, cluster, output, report=report, top=3)
+    shown = capsys.readouterr().out
+    found = slipstream.plan(model, cluster, seq_len=SEQ_LEN, global_batch=4, dtype="float32", num_best=3)
+    table = [line for line in shown.splitlines() if re.match(r" \d+ x \d+ x \d+ ", line)]
+    best = found.best
+    chosen = best.configuration
+    assert len(table) == len(found.predictions) <= 3
+    for line, each in zip(table, found.predictions, strict=True):
+        degrees = each.configuration
+        names = [degrees.tensor_parallel, degrees.pipeline_parallel, degrees.data_parallel]
+        assert line.split()[:5:2] == [str(name) for name in names]
+        assert f" {seconds_text(each.step_seconds)} " in line
+        assert f" {count_text(each.tokens_per_second)} " in line
+    assert f"memory of rank {best.fullest_rank}" in shown
+    assert all(kind in shown for kind, size in best.memory[best.fullest_rank].items() if size)
+    assert shown.count(" instead of ") >= 1
+    assert f"searched {found.num_configurations:,} configurations" in shown
+    assert shown.splitlines()[-1] == f"wrote {output} and {report}"
+    assert written["plan"]["tensor_parallel"] == chosen.tensor_parallel
+    assert written["plan"]["predicted"]["step_seconds"] == pytest.approx(best.step_seconds, rel=1e-5)
+    assert written["pipeline"]["slices"] == list(best.slices)
+    assert "Where the step's time goes" in unescape(report.read_text())
+
+
+def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None:
+    lists = {
+        "tensor_parallel": "1",
+        "data_parallel": "2",
+        "schedule": "gpipe",
+        "num_slices": "2",
+        "recompute": "full",
+    }
+    written = plan_file(model, cluster, tmp_path / "a.yaml", **lists, shard_optimizer="no", microbatch_size="1")
+    assert written["plan"]["tensor_parallel"] == 1
+    assert written["plan"]["data_parallel"] == 2
+    assert written["plan"]["shard_optimizer"] is False
+    assert written["pipeline"]["schedule"] == "gpipe"
+    assert len(written["pipeline"]["slices"]) == 2
+    assert written["pipeline"]["recompute"] == "full"
+    assert written["pipeline"]["num_microbatches"] == 2
+
+
+def test_python_takes_what_the_command_takes(model: Path, cluster: Path, tmp_path: Path) -> None:
+    """Models in every form, one value or several, a counted model."""
+    (tmp_path / "training.yaml").write_text(yaml.safe_dump({"model": {"path": str(model)}}))
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 4, "tensor_parallel": 1, "schedule": ["1f1b"]}
+    forms = [llama(), model, model / "config.json", tmp_path / "training.yaml"]
+    found = [slipstream.plan(each, cluster, **settings) for each in forms]
+    assert len({each.best.configuration for each in found}) == 1
+    assert {each.best.configuration.schedule for each in found} == {"1f1b"}
+    assert found[0].model == "llama, 4 layers of 32"
+    counted = slipstream.plan(MODEL, "h100-dgx", seq_len=4096, global_batch=8, num_nodes=1)
+    assert counted.num_devices == 8
+
+
+# --- the plan file ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "best"), [({}, 0), ({}, 1), ({"num_slices": 3, "num_microbatches": 4, "num_ranks": 3}, 0)]
+)
+def test_the_plan_file_reads_back_as_a_configuration(changes: dict[str, int], best: int, tmp_path: Path) -> None:
+    plan = make_plan(**changes)
+    shown = replace(plan, predictions=plan.predictions[best:])
+    path = tmp_path / "plan.yaml"
+    sizes = {"num_hidden_layers": 16, "max_position_embeddings": 4096}
+    write_plan_file(shown, {"config": {"model_type": "llama", **sizes}}, "bfloat16", path)
+    config = load_config(path, ["--data.corpus=python-stdlib", "--training.output=x", "--training.steps=1"])
+    predicted, chosen = shown.best, shown.best.configuration
+    pipeline = config.pipeline
+    assert pipeline.num_ranks == chosen.pipeline_parallel
+    assert pipeline.schedule == chosen.schedule
+    assert pipeline.slices == list(predicted.slices)
+    assert pipeline.partition == list(predicted.partition)
+    assert (pipeline.recompute, pipeline.offload) == (chosen.recompute, chosen.offload)
+    assert pipeline.num_microbatches == predicted.num_microbatches
+    assert (config.training.batch_size, config.training.precision) == (shown.global_batch, "bf16")
+    assert config.model.config == {"model_type": "llama", **sizes}
+    assert config.plan.predicted["memory_limit_bytes"] == 80_000_000_000
+    assert config.plan.predicted["versions"]["slipstream"] == slipstream.__version__
+
+
+def test_what_is_written_of_a_model_is_what_was_given(model: Path, tmp_path: Path) -> None:
+    assert model_section("meta-llama/Llama-3.1-8B") == {"path": "meta-llama/Llama-3.1-8B"}
+    assert model_section(model) == {"path": str(model)}
+    assert model_section(model / "config.json")["config"]["model_type"] == "llama"
+    assert model_section(llama())["config"]["hidden_size"] == 32
+    with pytest.raises(SlipstreamError, match="a counted model can't be trained"):
+        model_section(MODEL)
+    assert plan_settings(make_plan(), {"path": "x"}, "float16")["training"] == {"seq_len": 4096, "batch_size": 2}
+
+
+def test_files_are_replaced_only_when_told(model: Path, cluster: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.yaml"
+    plan_file(model, cluster, output, tensor_parallel="1")
+    before = output.read_text()
+    with pytest.raises(
+        SlipstreamError, match=r"--output=.* exists; choose another file, or replace it with --overwrite"
+    ):
+        plan_file(model, cluster, output, tensor_parallel="2")
+    with pytest.raises(SlipstreamError, match=r"--report=.* exists"):
+        plan_file(model, cluster, tmp_path / "b.yaml", report=output)
+    assert output.read_text() == before
+    assert not (tmp_path / "b.yaml").exists()
+    plan_file(model, cluster, output, tensor_parallel="2", overwrite=True)
+    assert output.read_text() != before
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of the small Llama on two processes of this machine."""
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    settings = {"seq_len": SEQ_LEN, "longest_slice": SEQ_LEN, "granularity": 32, "repeats": 2, "budget": 5.0}
+    measure_profile(llama(), settings, num_ranks=2, device="cpu").save(path)
+    return path
+
+
+@pytest.mark.slow
+def test_a_plan_from_a_profile_is_trained(measured: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "model.yaml"
+    settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
+    output, text = tmp_path / "plan.yaml", tmp_path / "text.txt"
+    planned = run(
+        *("plan", settings, measured, "--seq-len", SEQ_LEN, "--global-batch", 2, "--output", output),
+        *("--pipeline-parallel", "2", "--num-slices", "2,4"),
+    )
+    assert planned.returncode == 0, planned.stderr
+    chosen = yaml.safe_load(output.read_text())
+    assert chosen["pipeline"]["num_ranks"] == 2
+    assert chosen["training"]["precision"] == "float32"
+    assert chosen["plan"]["predicted"]["mfu"] is None
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    trained = run(
+        *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
+        *("--pipeline.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
+    )
+    assert trained.returncode == 0, trained.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len([line for line in lines if "loss" in json.loads(line)]) == 2
+    used = load_config(tmp_path / "run" / "config.yaml")
+    assert used.pipeline.slices == chosen["pipeline"]["slices"]
+    assert used.pipeline.partition == chosen["pipeline"]["partition"]
+
+
+def test_what_training_cannot_do_is_refused_before_it_starts(model: Path, cluster: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.yaml"
+    plan_file(model, cluster, output, tensor_parallel="2", data_parallel="2")
+    result = run(
+        "train", output, "--data.corpus=python-stdlib", f"--training.output={tmp_path / 'x'}", "--training.steps=1"
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith(
+        "error: plan.tensor_parallel=2 and plan.data_parallel=2: this version trains pipelines"
+    )
+    assert "`slipstream plan ... --tensor-parallel 1 --data-parallel 1`" in result.stderr
+    assert not (tmp_path / "x").exists()
+
+
+# --- what can't be planned -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": "/no/such/model"}, "no model at '/no/such/model'"),
+        ({"model": "/no/such.yaml"}, "can't read the model's configuration /no/such.yaml"),
+        ({"cluster": "h100-dgz"}, "did you mean 'h100-dgx'"),
+        ({"seq_len": 65}, "seq_len=65 is more than the model's 64 positions"),
+        (
+            {"global_batch": 3, "data_parallel": "2"},
+            "no configuration divides: 4 devices, 4 layers, a global batch of 3",
+        ),
+        ({"dtype": "float16"}, "dtype='float16' has no peak on small: use bfloat16, float32"),
+        ({"dtype": "fp8"}, "dtype='fp8' has no peak"),
+        ({"schedule": "1f2b"}, "schedule='1f2b' isn't known; did you mean '1f1b'"),
+        ({"recompute": "half"}, "recompute='half' isn't known; did you mean 'full'"),
+        ({"tensor_parallel": "two"}, "--tensor-parallel=two can't be read"),
+        ({"tensor_parallel": "0"}, "tensor_parallel=0: give a whole number of 1 or more"),
+        ({"shard_optimizer": "maybe"}, "'maybe' is neither yes nor no"),
+        ({"offload": "1.5"}, "offload=1.5: give the share of slices"),
+        ({"memory_limit": 80.0}, "memory_limit=80.0 is implausible, it is in bytes: type 80e9"),
+        ({"num_ranks": 2}, "num_ranks=2 is for a profile"),
+        ({"output": Path("/no/plan.yaml")}, "there is no folder /no; make it first"),
+    ],
+)
+def test_bad_input_writes_nothing(
+    model: Path, cluster: Path, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(SlipstreamError, match=reason):
+        plan_file(**{"model": model, "cluster": cluster, "output": tmp_path / "plan.yaml"} | changes)
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_files_that_describe_no_model(cluster: Path, tmp_path: Path) -> None:
+    for name, text, reason in (
+        ("a.json", "{", "a.json isn't valid JSON"),
+        ("a.yaml", "{", "a.yaml isn't valid YAML"),
+        ("b.yaml", "training: {steps: 1}", "b.yaml describes no model"),
+        ("c.json", '{"model_type": "lama"}', "c.json with model_type='lama' isn't usable"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(SlipstreamError, match=reason):
+            plan_file(tmp_path / name, cluster, tmp_path / "plan.yaml")
+
+
+def test_a_profile_of_something_else_is_refused(measured: Path, tmp_path: Path) -> None:
+    profile = load_profile(measured)
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 2}
+    with pytest.raises(SlipstreamError, match=r"model\.vocab_size is 61 there, 99 here"):
+        slipstream.plan(llama(vocab_size=99), measured, **settings)
+    with pytest.raises(SlipstreamError, match="dtype is float32 there, bfloat16 here"):
+        slipstream.plan(llama(), measured, dtype="bfloat16", **settings)
+    with pytest.raises(SlipstreamError, match="num_nodes=2 is for a cluster; with a profile give num_ranks"):
+        slipstream.plan(llama(), measured, num_nodes=2, **settings)
+    (tmp_path / "broken.json").write_text(json.dumps({"format": profile.format}))
+    with pytest.raises(SlipstreamError, match=r"broken.json isn't a profile"):
+        slipstream.plan(llama(), tmp_path / "broken.json", **settings)
+
+
+def test_impossible_clusters_and_too_little_memory(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(CLUSTER | {"inside": {"bandwidth": 25, "latency": 1e-6}}))
+    with pytest.raises(SlipstreamError, match=r"inside\.bandwidth is 25: implausible"):
+        plan_file(model, path, tmp_path / "plan.yaml")
+    tiny = make_options(memory_limit=1e6).memory_limit
+    path.write_text(yaml.safe_dump(CLUSTER))
+    big = llama(hidden_size=512, intermediate_size=2048, head_dim=128)
+    with pytest.raises(SlipstreamError, match="rank"):
+        slipstream.plan(big, path, seq_len=SEQ_LEN, global_batch=4, dtype="float32", memory_limit=tiny)
+
+
+def test_unknown_options_suggest_the_nearest() -> None:
+    with pytest.raises(SlipstreamError, match="there is no option 'tensor_paralel'; did you mean 'tensor_parallel'"):
+        make_options(tensor_paralel=1)
+
+
+def test_errors_end_with_code_2(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.yaml"
+    result = run("plan", model, "nowhere", "--seq-len", SEQ_LEN, "--global-batch", 4, "--output", output)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("error: cluster='nowhere' is not known")
+    assert not output.exists()

@@ -1,0 +1,95 @@
+"""Plans put together by hand from real schedules, costs and simulations: what tests of tables and reports are shown."""
+
+from __future__ import annotations
+
+from slipstream.memory import Kind
+from slipstream.planner.analytic import Analytic
+from slipstream.planner.cluster import load_cluster
+from slipstream.planner.configuration import Alternative, Configuration, Plan, Prediction
+from slipstream.planner.fit import Window
+from slipstream.planner.operations import Amount, AttentionCall, ModelCount, OpCount, PartCount
+from slipstream.schedule import Op, Schedule, make_schedule
+from slipstream.simulator import simulate
+from slipstream.timeline import Timeline
+
+SEQ_LEN = 4096
+NUM_LAYERS = 16
+_PRODUCTS = OpCount(flops=Amount(0, 4e8), matmul_bytes=Amount(4e8, 0), num_matmuls=7, num_kernels=20)
+_CALL = AttentionCall(num_heads=32, num_key_value_heads=8, key_width=128, value_width=128, window=Window())
+
+
+def _part(name: str, ops: OpCount, attentions: tuple[AttentionCall, ...] = ()) -> PartCount:
+    context = 4096.0 if attentions else 0.0
+    return PartCount(name, 200_000_000, dict.fromkeys((Op.F, Op.I, Op.W), ops), attentions, 2e5, context)
+
+
+MODEL = ModelCount(
+    kinds=(0,) * NUM_LAYERS,
+    layers=(_part("layer", _PRODUCTS, (_CALL,)),),
+    embedding=_part("embedding", OpCount()),
+    head=_part("head", _PRODUCTS),
+    hidden_size=4096,
+    dtype="bfloat16",
+    dtype_bytes=2,
+)
+
+
+def make_plan(num_ranks: int = 4, num_slices: int = 4, num_microbatches: int = 2, **changes: object) -> Plan:
+    """1f1b with slices above gpipe and above whole sequences; `changes` replace fields of the plan."""
+    best, schedule, timeline = _predict("1f1b", num_ranks, num_slices, num_microbatches)
+    second, *_ = _predict("gpipe", num_ranks, num_slices, num_microbatches)
+    third, *_ = _predict("1f1b", num_ranks, 1, num_microbatches)
+    fields: dict[str, object] = {
+        "model": "llama <16 layers> & more",
+        "cluster": "h100-dgx",
+        "num_devices": num_ranks,
+        "seq_len": SEQ_LEN,
+        "global_batch": num_microbatches,
+        "predictions": (best, second, third),
+        "alternatives": (Alternative("schedule", second), Alternative("num_slices", third)),
+        "schedule": schedule,
+        "timeline": timeline,
+        "num_configurations": 12_345,
+        "num_too_large": 678,
+        "num_simulated": 3,
+        "gap": 0.0123,
+        "seconds": 1.5,
+        "notes": ("Times are <computed>, not measured.",),
+    }
+    return Plan(**fields | changes)  # type: ignore[arg-type]
+
+
+def _predict(
+    name: str, num_ranks: int, num_slices: int, num_microbatches: int
+) -> tuple[Prediction, Schedule, Timeline]:
+    schedule = make_schedule(name, num_ranks, num_microbatches, num_slices)
+    costs = Analytic(MODEL, load_cluster("h100-dgx"))
+    partition = tuple(NUM_LAYERS * (r + 1) // num_ranks - NUM_LAYERS * r // num_ranks for r in range(num_ranks))
+    slices = (SEQ_LEN - (num_slices - 1) * (SEQ_LEN // num_slices), *(SEQ_LEN // num_slices,) * (num_slices - 1))
+    timeline = simulate(schedule, costs.cost(partition, slices))
+    last = num_ranks - 1
+    causes = {"computing": timeline.busy(last)}
+    causes |= {f"waiting: {cause}": seconds for cause, seconds in timeline.idle_by_cause[last].items()}
+    memory = tuple(
+        {
+            Kind.PARAMETERS: costs.parameter_bytes(stage),
+            Kind.OPTIMIZER: costs.optimizer_bytes(stage),
+            Kind.ACTIVATIONS: peak,
+        }
+        for stage, peak in zip(costs.stages_of(partition), timeline.peak_memory, strict=True)
+    )
+    prediction = Prediction(
+        configuration=Configuration(1, num_ranks, 1, 1, name, 1, num_slices, "none", 0.0, False),
+        partition=partition,
+        placement=schedule.placement,
+        slices=slices,
+        num_microbatches=num_microbatches,
+        step_seconds=timeline.makespan,
+        tokens_per_second=SEQ_LEN * num_microbatches / timeline.makespan,
+        mfu=0.4321,
+        idle_fraction=timeline.idle_fraction,
+        seconds_by_cause=causes,
+        memory=memory,
+        memory_limit=80e9,
+    )
+    return prediction, schedule, timeline
