@@ -84,7 +84,7 @@ class Ours:
 
     def __init__(self, batch: int, length: int, settings: dict[str, object]) -> None:
         self.inputs = tokens(batch, length)
-        self.pipe = Pipeline.from_config(model_config(length), self_check=False, **settings)
+        self.pipe = Pipeline.from_config(model_config(length), self_check=False, seq_len=length, **settings)
         while self.pipe.is_tuning:
             for parameter in self.pipe.parameters():
                 parameter.grad = None
@@ -96,8 +96,10 @@ class Ours:
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.pipe.parameters()
 
-    def report(self) -> tuple[Timeline, object, list[int]]:
-        return self.pipe.timeline, self.pipe.layout.training, self.pipe.slices(self.inputs.shape[1])
+    def report(self) -> tuple[Timeline, object, list[int], list[float]]:
+        layout = self.pipe.layout
+        cut = [stage.stop - stage.start for stage in layout.layers]
+        return self.pipe.timeline, layout.training, self.pipe.slices(self.inputs.shape[1]), cut
 
 
 def alone(batch: int, length: int, slices: Sequence[int]) -> list[Contender]:
@@ -117,8 +119,8 @@ def one_sequence(length: int, repeats: int) -> dict[str, object]:
     ]
     contenders += alone(1, length, (4,))
     contenders += [
-        Contender("slipstream, 8 slices", Ours, 1, length, {"slices": 8, "partition": CUT}),
-        Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto", "partition": CUT}),
+        Contender("slipstream, 8 slices, whole layers", Ours, 1, length, {"slices": 8, "partition": CUT}),
+        Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto"}),
     ]
     return compare(1, length, contenders, repeats)
 
@@ -130,14 +132,7 @@ def several_sequences(batch: int, length: int, repeats: int) -> dict[str, object
     auto = {"slices": "auto", "schedule": "auto", "num_microbatches": batch}
     contenders += [
         Contender("one process, unsliced", Unsliced, batch, length, num_processes=1),
-        Contender("slipstream, auto", Ours, batch, length, auto | {"partition": CUT}),
-        Contender(
-            "slipstream, auto, 2 stages a rank",
-            Ours,
-            batch,
-            length,
-            auto | {"partition": INTERLEAVED_CUT, "stages_per_rank": 2},
-        ),
+        Contender("slipstream, auto", Ours, batch, length, auto),
     ]
     return compare(batch, length, contenders, repeats)
 
@@ -148,7 +143,7 @@ def compare(batch: int, length: int, contenders: list[Contender], repeats: int) 
     measured = interleaved({each.name: each.run for each in contenders}, repeats, warmups=WARM_UPS)
     middle = medians(measured)
     ours = min((each for each in contenders if each.name.startswith("slip")), key=lambda each: middle[each.name])
-    timeline, schedule, slices = ours.report()  # type: ignore[misc]
+    timeline, schedule, slices, cut = ours.report()  # type: ignore[misc]
     report = {
         "tokens": length,
         "sequences": batch,
@@ -157,6 +152,7 @@ def compare(batch: int, length: int, contenders: list[Contender], repeats: int) 
         "losses": {each.name: each.losses for each in contenders},
         "best": ours.name,
         "slices": slices,
+        "layers": cut,
         "schedule": str(schedule),
         "over": ratios(middle, ours.name),
         "bound": bound(timeline, schedule),
@@ -182,7 +178,9 @@ def ratios(middle: dict[str, float], ours: str) -> dict[str, float]:
 
 
 def show(row: dict[str, object]) -> None:
-    print(f"\n{row['sequences']} x {row['tokens']} tokens; {row['best']}: slices {row['slices']}")
+    print(
+        f"\n{row['sequences']} x {row['tokens']} tokens; {row['best']}: layers {row['layers']}, slices {row['slices']}"
+    )
     for name, seconds in sorted(row["medians"].items(), key=lambda item: item[1]):  # type: ignore[attr-defined]
         print(f"  {seconds:7.3f} s  {name}")
     for group, ratio in row["over"].items():  # type: ignore[attr-defined]

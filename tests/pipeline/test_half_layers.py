@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PhiConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, MistralConfig, PhiConfig, PretrainedConfig, PreTrainedModel
 
 from architectures import (
     ARCHITECTURES,
@@ -234,6 +234,22 @@ def test_auto_cuts_a_layer_where_that_balances_a_heavy_head() -> None:
     assert stages(heavy_head(num_hidden_layers=3), num_ranks=2) == [2, 1]  # already even
     first, second, third, last = stages(heavy_head(), num_ranks=2, schedule="zb-v", stages_per_rank=2)
     assert first + last + 1 == second + third  # a V: the first rank has both ends
+
+
+def test_auto_weighs_attention_where_it_knows_the_length() -> None:
+    """By its weights the head is two layers; of long sequences, whose attention takes most, next to nothing."""
+    config = llama(vocab_size=2 * (2 * (32 * 32 * 2 + 2 * 32 * 16)) // 32, num_hidden_layers=6)
+    assert stages(config, num_ranks=2)[0] > 3
+    assert stages(config, num_ranks=2, seq_len=10**6) == [3, 3]
+    windows = llama(vocab_size=61, num_hidden_layers=6).to_dict() | {"sliding_window": 8, "model_type": "mistral"}
+    assert stages(MistralConfig(**windows), num_ranks=2, seq_len=64) == [3, 3]
+
+
+def test_given_slices_say_the_length() -> None:
+    config = heavy_head()
+    model = AutoModelForCausalLM.from_config(config)
+    pipe = Pipeline(model, slices=[10**6 - 8, 8], num_ranks=2, self_check=False)
+    assert [stage.stop - stage.start for stage in pipe.layout.layers] == [2, 2]
 
 
 def test_auto_keeps_whole_layers_where_little_is_gained() -> None:

@@ -21,7 +21,7 @@ from slipstream.planner.operations import Amount, AttentionCall, ModelCount, OpC
 from slipstream.planner.search import search
 from slipstream.planner.sources import AnalyticSource
 from slipstream.planner.space import Options, Space
-from slipstream.schedule import Op
+from slipstream.schedule import Op, make_schedule
 
 SEQ_LEN = 512
 PLAIN = Options(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
@@ -184,6 +184,18 @@ def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
     rank = memory_of(candidate.schedule, candidate.table)[0]
     most = max(moment.during[Kind.ACTIVATIONS] for moment in rank.moments)
     assert most == pytest.approx(held)
+
+
+def test_of_two_schedules_that_are_one_only_the_first_is_planned() -> None:
+    """With one microbatch, depth and breadth first are the same."""
+    for num_ranks, num_slices, stages_per_rank in ((2, 4, 2), (2, 1, 3), (4, 8, 2)):
+        counts = (num_ranks, 1, num_slices, stages_per_rank)
+        assert make_schedule("interleaved-1f1b", *counts).actions == make_schedule("breadth-first", *counts).actions
+    names = {
+        number: {c.schedule for _, _, c in Space(source(), SEQ_LEN, number, Options(data_parallel=(1,))).bounded()}
+        for number in (1, 2)
+    }
+    assert names[2] - names[1] == {"breadth-first"}
 
 
 def test_longer_simulations_close_the_gap() -> None:

@@ -66,6 +66,7 @@ def plan_layout(
     partition: str | Sequence[float],
     recompute: str | int = "none",
     offload: float = 0.0,
+    seq_len: int | None = None,
 ) -> Layout:
     """Check that everything fits together. Raises SlipstreamError with what was given, allowed, and to type."""
     if schedule.num_ranks != num_ranks:
@@ -78,7 +79,9 @@ def plan_layout(
             f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
             f"{schedule.num_slices} slices. Give {schedule.num_slices} lengths."
         )
-    layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement)
+    if seq_len is None and not isinstance(slices, int):
+        seq_len = sum(slices)
+    layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement, seq_len)
     most_layers = max(len(stage) for stage in layers)
     return Layout.of(schedule, layers, anatomy, Recompute.parse(recompute, most_layers), offload)
 

@@ -24,9 +24,15 @@ WORTH_CUTTING = 0.97  # layers are cut in half where the slowest rank's cost fal
 
 
 def assign_layers(
-    config: PretrainedConfig, anatomy: Anatomy, partition: str | Sequence[float], placement: Sequence[int]
+    config: PretrainedConfig,
+    anatomy: Anatomy,
+    partition: str | Sequence[float],
+    placement: Sequence[int],
+    seq_len: int | None = None,
 ) -> tuple[tuple[LayerRange, ...], Anatomy]:
     """The layers of every stage, and the anatomy, with `halves` if they are needed.
+
+    "auto" counts multiplications with weights, and with `seq_len` those of attention in sequences of so many tokens.
 
     They are where a stage ends inside a layer, and where dropout draws random numbers: its random state is keyed by
     the half (rule 10), so that it doesn't matter who is cut.
@@ -34,7 +40,9 @@ def assign_layers(
     with torch.device("meta"), quiet_transformers():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     if isinstance(partition, str):
-        counts, halves = _balanced(config, anatomy, partition, placement, model)
+        if partition != "auto":
+            raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")
+        counts, halves = _balanced(config, anatomy, placement, model, seq_len)
     else:
         counts, halves = _checked(partition, len(placement), len(_layers(model, anatomy))), ()
     layers = tuple(LayerRange(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
@@ -56,19 +64,17 @@ def _checked(partition: Sequence[float], num_stages: int, num_layers: int) -> li
 
 
 def _balanced(
-    config: PretrainedConfig, anatomy: Anatomy, partition: str, placement: Sequence[int], model: PreTrainedModel
+    config: PretrainedConfig, anatomy: Anatomy, placement: Sequence[int], model: PreTrainedModel, seq_len: int | None
 ) -> tuple[list[float], tuple[LayerPart, ...]]:
     """Whole layers, unless half ones make the slowest rank clearly faster and the architecture allows them."""
-    if partition != "auto":
-        raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")
-    costs = layer_costs(config, anatomy, model)
+    costs = layer_costs(config, anatomy, model, seq_len)
     whole = partition_layers(costs, len(placement))
     slowest = _slowest_rank(costs, whole, placement)
     if sum(costs) / len(set(placement)) > WORTH_CUTTING * slowest:
         return [*whole], ()  # even the most even cut would not be
     halves = _halves_or_none(config, anatomy)
     if halves:
-        half_costs = half_layer_costs(config, replace(anatomy, halves=halves), model)
+        half_costs = half_layer_costs(config, replace(anatomy, halves=halves), model, seq_len)
         counts = partition_layers(half_costs, len(placement))
         if _slowest_rank(half_costs, counts, placement) <= WORTH_CUTTING * slowest:
             return [count / 2 if count % 2 else count // 2 for count in counts], halves
@@ -90,20 +96,24 @@ def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequ
     )
 
 
-def layer_costs(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel) -> list[float]:
-    """What each layer computes per token, in multiplications with weights; the last layer's includes the head's."""
-    costs = [_multiplications(layer, config) for layer in _layers(model, anatomy)]
+def layer_costs(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel, seq_len: int | None) -> list[float]:
+    """What each layer computes per token, in multiplications; the last layer's includes the head's."""
+    layers = enumerate(_layers(model, anatomy))
+    costs = [_multiplications(layer, config) + _attended(config, index, seq_len) for index, layer in layers]
     costs[-1] += _head_cost(config, anatomy, model)
     return costs
 
 
-def half_layer_costs(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel) -> list[float]:
+def half_layer_costs(
+    config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel, seq_len: int | None
+) -> list[float]:
     """The same of every layer's attention and feed-forward half in turn; the last includes the head's."""
     costs = []
-    for layer in _layers(model, anatomy):
+    for index, layer in enumerate(_layers(model, anatomy)):
         for half in Half:
             own = [child for name, child in layer.named_children() if half_of(name, child, anatomy.halves) is half]
-            costs.append(sum(_multiplications(child, config) for child in own))
+            attended = _attended(config, index, seq_len) if half is Half.ATTENTION else 0.0
+            costs.append(sum(_multiplications(child, config) for child in own) + attended)
     costs[-1] += _head_cost(config, anatomy, model)
     return costs
 
@@ -114,6 +124,19 @@ def _layers(model: PreTrainedModel, anatomy: Anatomy) -> list[nn.Module]:
 
 def _head_cost(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel) -> float:
     return sum(_multiplications(model.get_submodule(name), config) for name in anatomy.after)
+
+
+def _attended(config: PretrainedConfig, layer: int, seq_len: int | None) -> float:
+    """Multiplications of a token's scores and of their values, over the keys that it sees on average."""
+    if seq_len is None:
+        return 0.0
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+    keys = seq_len / 2
+    if window is not None and window < seq_len and (kinds is None or "sliding" in kinds[layer]):
+        keys = window - window**2 / (2 * seq_len)
+    return float(2 * text.num_attention_heads * width * keys)
 
 
 def _multiplications(module: nn.Module, config: PretrainedConfig) -> float:

@@ -52,8 +52,8 @@ class Pipeline:
             measured, and the lengths chosen that run fastest.
         stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
         partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
-            feed-forward half. Or "auto": by the weights each layer multiplies with, the head counted; in halves where
-            that makes the slowest rank at least 3% cheaper.
+            feed-forward half. Or "auto": by the multiplications of each layer and of the head; in halves where that
+            makes the slowest rank at least 3% cheaper.
         mesh: a DeviceMesh with an axis "pp"; default: all ranks.
         recompute: what of a slice's activations is dropped after its forward and computed again before its backward:
             "none"; "selective", all but the outputs of matrix products and attention; "full", all but keys and values;
@@ -68,6 +68,8 @@ class Pipeline:
             forward and backward: pinned memory with a GPU, else a file. Keys and values stay.
         num_flushes: how many times the pipeline is filled and drained in a step, so that no more than
             num_microbatches / num_flushes microbatches hold activations at once (gradient accumulation).
+        seq_len: tokens of a sequence, from which partition="auto" knows what attention costs. Without it, and without
+            the slices' lengths, it counts weights alone. Sequences of other lengths are fine.
         memory_limit: bytes that a rank may hold: parameters, gradients, AdamW's state, messages, activations, keys and
             values. Before the first step on a batch of new shape its parts are measured; a schedule that holds more is
             refused, and schedule="auto" looks for one that doesn't.
@@ -96,6 +98,7 @@ class Pipeline:
         offload: float = 0.0,
         num_flushes: int = 1,
         memory_limit: float | None = None,
+        seq_len: int | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
@@ -113,7 +116,15 @@ class Pipeline:
         self._gauge = Gauge(memory_limit)
         self._adopted = self._tuner.schedule
         self.layout = plan_layout(
-            self.config, anatomy, self._tuner.schedule, self._tuner.slices, num_ranks, partition, recompute, offload
+            self.config,
+            anatomy,
+            self._tuner.schedule,
+            self._tuner.slices,
+            num_ranks,
+            partition,
+            recompute,
+            offload,
+            seq_len,
         )
         self._stages = self._make_stages(source, self.layout.anatomy, dtype)
         self._tied = TiedGradients([*self._stages.values()], self._ends() if anatomy.tied else [0])

@@ -96,7 +96,8 @@ class Held:
         else:
             before, after = np.where(row.op == _F, kept, 0), np.where(last, kept, 0)
             during = np.where(backward, whole - kept, 0)
-        before = before + row.opens * self.context[row.stage] + row.reduces * self.gradients[row.stage]
-        after = after + row.closes * self.context[row.stage]
+        before = before + row.opens * self.context[row.stage]
+        # gradients are there once the backward that makes them has freed its activations
+        after = after + row.closes * self.context[row.stage] - row.reduces * self.gradients[row.stage]
         held = np.cumsum(before) - np.concatenate([[0.0], np.cumsum(after)[:-1]])
         return float((held + during).max())

@@ -129,16 +129,25 @@ def _memory_table(
             }
             unit = Unit(g, s, recomputed, offloaded)
             footprints |= {(unit, op): footprint for op, footprint in bytes_by_op.items()}
-    splits = any(action.op is Op.W for action in schedule.positions)
+    reducing = Op.W if any(action.op is Op.W for action in schedule.positions) else Op.B
+    gradients = {(g, reducing): state.gradients * n for g, n in enumerate(numbers)}
+    # a stage's first backward makes gradients while its activations go, so the two are never there in full at once
+    first = {
+        (unit, op): footprint.peak + made - min(made, -footprint.leaves)
+        for (unit, op), footprint in footprints.items()
+        if op is reducing
+        for made in (gradients[unit.stage, op],)
+    }
     return MemoryTable(
         footprints=footprints,
+        first=first,
         context={g: costs.context_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)},
         context_gradients={
             g: costs.context_gradient_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)
         },
         message_bytes=[float(costs.message_bytes(length)) for length in times.slices],
         parameters={g: state.weights * n for g, n in enumerate(numbers)},
-        gradients={(g, Op.W if splits else Op.B): state.gradients * n for g, n in enumerate(numbers)},
+        gradients=gradients,
         optimizer={g: state.optimizer / shards * n for g, n in enumerate(numbers)},
     )
 
@@ -152,11 +161,14 @@ def _peaks(row: Sequence[Action], candidate: Candidate) -> tuple[float, float]:
     peak = away = most_away = 0.0
     for action in row:
         key = action.stage, action.microbatch
+        unit = Unit.of(action, schedule)
+        footprint, made = table.footprints[unit, action.op], 0.0
+        during = footprint.peak
         if action.op is candidate.reducing and action.stage in stages:
             stages.remove(action.stage)
-            held += table.gradients[action.stage, action.op]
-        footprint = table.footprints[Unit.of(action, schedule), action.op]
-        peak = max(peak, held + footprint.peak)
+            made, during = table.gradients[action.stage, action.op], table.first[unit, action.op]
+        peak = max(peak, held + during)
+        held += made
         held += footprint.leaves
         if action.op is Op.F and key not in left:
             left[key] = schedule.num_slices
@@ -207,7 +219,10 @@ def _step(candidate: Candidate, timeline: Timeline) -> tuple[float, dict[str, fl
 
 
 def _by_kind(memory: RankMemory) -> dict[Kind, float]:
-    return {kind: size for kind, size in memory.worst.during.items() if size}
+    during = dict(memory.worst.during)
+    if during[Kind.WORKSPACE] < 0:  # activations that go while gradients are made
+        during[Kind.ACTIVATIONS] += during.pop(Kind.WORKSPACE)
+    return {kind: size for kind, size in during.items() if size}
 
 
 def _causes(candidate: Candidate, timeline: Timeline, rank: int, end: float) -> dict[str, float]:

@@ -86,8 +86,8 @@ class Space:
         sizes = [size for size in _divisors(sequences) if known is None or size in known]
         return [size for size in sizes if self.options.allows("microbatch_size", size)]
 
-    def shapes(self, pipeline: int) -> Iterator[tuple[int, list[str]]]:
-        """Stages per rank, and the schedules that can have as many."""
+    def shapes(self, pipeline: int, num_microbatches: int) -> Iterator[tuple[int, list[str]]]:
+        """Stages per rank, and the schedules that can have as many; of two that are one, the first."""
         num_layers = len(self.source.kinds)
         for stages in self.options.stages_per_rank or _STAGES_PER_RANK:
             if pipeline * stages > num_layers or (pipeline == 1 and stages > 1):
@@ -95,6 +95,8 @@ class Space:
             names = self.options.schedule or (_SCHEDULES if pipeline > 1 else ("1f1b",))
             found = [name for name in names if stages in STAGES_PER_RANK[name]]
             found = [name for name in found if stages > 1 or ("interleaved" not in name and name != "breadth-first")]
+            if num_microbatches == 1 and "interleaved-1f1b" in found:
+                found = [name for name in found if name != "breadth-first"]
             if found:
                 yield stages, found
 
@@ -220,7 +222,7 @@ class Space:
         """(bound of the step's seconds, bound of the fullest rank's bytes, configuration) of all that divides."""
         for mesh in self.meshes():
             tensor, pipeline, data, size = mesh
-            for stages_per_rank, names in self.shapes(pipeline):
+            for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
                 known: dict[tuple[Cut, int, bool], Bounds] = {}
                 for name, count in product(names, self.slice_counts(pipeline)):
                     cut = self.cut(tensor, size, pipeline, stages_per_rank, name)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from slipstream.planner.fit import Window, find_window
 from slipstream.schedule.action import Op
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+_COPIES = 4  # of a slice; their activations are many times what a core's caches hold. Devices have none so large
 _PIECE = 1024  # tokens at once while the context is filled, so that the head's logits stay small
 
 
@@ -34,6 +37,12 @@ class PrefilledStore(ContextStore):
         """Forget the slices that ran, but for one that covers the first `context` tokens."""
         for each in self._contexts.values():
             each.slices = {0: _Slice(end=context, first=0)} if context else {}
+
+    def reopen(self) -> None:
+        """A copy of the slice whose backward ran is next."""
+        for each in self._contexts.values():
+            for piece in each.slices.values():
+                piece.done = False
 
 
 class StageBench:
@@ -55,14 +64,29 @@ class StageBench:
         self._fill()
 
     def run(self, length: int, context: int) -> dict[Op, float]:
-        """Seconds of F and B of the slice, then of F, I and W; F's is the mean of both."""
-        first, output, gradient = self._forward(length, context)
-        backward = self._timed(partial(torch.autograd.backward, output, gradient))
-        second, output, gradient = self._forward(length, context)
+        """Seconds of F and B of the slice, then of F, I and W; the mean over some copies of the slice.
+
+        As in a pipeline, all forwards come before the first backward: what they write is not in the caches any more.
+        """
+        count = min(_COPIES, self.seq_len // length) if self._device.type == "cpu" else 1
+        seconds: defaultdict[Op, list[float]] = defaultdict(list)
+        for splits in (False, True):
+            copies = [self._forward(length, context) for _ in range(count)]
+            seconds[Op.F] += [forward for forward, _, _ in copies]
+            while copies:
+                _, output, gradient = copies.pop()
+                self._store.reopen()
+                for op, taken in self._backward(output, gradient, splits).items():
+                    seconds[op].append(taken)
+        return {op: mean(each) for op, each in seconds.items()}
+
+    def _backward(self, output: Tensor, gradient: Tensor | None, splits: bool) -> dict[Op, float]:
+        backward = partial(torch.autograd.backward, output, gradient)
+        if not splits:
+            return {Op.B: self._timed(backward)}
         with deferring() as work:
-            inputs = self._timed(partial(torch.autograd.backward, output, gradient))
-        weights = self._timed(lambda: [add() for add in work])
-        return {Op.F: (first + second) / 2, Op.B: backward, Op.I: inputs, Op.W: weights}
+            inputs = self._timed(backward)
+        return {Op.I: inputs, Op.W: self._timed(lambda: [add() for add in work])}
 
     def activation_bytes(self, length: int) -> int:
         """What is alive after F for the sake of the backward, its input and output included: each storage once.

@@ -38,6 +38,7 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
         "offload": config.pipeline.offload,
         "memory_limit": config.pipeline.memory_limit,
         "partition": config.pipeline.partition,
+        "seq_len": config.training.seq_len,
         "dtype": torch.float32,
         "device": device,
         "self_check": False,  # done before the ranks started

@@ -1,0 +1,53 @@
+"""TeraPipe's Figure 3 from profiles of our own: how long a layer takes for slices of different lengths.
+
+    python -m benchmarks.papers.figure3 examples/profiles/*.json     # writes docs/images/slice-times.png
+
+The paper's point: below some length a slice takes as long as one of that length, so shorter slices waste the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from slipstream.planner.profile import Profile, load_profile
+from slipstream.schedule.action import Op
+
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "slice-times.png"
+
+
+def layer_seconds(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
+    """Slice lengths, and seconds of the forward and the whole backward of the first kind of layer, without context."""
+    times = [profile.part_time(profile.kind_names[0], op) for op in (Op.F, Op.B)]
+    lengths = np.array([length for length, _ in profile.stages[0].activation_bytes])
+    known = [time for time in times if time is not None]
+    return lengths, sum(np.asarray(time(lengths, 0 * lengths)) for time in known)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("profiles", type=Path, nargs="+")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for path in parser.parse_args().profiles:
+        profile = load_profile(path)
+        lengths, seconds = layer_seconds(profile)
+        left.plot(lengths, 1e3 * seconds, marker=".", label=path.stem)
+        right.plot(lengths, lengths / seconds / 1e3, marker=".", label=path.stem)
+    left.set(title="forward and backward of a layer", xlabel="tokens of the slice", ylabel="milliseconds", ylim=0)
+    right.set(title="the same per time", xlabel="tokens of the slice", ylabel="thousand tokens a second", ylim=0)
+    right.set_xscale("log", base=2)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False, fontsize=8)
+    figure.savefig(PICTURE, dpi=130)
+    print(f"wrote {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()

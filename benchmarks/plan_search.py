@@ -1,0 +1,95 @@
+"""How fast whole plans are found: configurations whose bounds are computed in a second, and the whole search.
+
+    python -m benchmarks.plan_search                  # prints a table, writes results/plan_search.json
+
+On one core. Calculon (Isaev et al., SC 2023) reports 148 configurations a second, each computed in closed form.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from transformers import LlamaConfig
+
+from benchmarks.harness import restart_in_environment, setting, write
+from slipstream.planner.cluster import load_cluster
+from slipstream.planner.search import search
+from slipstream.planner.sources import AnalyticSource
+from slipstream.planner.space import Options, Space
+from slipstream.profiler.count import count_model
+
+_COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+SHAPES = {
+    "Llama-3-8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "Llama-3-70B": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+CASES = [  # model, cluster, nodes, tokens, sequences
+    ("Llama-3-8B", "h100-dgx", 2, 65536, 8),
+    ("Llama-3-8B", "h200-hgx", 8, 131072, 32),
+    ("Llama-3-70B", "a100-selene", 16, 8192, 256),
+    ("Llama-3-70B", "h100-dgx", 64, 131072, 64),
+]
+
+
+def measure(name: str, cluster: str, num_nodes: int, seq_len: int, global_batch: int) -> dict[str, Any]:
+    began = time.perf_counter()
+    model = count_model(LlamaConfig(**SHAPES[name], **_COMMON), seq_len)
+    counted = time.perf_counter() - began
+    source = AnalyticSource(model, load_cluster(cluster).with_nodes(num_nodes), name)
+    space = Space(source, seq_len, global_batch, Options())
+    began = time.perf_counter()
+    num_bounded = sum(1 for _ in space.bounded())
+    bounding = time.perf_counter() - began
+    plan = search(source, seq_len, global_batch)
+    best = plan.best
+    return {
+        "model": name,
+        "cluster": cluster,
+        "devices": plan.num_devices,
+        "tokens": seq_len,
+        "sequences": global_batch,
+        "configurations": num_bounded,
+        "configurations per second": num_bounded / bounding,
+        "seconds to count the model": counted,
+        "seconds of the search": plan.seconds,
+        "too large": plan.num_too_large,
+        "simulated": plan.num_simulated,
+        "gap": plan.gap,
+        "step seconds": best.step_seconds,
+        "mfu": best.mfu,
+        "peak memory": best.peak_memory,
+        "best": str(best.configuration),
+    }
+
+
+def main() -> None:
+    restart_in_environment()
+    measure(*CASES[0])  # loads and warms everything up
+    rows = []
+    for case in CASES:
+        rows.append(measure(*case))
+        row = rows[-1]
+        print(
+            f"{row['model']} on {row['devices']} of {row['cluster']}, {row['sequences']} x {row['tokens']}: "
+            f"{row['configurations']} configurations, {row['configurations per second']:.0f} a second; search "
+            f"{row['seconds of the search']:.1f} s, {row['simulated']} simulated, gap {row['gap']:.1%}\n"
+            f"  step {row['step seconds']:.2f} s, MFU {row['mfu']:.1%}, {row['peak memory'] / 1e9:.1f} GB\n"
+            f"  {row['best']}",
+            flush=True,
+        )
+    print(f"wrote {write('plan_search', {'setting': setting(), 'rows': rows})}")
+
+
+if __name__ == "__main__":
+    main()
