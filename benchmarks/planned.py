@@ -2,28 +2,32 @@
 
     python -m benchmarks.planned      # prints a table, writes results/planned.json and an example of a profile
 
-Two processes profile the model side by side. Then, for each batch, pipelines of many schedules, slices and
-recomputation are built, and take steps in turns. The profile has seen none of them: it knows stages of one and two
-layers, one op at a time. Measured memory is the most bytes of all tensors alive at once, AdamW's state included.
+Two processes profile the model side by side. Then two others run each configuration. The profile has seen none of them:
+it knows stages of one and two layers, one op at a time. Measured memory is the most bytes of all tensors alive at once,
+AdamW's state included.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.harness import restart_in_environment, setting, write
+from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Pipeline
 from slipstream.pipeline.live_memory import memory_meter, tensors_alive
-from slipstream.planner.configuration import Configuration
+from slipstream.planner.configuration import Configuration, Prediction
 from slipstream.planner.judge import Candidate, predict
+from slipstream.planner.profile import Profile
 from slipstream.planner.profile_source import ProfileSource
 from slipstream.planner.space import Options, Space
 from slipstream.profiler import ProfileSettings, profile_model
@@ -51,18 +55,14 @@ WARM_UPS = 2
 PROFILE = Path(__file__).parents[1] / "examples" / "profiles" / "xeon-two-processes.json"
 
 
-class Contender:
-    """One configuration: what is predicted, and the pipeline that runs it."""
+class Planned:
+    """One configuration as a contender: a pipeline in processes of its own."""
 
-    def __init__(self, space: Space, configuration: Configuration) -> None:
-        candidate = Candidate.of(space, configuration)
-        prediction = predict(candidate)
-        self.configuration = configuration
-        self.predicted = float(simulate(candidate.schedule, candidate.cost).makespan)  # without the optimizer
-        self.predicted_bytes = [sum(kinds.values()) for kinds in prediction.memory]
-        self.kinds = [{str(kind): round(size) for kind, size in kinds.items()} for kinds in prediction.memory]
+    def __init__(self, configuration: Configuration, prediction: Prediction, batch: int, length: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randint(0, VOCABULARY, (batch, length), generator=generator)
         self.pipe = Pipeline.from_config(
-            model_config(space.seq_len),
+            model_config(length),
             schedule=configuration.schedule,
             stages_per_rank=configuration.stages_per_rank,
             num_microbatches=prediction.num_microbatches,
@@ -72,58 +72,73 @@ class Contender:
             self_check=False,
         )
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-4)
-        self.seconds: list[float] = []
 
-    def step(self, inputs: torch.Tensor) -> float:
-        self.optimizer.zero_grad()
-        dist.barrier()
-        self.pipe.step(inputs, inputs)
-        return self.pipe.timeline.makespan
+    def step(self) -> float:
+        loss = float(self.pipe.step(self.inputs, self.inputs))
+        self.seconds = self.pipe.timeline.makespan
+        return loss
 
-    def measured_bytes(self, inputs: torch.Tensor) -> list[int]:
-        """Of every rank, in a step; what the other contenders hold doesn't count."""
-        self.step(inputs)
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.pipe.parameters()
+
+    def report(self) -> tuple[float, list[int]]:
+        """Seconds of the last step, and bytes of every rank in one more, the optimizer's state included."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        own = {p.untyped_storage()._cdata for p in self.pipe.parameters()}
-        own |= {t.untyped_storage()._cdata for s in self.optimizer.state.values() for t in s.values()}
-        others = [t for t in tensors_alive() if t.untyped_storage()._cdata not in own]
-        present = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in others}
         with memory_meter(CPU, tensors_alive()) as memory:
-            self.pipe.step(inputs, inputs)
-            peak = memory.peak - sum(present.values())
+            self.pipe.step(self.inputs, self.inputs)
+            peak = memory.peak
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
-        return peaks
+        return self.seconds, peaks
+
+
+class Profiled:
+    """The profile, measured by processes of its own."""
+
+    def __init__(self, length: int, budget: float) -> None:
+        settings = ProfileSettings(length, granularity=32, budget=budget)
+        self.profile = profile_model(model_config(length), settings, CPU, measure_link(CPU))
+
+    def step(self) -> None:
+        return None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(())
+
+    def report(self) -> Profile:
+        return self.profile
+
+
+def measure(space: Space, configuration: Configuration, repeats: int) -> dict[str, Any]:
+    candidate = Candidate.of(space, configuration)
+    prediction = predict(candidate)
+    arguments = (configuration, prediction, space.global_batch, space.seq_len)
+    contender = Contender("planned", Planned, *arguments)
+    contender.wait()
+    seconds = [contender.run() for _ in range(WARM_UPS + repeats)][WARM_UPS:]
+    _, peaks = contender.report()  # type: ignore[misc]
+    contender.close()
+    return {
+        "sequences": space.global_batch,
+        "tokens": space.seq_len,
+        "configuration": asdict(configuration),
+        "slices": prediction.slices,
+        "measured": statistics.median(seconds),
+        "seconds": seconds,
+        "predicted": float(simulate(candidate.schedule, candidate.cost).makespan),  # without the optimizer
+        "measured bytes": peaks,
+        "predicted bytes": [sum(kinds.values()) for kinds in prediction.memory],
+        "kinds": [{str(kind): round(size) for kind, size in kinds.items()} for kinds in prediction.memory],
+    }
 
 
 def compare(source: ProfileSource, batch: int, length: int, repeats: int) -> list[dict[str, Any]]:
-    space = Space(source, length, batch, Options())
-    contenders = []
+    space, rows = Space(source, length, batch, Options()), []
     for schedule, stages, slices, recompute in CONFIGURATIONS:
         configuration = Configuration(1, 2, 1, stages, schedule, 1, slices, recompute, 0.0, False)
-        contenders.append(Contender(space, configuration))
-    inputs = torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(0))
-    for repeat in range(WARM_UPS + repeats):
-        for contender in contenders:
-            seconds = contender.step(inputs)
-            contender.seconds += [seconds] if repeat >= WARM_UPS else []
-    rows = []
-    for contender in contenders:
-        rows.append(
-            {
-                "sequences": batch,
-                "tokens": length,
-                "configuration": asdict(contender.configuration),
-                "slices": contender.pipe.slices(length),
-                "measured": statistics.median(contender.seconds),
-                "seconds": contender.seconds,
-                "predicted": contender.predicted,
-                "measured bytes": contender.measured_bytes(inputs),
-                "predicted bytes": contender.predicted_bytes,
-                "kinds": contender.kinds,
-            }
-        )
+        rows.append(measure(space, configuration, repeats))
+        print(line(rows[-1]), flush=True)
     return rows
 
 
@@ -164,32 +179,25 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=200.0, help="seconds of profiling")
     parser.add_argument("--repeats", type=int, default=4)
     options = parser.parse_args()
-    restart_in_environment(num_processes=2)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    restart_in_environment()
     longest = max(length for _, length in BATCHES)
-    settings = ProfileSettings(longest, granularity=32, budget=options.budget)
-    profile = profile_model(model_config(longest), settings, CPU, measure_link(CPU))
-    found: list[Any] = [profile]
-    dist.broadcast_object_list(found, 0)  # every rank plans with the same times
-    source = ProfileSource(found[0], 2, None)
+    profiled = Contender("profile", Profiled, longest, options.budget)
+    profile = profiled.report()
+    profiled.close()
+    assert isinstance(profile, Profile)
+    source = ProfileSource(profile, 2, None)
     rows = []
     for batch, length in BATCHES:
         rows += compare(source, batch, length, options.repeats)
-        if dist.get_rank() == 0:
-            print(*map(line, rows[-len(CONFIGURATIONS) :]), sep="\n", flush=True)
-    if dist.get_rank() == 0:
-        print(summary(rows))
-        report = {
-            "setting": setting(repeats=options.repeats, budget=options.budget),
-            "error of the profile": found[0].error,
-            "summary": summary(rows),
-            "rows": rows,
-        }
-        found[0].save(PROFILE)
-        print(f"wrote {write('planned', report)} and {PROFILE}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print(summary(rows))
+    report = {
+        "setting": setting(repeats=options.repeats, budget=options.budget),
+        "error of the profile": profile.error,
+        "summary": summary(rows),
+        "rows": rows,
+    }
+    profile.save(PROFILE)
+    print(f"wrote {write('planned', report)} and {PROFILE}", flush=True)
 
 
 if __name__ == "__main__":

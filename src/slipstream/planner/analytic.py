@@ -105,7 +105,8 @@ class Analytic:
 
     def seconds(self, layers: range, op: Op, length: Any, context: Any) -> Any:
         """Of one op on the stage with these layers; ints or integer arrays. B is I and W, R is F."""
-        return sum(self.part_seconds(part, op, length, context) for part in self.model.parts(layers))
+        parts = self.model.counted(layers)
+        return sum(number * self.part_seconds(part, op, length, context) for number, part in parts)
 
     def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
         """The same of one part."""
@@ -131,12 +132,12 @@ class Analytic:
             return self.seconds(layers, Op.F, length, context)
         tokens, share = self.microbatch_size * length, self.tensor_parallel
         total: Any = 0.0
-        for part in self.model.parts(layers):
+        for number, part in self.model.counted(layers):
             count = part.ops[Op.F]
             wide = count.wide_bytes.per_token * tokens + count.wide_bytes.constant / share
             moved = (wide + count.other_bytes.at(tokens) / share) / self.cluster.device.bytes_per_second
             shortest = (count.num_kernels - count.num_matmuls) * self.cluster.device.kernel_seconds
-            total = total + np.maximum(moved, shortest)
+            total = total + number * np.maximum(moved, shortest)
         return total
 
     def reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
@@ -182,7 +183,7 @@ class Analytic:
 
     def parameter_bytes(self, layers: range) -> float:
         """Parameters of a stage on one of its tensor-parallel ranks."""
-        num = sum(part.num_parameters for part in self.model.parts(layers))
+        num = sum(number * part.num_parameters for number, part in self.model.counted(layers))
         return num * self.model.dtype_bytes / self.tensor_parallel
 
     def gradient_bytes(self, layers: range) -> float:
@@ -199,15 +200,15 @@ class Analytic:
         Tensors as wide as the hidden state are on every tensor-parallel rank; what is inside the layer is divided.
         """
         total = 0.0
-        for part in self.model.parts(layers):
+        for number, part in self.model.counted(layers):
             wide = min(
                 2.0 * self.model.hidden_size * self.model.dtype_bytes, part.activation_bytes
             )  # both norms' inputs
             per_token = wide + (part.activation_bytes - wide) / self.tensor_parallel
-            total += self.microbatch_size * length * per_token
+            total += number * self.microbatch_size * length * per_token
             if self.attention is Attention.WHOLE:
                 scores = sum(c.num_heads * self._num_scores(c, length, context) for c in part.attentions)
-                total += (2 * self.model.dtype_bytes + 1) * scores / self.tensor_parallel
+                total += number * (2 * self.model.dtype_bytes + 1) * scores / self.tensor_parallel
         return total
 
     def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
@@ -215,13 +216,13 @@ class Analytic:
         the outputs of matrix products and attention."""
         kept = float(self.message_bytes(length)) if layers.start else 0.0
         if recompute == "selective":
-            products = sum(part.product_bytes for part in self.model.parts(layers))
+            products = sum(number * part.product_bytes for number, part in self.model.counted(layers))
             kept += self.microbatch_size * length * products / self.tensor_parallel
         return kept
 
     def context_bytes(self, layers: range, length: int) -> float:
         """Keys and values of `length` tokens."""
-        per_token = sum(part.context_bytes for part in self.model.parts(layers))
+        per_token = sum(number * part.context_bytes for number, part in self.model.counted(layers))
         return self.microbatch_size * length * per_token / self.tensor_parallel
 
     def message_bytes(self, length: Any) -> Any:

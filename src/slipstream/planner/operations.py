@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -83,6 +84,14 @@ class ModelCount:
         inner = tuple(self.layers[self.kinds[layer]] for layer in layers)
         first = (self.embedding,) if layers.start == 0 else ()
         last = (self.head,) if layers.stop == len(self.kinds) else ()
+        return first + inner + last
+
+    def counted(self, layers: range) -> tuple[tuple[int, PartCount], ...]:
+        """The same, equal layers together: how many, and what."""
+        kinds = Counter(self.kinds[layer] for layer in layers)
+        inner = tuple((number, self.layers[kind]) for kind, number in sorted(kinds.items()))
+        first = ((1, self.embedding),) if layers.start == 0 else ()
+        last = ((1, self.head),) if layers.stop == len(self.kinds) else ()
         return first + inner + last
 
     @property

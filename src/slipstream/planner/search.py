@@ -22,6 +22,7 @@ Bounded = tuple[float, Configuration]
 
 _SAVINGS = {"none": 0, "selective": 1, "full": 2}
 _EVERY = 5000  # configurations between two reports of progress
+_MOST_CUT_EACH = 2  # configurations that may turn out too large slowly, for each that may be simulated
 _MOST_TRIED, _MOST_CUT = 400, 8  # configurations of another choice that may turn out too large, quickly and slowly
 
 
@@ -119,8 +120,9 @@ class _Search:
         """In the order of the bounds, until the next can't be among the best."""
         while self.reached < len(self.fitting):
             bound, configuration = self.fitting[self.reached]
-            limited = self.num_simulated >= self.options.num_simulated and self.seconds
-            if limited or bound >= self._worst_reported():
+            most = self.options.num_simulated
+            limited = self.num_simulated >= most or self.num_cut >= _MOST_CUT_EACH * most
+            if (limited and self.seconds) or bound >= self._worst_reported():
                 return
             self.judge(configuration)
             self.reached += 1

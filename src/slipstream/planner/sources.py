@@ -122,8 +122,8 @@ class _AnalyticStages:
         return self.analytic.seconds(layers, op, length, context)
 
     def reduce_seconds(self, layers: range, op: Op, length: Any) -> Any:
-        parts = self.analytic.model.parts(layers)
-        return sum(self.analytic.reduce_seconds(part, op, length) for part in parts)
+        parts = self.analytic.model.counted(layers)
+        return sum(number * self.analytic.reduce_seconds(part, op, length) for number, part in parts)
 
     def replay_seconds(self, layers: range, recompute: str, length: Any, context: Any) -> Any:
         return self.analytic.replay_seconds(layers, recompute, length, context)
