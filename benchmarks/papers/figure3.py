@@ -1,6 +1,6 @@
 """TeraPipe's Figure 3 from profiles of our own: how long a layer takes for slices of different lengths.
 
-    python -m benchmarks.papers.figure3 examples/profiles/*.json     # writes docs/images/slice-times.png
+    python -m benchmarks.papers.figure3 profile.json     # of `slipstream profile`; writes docs/images/slice-times.png
 
 The paper's point: below some length a slice takes as long as one of that length, so shorter slices waste the device.
 """

@@ -293,6 +293,9 @@ def test_a_profile_of_something_else_is_refused(measured: Path, tmp_path: Path) 
         slipstream.plan(llama(), measured, dtype="bfloat16", **settings)
     with pytest.raises(SlipstreamError, match="num_nodes=2 is for a cluster; with a profile give num_ranks"):
         slipstream.plan(llama(), measured, num_nodes=2, **settings)
+    for choice, reason in (({"recompute": "selective"}, "recompute='selective'"), ({"offload": 0.5}, "offload=0.5")):
+        with pytest.raises(SlipstreamError, match=f"{reason} can't be predicted for .*: .* not measured"):
+            slipstream.plan(llama(), measured, **settings, **choice)
     (tmp_path / "broken.json").write_text(json.dumps({"format": profile.format}))
     with pytest.raises(SlipstreamError, match=r"broken.json isn't a profile"):
         slipstream.plan(llama(), tmp_path / "broken.json", **settings)

@@ -17,14 +17,15 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
     return None if rope.get("rope_type") == "dynamic" else getattr(text, "max_position_embeddings", None)
 
 
-def check_length(config: PretrainedConfig, length: int) -> None:
-    """Raise SlipstreamError for a sequence longer than the model's positions."""
+def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:
+    """Raise SlipstreamError for a sequence longer than the model's positions; `setting` is what gave the length."""
     limit = longest_sequence(config)
-    if limit is not None and length > limit:
-        raise SlipstreamError(
-            f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}. Use at "
-            f"most {limit} tokens, or a config with more positions."
-        )
+    if limit is None or length <= limit:
+        return
+    given = f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}"
+    if setting:
+        given = f"{setting}={length} is more than the model's {limit} positions (max_position_embeddings)"
+    raise SlipstreamError(f"{given}. Use at most {limit} tokens, or a config with more positions.")
 
 
 def check_token_ids(config: PretrainedConfig, smallest: int, largest: int) -> None:

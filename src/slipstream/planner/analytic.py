@@ -37,7 +37,19 @@ class Attention(StrEnum):
 # How often the scores are read or written without a fused kernel. Forward: product, softmax (2), dropout (2), product.
 # Backward: dP (2), dropout (2), softmax (3), dQ, dK. Kept: the softmax, its dropped copy, and the mask at a byte each.
 _SCORE_PASSES = {Op.F: 6, Op.I: 9}
-_MOMENTS = 2  # AdamW's, each in the parameters' dtype
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter of what training keeps. bfloat16 trains with a float32 master weight and two moments."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @classmethod
+    def of(cls, dtype: str) -> StateBytes:
+        return cls(4, 4, 8) if dtype == "float32" else cls(2, 4, 12)
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,7 @@ class Analytic:
         tensor_parallel: ranks that share every layer, next to each other.
         microbatch_size: sequences of a microbatch.
         attention: see `Attention`.
+        state: bytes per parameter. Default: gradients and AdamW's two moments are in the parameters' dtype.
     """
 
     model: ModelCount
@@ -87,6 +100,7 @@ class Analytic:
     tensor_parallel: int = 1
     microbatch_size: int = 1
     attention: Attention = Attention.FUSED
+    state: StateBytes | None = None
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.microbatch_size < 1:
@@ -167,10 +181,10 @@ class Analytic:
             return self.microbatch_size * length * (context + length)
         return self.microbatch_size * (call.window.scores(context + length) - call.window.scores(context))
 
-    def optimizer_seconds(self, layers: range) -> float:
-        """An AdamW step: parameters and moments read and written, gradients read."""
-        passes = 2 + 2 * _MOMENTS + 1
-        return passes * self.parameter_bytes(layers) / self.cluster.device.bytes_per_second
+    def optimizer_seconds(self, layers: range, shards: int = 1) -> float:
+        """An AdamW step: parameters and its state read and written, gradients read."""
+        written = self.parameter_bytes(layers) + self.optimizer_bytes(layers, shards)
+        return (2 * written + self.gradient_bytes(layers)) / self.cluster.device.bytes_per_second
 
     def gradient_seconds(self, layers: range, data_parallel: int) -> float:
         """The all-reduce of a stage's gradients between the replicas, whose ranks are tensor_parallel apart."""
@@ -183,16 +197,24 @@ class Analytic:
 
     def parameter_bytes(self, layers: range) -> float:
         """Parameters of a stage on one of its tensor-parallel ranks."""
-        num = sum(number * part.num_parameters for number, part in self.model.counted(layers))
-        return num * self.model.dtype_bytes / self.tensor_parallel
+        return self._state.weights * self.num_parameters(layers)
+
+    def num_parameters(self, layers: range) -> float:
+        """How many these are."""
+        return sum(number * part.num_parameters for number, part in self.model.counted(layers)) / self.tensor_parallel
 
     def gradient_bytes(self, layers: range) -> float:
-        """Their gradients, in the parameters' dtype."""
-        return self.parameter_bytes(layers)
+        """Their gradients."""
+        return self._state.gradients * self.num_parameters(layers)
 
     def optimizer_bytes(self, layers: range, shards: int = 1) -> float:
-        """AdamW's two moments, in the parameters' dtype, of which each of `shards` replicas keeps its part."""
-        return _MOMENTS * self.parameter_bytes(layers) / shards
+        """AdamW's state, of which each of `shards` replicas keeps its part."""
+        return self._state.optimizer * self.num_parameters(layers) / shards
+
+    @property
+    def _state(self) -> StateBytes:
+        size = self.model.dtype_bytes
+        return self.state or StateBytes(size, size, 2 * size)
 
     def activation_bytes(self, layers: range, length: int, context: int = 0) -> float:
         """What a slice's F leaves for its backward, keys and values aside.

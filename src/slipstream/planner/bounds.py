@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.planner.sources import StateBytes
+from slipstream.planner.analytic import StateBytes
 from slipstream.schedule.action import Op
 
 Array = NDArray[np.float64]
@@ -67,6 +67,18 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
+class Tails:
+    """Of every rank, seconds after its last action."""
+
+    gradients: Array  # their reduction between the replicas
+    optimizer: Array
+
+    @cached_property
+    def total(self) -> Array:
+        return self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
 class Shared:
     """What the configurations share that differ only in how they save memory."""
 
@@ -75,7 +87,7 @@ class Shared:
     sizes: RankSizes
     state: StateBytes
     host: tuple[float, float] | None  # bytes per second to it, and its bytes
-    tails: dict[bool, Array]  # per rank, seconds after its last action, by whether the optimizer is sharded
+    tails: dict[bool, Tails]  # by whether the optimizer is sharded
     num_microbatches: int
     data_parallel: int
     splits: bool  # whether backwards are I and W
@@ -112,7 +124,7 @@ class Bounds:
             for each in (back, whole)
         )
         ends = before[cut.firsts] + np.maximum(must + after[cut.firsts], everything)
-        return float((ends + self._shared.tails[shard]).max())
+        return float((ends + self._shared.tails[shard].total).max())
 
     def _copied(self, recompute: str, offload: float) -> float:
         """Seconds of a rank's copies to the host; a slice or two of a microbatch may find no time to be away."""

@@ -29,6 +29,11 @@ class Configuration:
     offload: float  # the share of slices whose activations wait in host memory
     shard_optimizer: bool  # its state is spread over the data-parallel ranks (ZeRO-1)
 
+    @property
+    def optimizer_shards(self) -> int:
+        """Over how many ranks the optimizer's state is spread."""
+        return self.data_parallel if self.shard_optimizer else 1
+
     def differences(self, other: Configuration) -> list[str]:
         """The names of the fields in which the two differ."""
         names = [each.name for each in fields(self)]

@@ -16,8 +16,8 @@ from slipstream.planner.bounds import Array, Cut
 from slipstream.schedule.action import Action, Op
 from slipstream.schedule.generators import make_schedule
 
-_NUMBERS = {Op.F: 0, Op.B: 1, Op.I: 2, Op.W: 3}
 _F, _B, _I, _W = range(4)
+_NUMBERS = {Op.F: _F, Op.B: _B, Op.I: _I, Op.W: _W}
 _NOT_AWAY = 4  # slices of a rank
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, product
 
 import numpy as np
 
 from slipstream.cost import CostModel
 from slipstream.memory import Footprint, Kind, MemoryTable, RankMemory, Unit, memory_of
-from slipstream.planner.bounds import Array, Cut, StageTimes
+from slipstream.planner.bounds import Cut, StageTimes
 from slipstream.planner.configuration import Configuration, Prediction
 from slipstream.planner.held import Held
 from slipstream.planner.space import Space
@@ -44,7 +45,7 @@ class Candidate:
         c = configuration
         cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
         times = space.times(c.tensor_parallel, c.microbatch_size, cut, c.num_slices)
-        num_microbatches = space.global_batch // (c.data_parallel * c.microbatch_size)
+        num_microbatches = space.num_microbatches(c.data_parallel, c.microbatch_size)
         schedule = make_schedule(c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank)
         if c.recompute != "none":
             schedule = add_recompute(schedule)
@@ -57,12 +58,19 @@ class Candidate:
     def fits(self) -> bool:
         """Whether every device and its host have room; messages aside, whose buffers the lowered schedule decides."""
         host = self.space.source.host()
-        away = max(_peaks(row, self)[1] for row in self.schedule.actions)
-        return max(self.peaks()) <= self.space.memory and (host is None or away <= host[1])
+        return max(self.peaks()) <= self.space.memory and (host is None or max(self._away) <= host[1])
 
     def peaks(self) -> list[float]:
         """Bytes of every rank, messages aside."""
-        return [_peaks(row, self)[0] for row in self.schedule.actions]
+        return [peak for peak, _ in self._held]
+
+    @property
+    def _away(self) -> list[float]:
+        return [away for _, away in self._held]
+
+    @cached_property
+    def _held(self) -> list[tuple[float, float]]:
+        return [_peaks(row, self) for row in self.schedule.actions]
 
     def step_seconds(self) -> float:
         return _step(self, simulate(self.schedule, self.cost))[0]
@@ -74,7 +82,7 @@ def may_fit(space: Space, configuration: Configuration) -> bool:
     cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
     slices = np.array(space.slices(c.tensor_parallel, c.microbatch_size, c.num_slices)) / space.seq_len
     sizes = space.sizes(c.tensor_parallel, c.microbatch_size, cut)
-    per_parameter = state.weights + state.optimizer / (c.data_parallel if c.shard_optimizer else 1)
+    per_parameter = state.weights + state.optimizer / c.optimizer_shards
     held = Held(
         whole=np.outer(sizes.of_stages["none"], slices),
         kept=np.outer(sizes.of_stages[c.recompute], slices),
@@ -82,7 +90,7 @@ def may_fit(space: Space, configuration: Configuration) -> bool:
         gradients=state.gradients * sizes.parameters_of_stages,
         offloads=bool(c.offload),
     )
-    counts = (space.global_batch // (c.data_parallel * c.microbatch_size), c.num_slices)
+    counts = (space.num_microbatches(c.data_parallel, c.microbatch_size), c.num_slices)
     peaks = held.peaks(c.schedule, cut, *counts)
     if (peaks + per_parameter * sizes.parameters).max() > space.memory:
         return False
@@ -103,7 +111,6 @@ def _memory_table(
 ) -> MemoryTable:
     c, state = configuration, space.source.state
     costs = space.costs(c.tensor_parallel, c.microbatch_size)
-    shards = c.data_parallel if c.shard_optimizer else 1
     numbers = [costs.num_parameters(layers) for layers in cut.stages]
     contexts = list(accumulate(times.slices, initial=0))
     footprints: dict[tuple[Unit, Op], Footprint] = {}
@@ -148,7 +155,7 @@ def _memory_table(
         message_bytes=[float(costs.message_bytes(length)) for length in times.slices],
         parameters={g: state.weights * n for g, n in enumerate(numbers)},
         gradients=gradients,
-        optimizer={g: state.optimizer / shards * n for g, n in enumerate(numbers)},
+        optimizer={g: state.optimizer / c.optimizer_shards * n for g, n in enumerate(numbers)},
     )
 
 
@@ -209,12 +216,16 @@ def predict(candidate: Candidate) -> Prediction:
 
 def _step(candidate: Candidate, timeline: Timeline) -> tuple[float, dict[str, float]]:
     """Seconds of the step, optimizer included, and where they go on the rank that ends last."""
-    tails = _Tails.of(candidate)
+    c = candidate.configuration
+    tails = candidate.space.tails(
+        c.tensor_parallel, c.microbatch_size, candidate.cut, c.data_parallel, c.optimizer_shards
+    )
     ends = np.zeros(candidate.schedule.num_ranks)
     for span in timeline.spans:
         ends[span.rank] = max(ends[span.rank], span.end)
     rank = int(np.argmax(ends + tails.total))
-    causes = _causes(candidate, timeline, rank, float(ends[rank])) | tails.of_rank(rank)
+    causes = _causes(candidate, timeline, rank, float(ends[rank]))
+    causes |= {"gradient reduction": float(tails.gradients[rank]), "optimizer": float(tails.optimizer[rank])}
     return _with_host(candidate, float((ends + tails.total)[rank]), causes)
 
 
@@ -239,31 +250,6 @@ def _causes(candidate: Candidate, timeline: Timeline, rank: int, end: float) -> 
     work = sum(seconds[op] for op in (Op.F, *BACKWARDS))
     found = {"compute": work - reduced, "tensor parallel": reduced, "recomputation": seconds[Op.R]}
     return found | {"waiting": end - work - seconds[Op.R]}
-
-
-@dataclass(frozen=True)
-class _Tails:
-    """Per rank, seconds after its last action."""
-
-    gradients: Array
-    optimizer: Array
-
-    @classmethod
-    def of(cls, candidate: Candidate) -> _Tails:
-        c, cut = candidate.configuration, candidate.cut
-        costs = candidate.space.costs(c.tensor_parallel, c.microbatch_size)
-        shards = c.data_parallel if c.shard_optimizer else 1
-        return cls(
-            cut.per_rank([costs.gradient_seconds(layers, c.data_parallel) for layers in cut.stages]),
-            cut.per_rank([costs.optimizer_seconds(layers, shards) for layers in cut.stages]),
-        )
-
-    @property
-    def total(self) -> Array:
-        return self.gradients + self.optimizer
-
-    def of_rank(self, rank: int) -> dict[str, float]:
-        return {"gradient reduction": float(self.gradients[rank]), "optimizer": float(self.optimizer[rank])}
 
 
 def _with_host(candidate: Candidate, step: float, causes: Mapping[str, float]) -> tuple[float, dict[str, float]]:

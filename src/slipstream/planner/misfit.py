@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.planner.configuration import Configuration
 from slipstream.planner.judge import Candidate, may_fit
+from slipstream.planner.report_words import bytes_text, configuration_text
 from slipstream.planner.space import Options, Space
 
 _SMALLEST = 8  # configurations whose memory is counted in full
@@ -22,20 +23,9 @@ def explain_misfit(space: Space, num_configurations: int) -> SlipstreamError:
     )
     change = next(_changes(space), "use a device with more memory, or a smaller model")
     return SlipstreamError(
-        f"nothing fits: the smallest of {num_configurations} configurations needs {_gigabytes(peak)} on rank {rank}, "
-        f"{_gigabytes(peak - space.memory)} more than the {_gigabytes(space.memory)} that a device has "
-        f"({describe(configuration)}). The cheapest change that would fit: {change}."
-    )
-
-
-def describe(configuration: Configuration) -> str:
-    """A configuration in a line."""
-    c = configuration
-    degrees = f"tensor x pipeline x data {c.tensor_parallel} x {c.pipeline_parallel} x {c.data_parallel}"
-    return (
-        f"{degrees}, {c.schedule} with {c.stages_per_rank} stages a rank, microbatch {c.microbatch_size}, "
-        f"{c.num_slices} slices, recompute {c.recompute}, offload {c.offload:g}, "
-        f"optimizer {'sharded' if c.shard_optimizer else 'whole'}"
+        f"nothing fits: the smallest of {num_configurations} configurations needs {bytes_text(peak)} on rank {rank}, "
+        f"{bytes_text(peak - space.memory)} more than the {bytes_text(space.memory)} that a device has "
+        f"({configuration_text(configuration)}). The cheapest change that would fit: {change}."
     )
 
 
@@ -46,7 +36,7 @@ def _smallest(space: Space) -> list[Configuration]:
         "recompute": space.source.recomputations[-1:],
         "offload": (0.0, 1.0) if space.source.host() else None,
         "microbatch_size": (min(sizes),),
-        "num_slices": (1, 8),
+        "num_slices": (1, 8) if space.longest >= space.seq_len else None,
     }
     unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
     saving_space = Space(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
@@ -68,11 +58,11 @@ def _changes(space: Space) -> Iterator[str]:
         if getattr(options, choice) is not None and (found := _fitting(replace(options, **anything), space)):
             yield f"allow {choice}={getattr(found, choice)}"
     if options.memory_limit is not None and _fitting(replace(options, memory_limit=None), space):
-        yield f"allow all {_gigabytes(source.memory)} of a device's memory"
+        yield f"allow all {bytes_text(source.memory)} of a device's memory"
     for more in source.larger(_MOST_NODES):
         found = _fitting(options, Space(more, space.seq_len, space.global_batch, options))
         if found is not None:
-            yield f"{more.num_devices} devices instead of {source.num_devices} ({describe(found)})"
+            yield f"{more.num_devices} devices instead of {source.num_devices} ({configuration_text(found)})"
     length = space.seq_len // 2
     while length >= 256:
         if _fitting(options, Space(source, length, space.global_batch, options)):
@@ -84,7 +74,3 @@ def _fitting(options: Options, space: Space) -> Configuration | None:
     """One that fits, of the smallest."""
     other = Space(space.source, space.seq_len, space.global_batch, options)
     return next((c for c in _smallest(other) if may_fit(other, c) and Candidate.of(other, c).fits()), None)
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"

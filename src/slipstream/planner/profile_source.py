@@ -10,8 +10,9 @@ import numpy as np
 
 from slipstream.cost import CostModel, TableCost
 from slipstream.errors import SlipstreamError
+from slipstream.planner.analytic import StateBytes
 from slipstream.planner.profile import Profile
-from slipstream.planner.sources import Source, StageCosts, StateBytes, Times
+from slipstream.planner.sources import Source, StageCosts, Times
 from slipstream.schedule.action import Op
 
 

@@ -7,25 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream.cost import CostModel
-from slipstream.planner.analytic import Analytic, AnalyticCost
+from slipstream.planner.analytic import Analytic, AnalyticCost, StateBytes
 from slipstream.planner.cluster import Cluster
 from slipstream.planner.operations import ModelCount
 from slipstream.schedule.action import Op
 
 Times = Mapping[tuple[int, int, Op], float]  # stage, slice, op -> seconds
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes per parameter of what training keeps. bfloat16 trains with a float32 master weight and two moments."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-
-    @classmethod
-    def of(cls, dtype: str) -> StateBytes:
-        return cls(4, 4, 8) if dtype == "float32" else cls(2, 4, 12)
 
 
 class StageCosts(Protocol):
@@ -116,7 +103,6 @@ class _AnalyticStages:
     """The protocol's view of Analytic."""
 
     analytic: Analytic
-    state: StateBytes
 
     def seconds(self, layers: range, op: Op, length: Any, context: Any) -> Any:
         return self.analytic.seconds(layers, op, length, context)
@@ -144,17 +130,13 @@ class _AnalyticStages:
         return self.analytic.message_bytes(length)
 
     def num_parameters(self, layers: range) -> float:
-        return self.analytic.parameter_bytes(layers) / self.analytic.model.dtype_bytes
+        return self.analytic.num_parameters(layers)
 
     def gradient_seconds(self, layers: range, data_parallel: int) -> float:
-        num_bytes = self.state.gradients * self.num_parameters(layers)
-        stride = self.analytic.tensor_parallel
-        return float(self.analytic.cluster.all_reduce_seconds(num_bytes, data_parallel, stride=stride))
+        return self.analytic.gradient_seconds(layers, data_parallel)
 
     def optimizer_seconds(self, layers: range, shards: int) -> float:
-        """All state read and written, gradients read."""
-        moved = 2 * (self.state.weights + self.state.optimizer / shards) + self.state.gradients
-        return self.num_parameters(layers) * moved / self.analytic.cluster.device.bytes_per_second
+        return self.analytic.optimizer_seconds(layers, shards)
 
     def cost(self, times: Times, slices: Sequence[int], data_parallel: int) -> CostModel:
         analytic = self.analytic
@@ -191,7 +173,7 @@ class AnalyticSource:
         return 1, seq_len
 
     def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
-        return _AnalyticStages(Analytic(self.model, self.cluster, tensor_parallel, microbatch_size), self.state)
+        return _AnalyticStages(Analytic(self.model, self.cluster, tensor_parallel, microbatch_size, state=self.state))
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float:
         parts, flops = self.model.parts(range(len(self.kinds))), 0.0

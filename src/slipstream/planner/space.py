@@ -9,7 +9,8 @@ from itertools import product
 
 import numpy as np
 
-from slipstream.planner.bounds import Array, Bounds, Cut, RankSizes, Shared, StageTimes
+from slipstream.errors import SlipstreamError
+from slipstream.planner.bounds import Array, Bounds, Cut, RankSizes, Shared, StageTimes, Tails
 from slipstream.planner.configuration import Configuration
 from slipstream.planner.equal_time import equal_time_slices
 from slipstream.planner.partition import partition_layers
@@ -54,15 +55,19 @@ class Space:
 
     def __init__(self, source: Source, seq_len: int, global_batch: int, options: Options) -> None:
         self.source, self.seq_len, self.global_batch, self.options = source, seq_len, global_batch, options
+        _check_known(source, options)
         self.memory = source.memory if options.memory_limit is None else options.memory_limit
         self.shortest, self.longest = source.slice_range(seq_len)
         self._costs: dict[tuple[int, int], StageCosts] = {}
-        self._cuts: dict[tuple[int, int, int, str], Cut] = {}
+        self._cuts: dict[tuple[int, int, tuple[int, ...]], Cut] = {}
         self._times: dict[tuple[object, ...], StageTimes] = {}
         self._rows: dict[tuple[object, ...], Array] = {}
         self._shares: dict[tuple[int, int], float] = {}
-        self._tails: dict[tuple[object, ...], Array] = {}
+        self._tails: dict[tuple[object, ...], Tails] = {}
         self._sizes: dict[tuple[object, ...], RankSizes] = {}
+
+    def num_microbatches(self, data: int, size: int) -> int:
+        return self.global_batch // (data * size)
 
     # --- what divides ------------------------------------------------------------------------------------------------
 
@@ -117,7 +122,7 @@ class Space:
     def cut(self, tensor: int, size: int, pipeline: int, stages_per_rank: int, schedule: str) -> Cut:
         """Layers to stages, the slowest rank as fast as can be by the time of whole sequences."""
         placement = _placement(schedule, pipeline, stages_per_rank)
-        key = (tensor, size, len(placement), str(placement[-1]))
+        key = (tensor, size, placement)
         if key not in self._cuts:
             weights = self._layer_seconds(tensor, size)
             ranks = placement if len(weights) <= _MOST_LAYERS else None
@@ -183,13 +188,14 @@ class Space:
             self._rows[key] = np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in rows])
         return self._rows[key]
 
-    def tails(self, tensor: int, size: int, cut: Cut, data: int, shard: bool) -> Array:
-        """Per rank, the reduction of its gradients and the optimizer's step."""
-        key = (tensor, cut, data, shard)
+    def tails(self, tensor: int, size: int, cut: Cut, data: int, shards: int) -> Tails:
+        key = (tensor, cut, data, shards)
         if key not in self._tails:
-            costs, shards = self.costs(tensor, size), data if shard else 1
-            seconds = [costs.gradient_seconds(g, data) + costs.optimizer_seconds(g, shards) for g in cut.stages]
-            self._tails[key] = cut.per_rank(seconds)
+            costs = self.costs(tensor, size)
+            self._tails[key] = Tails(
+                cut.per_rank([costs.gradient_seconds(layers, data) for layers in cut.stages]),
+                cut.per_rank([costs.optimizer_seconds(layers, shards) for layers in cut.stages]),
+            )
         return self._tails[key]
 
     def sizes(self, tensor: int, size: int, cut: Cut) -> RankSizes:
@@ -222,7 +228,7 @@ class Space:
         """(bound of the step's seconds, bound of the fullest rank's bytes, configuration) of all that divides."""
         for mesh in self.meshes():
             tensor, pipeline, data, size = mesh
-            for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
+            for stages_per_rank, names in self.shapes(pipeline, self.num_microbatches(data, size)):
                 known: dict[tuple[Cut, int, bool], Bounds] = {}
                 for name, count in product(names, self.slice_counts(pipeline)):
                     cut = self.cut(tensor, size, pipeline, stages_per_rank, name)
@@ -242,8 +248,8 @@ class Space:
                 sizes=self.sizes(tensor, size, cut),
                 state=self.source.state,
                 host=self.source.host(),
-                tails={shard: self.tails(tensor, size, cut, data, shard) for shard in (True, False)},
-                num_microbatches=self.global_batch // (data * size),
+                tails={shard: self.tails(tensor, size, cut, data, data if shard else 1) for shard in (True, False)},
+                num_microbatches=self.num_microbatches(data, size),
                 data_parallel=data,
                 splits=splits,
             )
@@ -255,6 +261,21 @@ class Space:
         offloads = self.options.offload or ((0.0, 1.0) if self.source.host() else (0.0,))
         shards = [s for s in ((True, False) if data > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
         return list(product(recomputations, offloads, shards))
+
+
+def _check_known(source: Source, options: Options) -> None:
+    """What a source has no times for isn't planned as if it took none."""
+    unknown = [what for what in options.recompute or () if what not in source.recomputations]
+    if unknown:
+        raise SlipstreamError(
+            f"recompute={unknown[0]!r} can't be predicted for {source.hardware}: its times were not measured. Use "
+            f"{' or '.join(source.recomputations)}."
+        )
+    if source.host() is None and any(options.offload or ()):
+        raise SlipstreamError(
+            f"offload={max(options.offload or ()):g} can't be predicted for {source.hardware}: copies to the host were "
+            "not measured. Leave it at 0, or plan on a described cluster."
+        )
 
 
 @lru_cache(maxsize=4096)

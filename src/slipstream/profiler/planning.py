@@ -14,7 +14,7 @@ import yaml
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.limits import longest_sequence
+from slipstream.model.limits import check_length
 from slipstream.model.loading import config_from_settings, load_config
 from slipstream.planner.cluster import Cluster, load_cluster
 from slipstream.planner.configuration import Plan
@@ -158,7 +158,7 @@ def _source(
     dtype = dtype or DTYPE
     described.device.matmul_flops(dtype, 1)  # before the model is counted: says so where the dtype has no peak
     config = _config(model)
-    check_length(config, seq_len)
+    check_length(config, seq_len, "seq_len")
     return AnalyticSource(count_model(config, seq_len, _torch_dtype(dtype)), described, _name(model, config))
 
 
@@ -170,7 +170,7 @@ def _profiled(
     if isinstance(model, ModelCount):
         raise SlipstreamError("a profile needs the model it was measured for: give its configuration, folder or name.")
     config = _config(model)
-    check_length(config, seq_len)
+    check_length(config, seq_len, "seq_len")
     profile.check(model=identify_model(config), dtype=dtype)
     return ProfileSource(profile, profile.hardware.processes if num_ranks is None else num_ranks, None)
 
@@ -185,16 +185,6 @@ def find_profile(cluster: str | Path) -> Profile | None:
     except (ValueError, OSError):
         return None  # reading it as a cluster says what is wrong
     return None if isinstance(values, dict) and "device" in values else load_profile(path)
-
-
-def check_length(config: PretrainedConfig, seq_len: int) -> None:
-    """A sequence isn't longer than the positions the model knows."""
-    limit = longest_sequence(config)
-    if limit is not None and seq_len > limit:
-        raise SlipstreamError(
-            f"seq_len={seq_len} is more than the model's {limit} positions (max_position_embeddings); choose at most "
-            f"{limit}, or a configuration with more."
-        )
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -142,14 +142,9 @@ def check_half_layers(partition: str | Sequence[float], model_config: Any) -> No
 
 def check_positions(seq_len: int, model_config: Any) -> None:
     """A sequence isn't longer than the positions the model knows."""
-    from slipstream.model.limits import longest_sequence
+    from slipstream.model.limits import check_length
 
-    limit = longest_sequence(model_config)
-    if limit is not None and seq_len > limit:
-        raise SlipstreamError(
-            f"training.seq_len={seq_len} is more than the model's {limit} positions "
-            f"(max_position_embeddings); choose at most {limit}"
-        )
+    check_length(model_config, seq_len, "training.seq_len")
 
 
 def check_weights(folder: Path) -> None:
