@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 # One thread per process: the tests start several processes, and ranks must not share cores.
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: install demo test test-slow check lint types imports bench docs clean
+.PHONY: install demo test test-slow check lint types imports bench exactness docs clean
 
 install: $(INSTALLED)
 
@@ -39,6 +39,9 @@ imports: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
+
+exactness: $(INSTALLED)
+	$(BIN)/python -m benchmarks.exactness
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

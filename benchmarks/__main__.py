@@ -16,6 +16,11 @@ ALL = [
     "papers",
     "predicted",
     "token_slices",
+    "plan_search",
+    "planned",
+    "checkpoint",
+    "zero3",
+    "fused",
 ]
 
 

@@ -18,6 +18,7 @@ NAMES = [
     "Timeline",
     "check_sliceable",
     "gpipe",
+    "make_mesh",
     "make_schedule",
     "one_f_one_b",
     "partition_layers",

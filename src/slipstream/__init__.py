@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError
     from slipstream.model.self_check import check_sliceable
+    from slipstream.parallel.mesh import make_mesh
     from slipstream.pipeline.pipeline import Pipeline
     from slipstream.planner.partition import partition_layers
     from slipstream.planner.slicing import slice_tokens
@@ -30,6 +31,7 @@ _HOMES = {
     "Timeline": "slipstream.timeline",
     "check_sliceable": "slipstream.model.self_check",
     "gpipe": "slipstream.schedule.generators",
+    "make_mesh": "slipstream.parallel.mesh",
     "make_schedule": "slipstream.schedule.generators",
     "one_f_one_b": "slipstream.schedule.generators",
     "partition_layers": "slipstream.planner.partition",
@@ -48,6 +50,7 @@ __all__ = [
     "Timeline",
     "check_sliceable",
     "gpipe",
+    "make_mesh",
     "make_schedule",
     "one_f_one_b",
     "partition_layers",

@@ -94,7 +94,7 @@ def test_table_reasons_and_files_agree_with_the_plan(
     assert shown.count(" instead of ") >= 1
     assert f"searched {found.num_configurations:,} configurations" in shown
     assert shown.splitlines()[-1] == f"wrote {output} and {report}"
-    assert written["plan"]["tensor_parallel"] == chosen.tensor_parallel
+    assert written["parallel"]["tensor"] == chosen.tensor_parallel
     assert written["plan"]["predicted"]["step_seconds"] == pytest.approx(best.step_seconds, rel=1e-5)
     assert written["pipeline"]["slices"] == list(best.slices)
     assert "Where the step's time goes" in unescape(report.read_text())
@@ -109,9 +109,7 @@ def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None
         "recompute": "full",
     }
     written = plan_file(model, cluster, tmp_path / "a.yaml", **lists, shard_optimizer="no", microbatch_size="1")
-    assert written["plan"]["tensor_parallel"] == 1
-    assert written["plan"]["data_parallel"] == 2
-    assert written["plan"]["shard_optimizer"] is False
+    assert written["parallel"] == {"data": 2, "tensor": 1, "shard_optimizer": False}
     assert written["pipeline"]["schedule"] == "gpipe"
     assert len(written["pipeline"]["slices"]) == 2
     assert written["pipeline"]["recompute"] == "full"
@@ -152,7 +150,7 @@ def test_the_plan_file_reads_back_as_a_configuration(changes: dict[str, int], be
     assert pipeline.partition == list(predicted.partition)
     assert (pipeline.recompute, pipeline.offload) == (chosen.recompute, chosen.offload)
     assert pipeline.num_microbatches == predicted.num_microbatches
-    assert (config.training.batch_size, config.training.precision) == (shown.global_batch, "bf16")
+    assert (config.training.batch_size, config.training.precision) == (shown.global_batch, "bf16-weights")
     assert config.model.config == {"model_type": "llama", **sizes}
     assert config.plan.predicted["memory_limit_bytes"] == 80_000_000_000
     assert config.plan.predicted["versions"]["slipstream"] == slipstream.__version__
@@ -223,18 +221,20 @@ def test_a_plan_from_a_profile_is_trained(measured: Path, tmp_path: Path) -> Non
     assert used.pipeline.partition == chosen["pipeline"]["partition"]
 
 
-def test_what_training_cannot_do_is_refused_before_it_starts(model: Path, cluster: Path, tmp_path: Path) -> None:
-    output = tmp_path / "plan.yaml"
-    plan_file(model, cluster, output, tensor_parallel="2", data_parallel="2")
-    result = run(
-        "train", output, "--data.corpus=python-stdlib", f"--training.output={tmp_path / 'x'}", "--training.steps=1"
+@pytest.mark.slow
+def test_a_plan_with_replicas_and_shared_layers_is_trained(model: Path, cluster: Path, tmp_path: Path) -> None:
+    output, text = tmp_path / "plan.yaml", tmp_path / "text.txt"
+    degrees = {"tensor_parallel": "2", "data_parallel": "2", "pipeline_parallel": "1", "shard_optimizer": "yes"}
+    written = plan_file(model, cluster, output, **degrees)
+    assert written["parallel"] == {"data": 2, "tensor": 2, "shard_optimizer": True}
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    trained = run(
+        *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
+        *("--pipeline.self_check=false", "--data.validation_fraction=0", "--model.init=random"),
     )
-    assert result.returncode == 2
-    assert result.stderr.startswith(
-        "error: plan.tensor_parallel=2 and plan.data_parallel=2: this version trains pipelines"
-    )
-    assert "`slipstream plan ... --tensor-parallel 1 --data-parallel 1`" in result.stderr
-    assert not (tmp_path / "x").exists()
+    assert trained.returncode == 0, trained.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines[-1]["peak_memory"]) == 4
 
 
 # --- what can't be planned -------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--sample.promt=x", ["unknown key sample.promt", "did you mean sample.prompt?"]),
         ("--optimizer.colour=red", ["unknown key optimizer.colour", "optimizer has: betas, clip_norm"]),
         ("--training.steps=-1", ["training.steps=-1", "greater than 0"]),
-        ("--training.precision=fp8", ["training.precision='fp8'", "'float32' or 'bf16'"]),
+        ("--training.precision=fp8", ["training.precision='fp8'", "'float32', 'bf16', 'bf16-weights' or 'fp16'"]),
         ("--pipeline.partition=x", ["pipeline.partition='x'", "'auto', or input should be a valid list"]),
         ("--optimizer.lr=.nan", ["optimizer.lr=nan", "finite"]),
         ("--pipeline.slices=[32, 33]", ["[32, 33] add up to 65", "training.seq_len=64", "pipeline.slices=2"]),

@@ -45,8 +45,10 @@ class SliceContext:
     tables: MaskTables
     hidden: Tensor | None = None  # what the stage before sent: (b, T, hidden)
     records_masks: bool = False  # the first forward of a stage notes which masks its model builds
+    tensor_rank: int = 0  # of those that share this stage's layers, each with heads of its own
     layer: int = -1  # whose forward runs, counted over the whole model
     calls_in_layer: int = 0
+    parts_of_layer: int = 0  # how often ranks that share it began or ended to compute on their own
     num_masks: int = 0
     calls: Counter[nn.Module] = field(default_factory=Counter)
     output: Tensor | None = None  # of the last owned layer
@@ -58,7 +60,7 @@ class SliceContext:
         return module, self.calls[module]
 
     def enter_layer(self, layer: int) -> None:
-        self.layer, self.calls_in_layer = layer, 0
+        self.layer, self.calls_in_layer, self.parts_of_layer = layer, 0, 0
 
     def next_mask(self) -> KeyRanges | NotCausalError:
         """The ranges of the next mask the model asks for; models ask for their masks in a fixed order."""
@@ -67,7 +69,8 @@ class SliceContext:
         return self.tables.ranges(self.num_masks - 1, piece.start, piece.end, piece.length, piece.document_start)
 
     def attention_seed(self) -> int:
-        return self.seed(self.layer, "attention", self.calls_in_layer)
+        place = (self.layer, "attention", self.calls_in_layer)
+        return self.seed(*place, self.tensor_rank) if self.tensor_rank else self.seed(*place)
 
     def seed(self, *place: object) -> int:
         """Random state is keyed by (step, place, microbatch, slice), so every split and schedule draws the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from slipstream.model.masks import MaskTables
 from slipstream.model.rope import fix_length_dependent_rope
 from slipstream.model.split import keep_layers, second_half
 from slipstream.model.weight_gradients import add_weight_gradients_in_place
+
+_SECOND_HALF = 100  # where the parts of a layer's second half are counted from, wherever its first half ran
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,54 @@ class TiedWeight:
     head: nn.Parameter | None  # on the last stage
 
 
+class SharedLayers(Protocol):
+    """Ranks that share every layer of a stage, as `parallel.TensorParallel` has it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def sequence(self) -> bool:
+        """Whether they also share the tokens between the parts of a layer."""
+        ...
+
+    def install(self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        """Put the exchange between them into the model; `enter` and `leave` what each computes on its own."""
+        ...
+
+    def begin(self, length: int) -> None:
+        """A slice of so many tokens comes next."""
+        ...
+
+    def local_length(self, length: int) -> int:
+        """How many of its tokens are here between the parts of a layer."""
+        ...
+
+
 class Stage:
     """Layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
 
-    What travels between stages is (b, T, hidden_size) of hidden_dtype.
+    What travels between stages is of `hidden_shape` and `hidden_dtype`. With `shared` the model has this rank's shares
+    of all weights, and every rank runs the stage at once.
     """
 
-    def __init__(self, model: PreTrainedModel, anatomy: Anatomy, owned: LayerRange, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        anatomy: Anatomy,
+        owned: LayerRange,
+        device: torch.device,
+        shared: SharedLayers | None = None,
+    ) -> None:
         attention_interface.register()
         model.set_attn_implementation(attention_interface.NAME)
         self.owned = owned
         self.num_layers = len(list(model.get_submodule(anatomy.layers).children()))
         keep_layers(model, anatomy, owned, device)
         fix_length_dependent_rope(model)
+        self._shared = shared
+        if shared is not None:
+            shared.install(model, self._enter_own, self._leave_own)
         add_weight_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
         self.tied = _separate_head(model, anatomy, self.is_last)
@@ -87,9 +124,17 @@ class Stage:
         """One slice through this stage: (b, T, hidden) in and out; the first takes None, the last gives logits."""
         return self._run(SliceContext(token_slice, store, self.tables, hidden))
 
+    def hidden_shape(self, token_slice: TokenSlice) -> torch.Size:
+        """(b, T, hidden_size) of what comes in and goes out; T may be a part of the slice's tokens."""
+        batch, length = token_slice.input_ids.shape
+        return torch.Size((batch, self._shared.local_length(length) if self._shared else length, self.hidden_size))
+
     def _run(self, context: SliceContext) -> Tensor:
         piece = context.token_slice
         self._context = context
+        if self._shared is not None:
+            context.tensor_rank = self._shared.rank
+            self._shared.begin(piece.input_ids.shape[1])
         try:
             with active_slice(context), keyed_random_state(self._is_random):
                 self._enter(-1)
@@ -112,7 +157,26 @@ class Stage:
         assert self._context is not None
         self._context.enter_layer(layer)
         if self._is_random:
-            torch.manual_seed(self._context.seed(layer))
+            torch.manual_seed(self._context.seed(layer, *self._tokens_here(layer)))
+
+    def _tokens_here(self, layer: int) -> tuple[str | int, ...]:
+        """What tells apart the ranks that share a layer, where each has other tokens of it."""
+        is_spread = self._shared is not None and self._shared.sequence and 0 <= layer < self.num_layers
+        return ("tokens", self._shared.rank) if is_spread and self._shared is not None else ()
+
+    def _enter_own(self) -> None:
+        """From here on each of the ranks that share a layer computes something else: their dropout must differ."""
+        self._seed_part("own", self._shared.rank if self._shared else 0)
+
+    def _leave_own(self) -> None:
+        """From here on all compute the same, or each on tokens of its own."""
+        context = self._context
+        self._seed_part("shared", *(self._tokens_here(context.layer) if context else ()))
+
+    def _seed_part(self, *place: str | int) -> None:
+        if self._context is not None and self._is_random:
+            self._context.parts_of_layer += 1
+            torch.manual_seed(self._context.seed(self._context.layer, self._context.parts_of_layer, *place))
 
     def _watch(self, layers: list[nn.Module], halves: Sequence[LayerPart]) -> None:
         for index in self.owned.layers:
@@ -137,7 +201,8 @@ class Stage:
         def hook(*_: Any) -> None:
             assert self._context is not None
             if self._is_random:
-                torch.manual_seed(self._context.seed(layer, "feed-forward"))
+                torch.manual_seed(self._context.seed(layer, "feed-forward", *self._tokens_here(layer)))
+                self._context.parts_of_layer = _SECOND_HALF
 
         return hook
 
@@ -155,8 +220,8 @@ class Stage:
     def _learn_masks(self, device: torch.device) -> None:
         """One token through the stage: notes the mask functions the model builds, before documents wrap them."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.hidden_dtype, device=device)
         piece = TokenSlice(zero, zero, None, start=0, length=1, max_position=0)
+        hidden = torch.zeros(self.hidden_shape(piece), dtype=self.hidden_dtype, device=device)
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():

@@ -2,7 +2,8 @@
 
 Autograd makes a new weight-sized tensor for every slice and adds it to `.grad`: several passes over memory where a
 matrix product that accumulates needs one, and an embedding touches a few rows. With short slices those passes cost as
-much as the arithmetic.
+much as the arithmetic. They add in the dtype of the parameter's `grad_dtype`: its own, or float32 for one in bfloat16
+that has a float32 master.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.transposed = weight, transposed
+        ctx.weight, ctx.transposed, ctx.bias = weight, transposed, bias
         return functional.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
@@ -110,7 +111,7 @@ class _Linear(torch.autograd.Function):
         _now_or_later(partial(_add_product, weight, left, right))
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         grad_x = grad_output @ (weight.t() if ctx.transposed else weight) if needs_x else None
-        return grad_x, None, rows[0].sum(0) if needs_bias else None, None
+        return grad_x, None, rows[0].sum(0, dtype=ctx.bias.grad_dtype) if needs_bias else None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -141,16 +142,26 @@ def _now_or_later(work: WeightGradient) -> None:
 
 @torch.no_grad()
 def _add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """weight.grad += left^T right, in one pass."""
+    """weight.grad += left^T right, in one pass unless a GPU multiplies in another dtype than it adds in."""
+    dtype = weight.grad_dtype or left.dtype
+    if left.dtype != dtype and not left.is_cuda:
+        left, right = left.to(dtype), right.to(dtype)  # exact
     if weight.grad is None:
-        weight.grad = left.t() @ right
-    else:
+        weight.grad = _product(left, right, dtype)
+    elif left.dtype == dtype:
         weight.grad.addmm_(left.t(), right)
+    else:
+        weight.grad.add_(_product(left, right, dtype))
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left^T right, not rounded to the factors' dtype."""
+    return left.t() @ right if left.dtype == dtype else torch.mm(left.t(), right, out_dtype=dtype)
 
 
 @torch.no_grad()
 def _add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
     """weight.grad[ids] += rows; ids may repeat."""
     if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    weight.grad.index_add_(0, ids, rows)
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+    weight.grad.index_add_(0, ids, rows.to(weight.grad.dtype))

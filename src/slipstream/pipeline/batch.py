@@ -17,11 +17,13 @@ IGNORED = -100  # transformers' label for "predict nothing here"
 
 @dataclass(frozen=True)
 class Batch:
-    """`slices[microbatch][slice]` and its shifted targets (b, T); `num_valid` targets count in the whole batch."""
+    """`slices[microbatch][slice]` and its shifted targets (b, T); `num_valid` targets count in the whole batch, that of
+    other replicas included. Gradients are those of `loss_scale` times the loss."""
 
     slices: list[list[TokenSlice]]
     targets: list[list[Tensor]]
     num_valid: int
+    loss_scale: float = 1.0
 
 
 def cut_batch(

@@ -15,8 +15,10 @@ from slipstream.model.recompute import Recompute, Replay
 from slipstream.model.saved_tensors import SavedTensors
 from slipstream.model.stage import Stage
 from slipstream.model.weight_gradients import deferring
+from slipstream.parallel.group import Group
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.flight import Flight, Key, entrance, key_of, root_of
+from slipstream.pipeline.link import Link
 from slipstream.pipeline.offload import host_of
 from slipstream.pipeline.stopwatch import Stopwatch
 from slipstream.pipeline.transport import Transport, TransportError
@@ -39,14 +41,19 @@ class Executor:
         loss_function: LossFunction,
         device: torch.device,
         recompute: Recompute | None = None,
+        link: Link | None = None,
+        reduce_gradients: Callable[[int], None] | None = None,
     ) -> None:
-        """`recompute` says what the schedule's R actions recompute; by default all."""
+        """`recompute` says what the schedule's R actions recompute; by default all. `link` is what messages carry, by
+        default whole tensors; `reduce_gradients` is what REDUCE_GRAD does to a stage."""
         self._rank = rank
         self._stages = stages
         self._transport = transport
         self._loss_function = loss_function
         self._device = device
         self._recompute = recompute or Recompute()
+        self._link = link or Link(Group())
+        self._reduce_gradients = reduce_gradients
         self._host = host_of(device)
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -60,6 +67,7 @@ class Executor:
             Op.SEND_B: self._send,
             Op.RECV_F: self._post_receive,
             Op.RECV_B: self._post_receive,
+            Op.REDUCE_GRAD: self._reduce,
         }
 
     def start(self, schedule: Schedule, batch: Batch) -> Generator[Action]:
@@ -150,7 +158,7 @@ class Executor:
         if awaited is None:
             return None if action.stage == 0 else self._flight.handed.pop(key_of(action))
         hidden = self._receive(awaited)
-        if not self._is_scheduled(Op.OFFLOAD, action):
+        if self._link.gathers or not self._is_scheduled(Op.OFFLOAD, action):
             return hidden
         hidden = hidden.clone()  # to be moved to the host, which the transport's buffer can't be
         self._transport.release(awaited)
@@ -180,7 +188,7 @@ class Executor:
         """This slice's part of the global mean: its sum over the valid tokens of the whole batch (rule 9)."""
         self._flight.loss += total.detach()
         self._flight.count += count
-        return total / self._flight.batch.num_valid
+        return total / (self._flight.batch.num_valid / self._flight.batch.loss_scale)
 
     def _replay(self, action: Action) -> None:
         """R: under the autocast of F, since both belong to one step."""
@@ -211,7 +219,7 @@ class Executor:
 
     def _end_forward_only(self, action: Action) -> None:
         awaited = self._awaited(action)
-        if awaited is not None:
+        if awaited is not None and not self._link.gathers:
             self._transport.release(awaited)
         if action.slice == self._schedule.num_slices - 1:
             self._flight.stores.pop((action.stage, action.microbatch)).free()
@@ -249,6 +257,8 @@ class Executor:
             if gradient is not None and sent.data_ptr() == gradient.data_ptr():
                 sent = sent.clone()  # a stage that changed nothing: the buffer goes back to the pool before it is sent
             self._hand_on(Action(Op.SEND_B, g, m, i), sent, flight.gradients, (g - 1, m, i))
+        if self._link.gathers:
+            return []
         received = [self._awaited(action)]
         if not self._is_scheduled(Op.OFFLOAD, action):
             received.append(self._awaited(Action(Op.F, g, m, i)))
@@ -275,7 +285,7 @@ class Executor:
         if self._is_here(key[0]):
             local[key] = tensor.detach()
         else:
-            self._flight.outgoing[send] = tensor
+            self._flight.outgoing[send] = self._link.part(tensor)
 
     def _send(self, action: Action) -> None:
         began = self._stopwatch.mark()
@@ -284,17 +294,29 @@ class Executor:
 
     def _post_receive(self, action: Action) -> None:
         self._posted[action.other_end] = self._stopwatch.mark()
-        self._transport.post_receive(channel(action, self._schedule), action.other_end, *self._hidden(action))
+        shape, dtype = self._hidden(action)
+        line = channel(action, self._schedule)
+        self._transport.post_receive(line, action.other_end, self._link.shape(shape), dtype)
 
     def _hidden(self, action: Action) -> tuple[torch.Size, torch.dtype]:
-        """Shape (b, T, hidden) and dtype of what travels between stages."""
+        """Shape (b, T, hidden) and dtype of what stages hand on to each other."""
         piece, stage = self._flight.batch.slices[action.microbatch][action.slice], self._stages[action.stage]
-        return torch.Size((*piece.input_ids.shape, stage.hidden_size)), stage.hidden_dtype
+        return stage.hidden_shape(piece), stage.hidden_dtype
 
     def _receive(self, message: Action) -> Tensor:
         tensor = self._transport.receive(message)
         self._stopwatch.record(message.other_end, self._posted.pop(message))
-        return tensor
+        if not self._link.gathers:
+            return tensor
+        whole = self._link.whole(tensor, self._hidden(message.other_end)[0])
+        self._transport.release(message)
+        return whole
+
+    def _reduce(self, action: Action) -> None:
+        began = self._stopwatch.mark()
+        assert self._reduce_gradients is not None
+        self._reduce_gradients(action.stage)
+        self._stopwatch.record(action, began)
 
 
 def run_together(executors: list[Executor], schedule: Schedule, batch: Batch) -> None:

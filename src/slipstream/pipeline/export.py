@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,34 +13,68 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from slipstream.model.stage import Stage
 from slipstream.model.toy import quiet_transformers
+from slipstream.parallel.shares import Share
+from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
 
 
-def save_pretrained(folder: str | Path, config: PretrainedConfig, stages: list[Stage], ranks: Ranks) -> None:
-    """Collective: rank 0 holds the whole model in host memory for a moment and writes config and safetensors."""
-    state = gather_state(stages, ranks)
-    if ranks.rank == 0:
+def save_pretrained(
+    folder: str | Path, config: PretrainedConfig, stages: list[Stage], ranks: Ranks, parameters: Parameters
+) -> None:
+    """Collective: the leader holds the whole model in host memory for a moment and writes config and safetensors."""
+    state = gather_state(stages, ranks, parameters)
+    if ranks.leads:
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
         with torch.device("meta"), quiet_transformers():
             skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
         with quiet_transformers():
             skeleton.save_pretrained(folder, state_dict=state)
-    ranks.gather(None)  # nobody goes on before the folder is whole
+    ranks.world.barrier()  # nobody goes on before the folder is whole
 
 
-def gather_state(stages: list[Stage], ranks: Ranks) -> dict[str, Tensor]:
-    """The unsplit model's state by its own names, on rank 0; empty on the others."""
-    own = {name: tensor.cpu() for stage in stages for name, tensor in stage.state().items()}
-    if ranks.size == 1:
-        return own
-    specs = ranks.gather([(name, tensor.shape, tensor.dtype) for name, tensor in own.items()])
-    if ranks.rank != 0:
-        for tensor in own.values():
-            dist.send(tensor.to(ranks.device), ranks.global_ranks[0], group=ranks.group)
+@dataclass(frozen=True)
+class _Part:
+    """What a rank has of one tensor of the model's state."""
+
+    name: str
+    share: Share
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def gather_state(stages: list[Stage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
+    """The unsplit model's state by its own names, on the leader; empty on the others."""
+    own = {name: tensor for stage in stages for name, tensor in stage.state().items()}
+    shares = parameters.shares()
+    parts = [
+        _Part(name, shares.get(name) or Share.whole(tuple(tensor.shape)), tensor.shape, tensor.dtype)
+        for name, tensor in own.items()
+    ]
+    mine = [part for part in parts if ranks.data.rank == 0 and part.share.copy == 0]
+    others = ranks.world.gather(mine)
+    if not ranks.leads:
+        for part in mine:
+            tensor = own[part.name].to(ranks.device).contiguous()
+            dist.send(tensor, ranks.world.global_ranks[0], ranks.world.process_group)
         return {}
-    for source in range(1, ranks.size):
-        for name, shape, dtype in specs[source]:
-            tensor = torch.empty(shape, dtype=dtype, device=ranks.device)
-            dist.recv(tensor, ranks.global_ranks[source], group=ranks.group)
-            own.setdefault(name, tensor.cpu())
-    return own
+    whole: dict[str, Tensor] = {}
+    for source, sent in enumerate(others):
+        for part in sent:
+            tensor = own[part.name] if source == 0 else _received(part, source, ranks)
+            _put(part, tensor.cpu(), whole)
+    return whole
+
+
+def _received(part: _Part, source: int, ranks: Ranks) -> Tensor:
+    tensor = torch.empty(part.shape, dtype=part.dtype, device=ranks.device)
+    dist.recv(tensor, ranks.world.global_ranks[source], ranks.world.process_group)
+    return tensor
+
+
+def _put(part: _Part, tensor: Tensor, whole: dict[str, Tensor]) -> None:
+    if part.share.is_whole:
+        whole.setdefault(part.name, tensor)
+        return
+    if part.name not in whole:
+        whole[part.name] = torch.empty(part.share.shape, dtype=part.dtype)
+    part.share.put(tensor, whole[part.name])

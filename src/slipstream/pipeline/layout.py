@@ -13,7 +13,7 @@ from slipstream.model.layer_range import LayerRange
 from slipstream.model.recompute import Recompute
 from slipstream.pipeline.partition import assign_layers
 from slipstream.schedule.action import Op, Schedule
-from slipstream.schedule.lowering import add_communication, check_communication, forward_only
+from slipstream.schedule.lowering import add_communication, add_reductions, check_communication, forward_only
 from slipstream.schedule.memory_passes import add_offload, add_recompute
 
 
@@ -27,6 +27,7 @@ class Layout:
     anatomy: Anatomy  # of the model whose layers they are
     recompute: Recompute | None = None  # what the R's of `training` recompute
     offload: float = 0.0  # the share of slices that wait in host memory
+    reduces: bool = False  # whether gradients are summed over replicas, or over ranks that share layers
 
     @classmethod
     def of(
@@ -36,17 +37,20 @@ class Layout:
         anatomy: Anatomy,
         recompute: Recompute | None,
         offload: float,
+        reduces: bool,
     ) -> Layout:
         """Lower the schedule, and prove that its communication ends."""
         schedule = _with_less_memory(schedule, recompute, offload)
+        if reduces and not any(action.op is Op.REDUCE_GRAD for action in schedule.positions):
+            schedule = add_reductions(schedule)
         lowered = schedule if schedule.is_lowered else add_communication(schedule)
         check_communication(lowered)
         evaluation = add_communication(forward_only(schedule))  # its order within a rank is that of training
-        return cls(lowered, evaluation, layers, anatomy, recompute, offload)
+        return cls(lowered, evaluation, layers, anatomy, recompute, offload, reduces)
 
     def with_schedule(self, schedule: Schedule) -> Layout:
         """The same stages in another order, of any number of slices."""
-        return Layout.of(schedule, self.layers, self.anatomy, self.recompute, self.offload)
+        return Layout.of(schedule, self.layers, self.anatomy, self.recompute, self.offload, self.reduces)
 
     @property
     def num_ranks(self) -> int:
@@ -67,6 +71,7 @@ def plan_layout(
     recompute: str | int = "none",
     offload: float = 0.0,
     seq_len: int | None = None,
+    reduces: bool = False,
 ) -> Layout:
     """Check that everything fits together. Raises SlipstreamError with what was given, allowed, and to type."""
     if schedule.num_ranks != num_ranks:
@@ -83,7 +88,7 @@ def plan_layout(
         seq_len = sum(slices)
     layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement, seq_len)
     most_layers = max(len(stage) for stage in layers)
-    return Layout.of(schedule, layers, anatomy, Recompute.parse(recompute, most_layers), offload)
+    return Layout.of(schedule, layers, anatomy, Recompute.parse(recompute, most_layers), offload, reduces)
 
 
 def _with_less_memory(schedule: Schedule, recompute: Recompute | None, offload: float) -> Schedule:

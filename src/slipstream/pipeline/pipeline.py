@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,21 +14,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import Anatomy, find_anatomy
+from slipstream.model.anatomy import find_anatomy
 from slipstream.model.limits import check_length, check_token_ids
 from slipstream.model.loading import load_config, pretrained_model, random_model
-from slipstream.model.self_check import check_sliceable
-from slipstream.model.split import share
-from slipstream.model.stage import Stage
+from slipstream.parallel.group import Group
 from slipstream.pipeline.batch import Batch, cut_batch
+from slipstream.pipeline.building import (
+    check_architecture,
+    choose_loss,
+    count_ranks,
+    load_shares,
+    make_stages,
+    ranks_here,
+    tied_ends,
+)
 from slipstream.pipeline.executor import Executor, LossFunction, run_together
 from slipstream.pipeline.export import save_pretrained
 from slipstream.pipeline.layout import plan_layout
-from slipstream.pipeline.loss import causal_cross_entropy
+from slipstream.pipeline.link import Link
 from slipstream.pipeline.memory_limit import Gauge
+from slipstream.pipeline.parameters import Parameters, Piece
 from slipstream.pipeline.ranks import Ranks
-from slipstream.pipeline.source import Source, cast, in_memory
-from slipstream.pipeline.tied import TiedGradients
+from slipstream.pipeline.source import Source, in_memory
 from slipstream.pipeline.transport import LocalTransport, Transport, connect
 from slipstream.pipeline.trials import Answer
 from slipstream.pipeline.tuning import Tuner
@@ -54,7 +62,9 @@ class Pipeline:
         partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
             feed-forward half. Or "auto": by the multiplications of each layer and of the head; in halves where that
             makes the slowest rank at least 3% cheaper.
-        mesh: a DeviceMesh with an axis "pp"; default: all ranks.
+        mesh: a DeviceMesh with an axis "pp", and "dp" and "tp" where they are used, by `slipstream.make_mesh`; default:
+            all ranks on pp. With dp each replica passes its own share of a batch; tp ranks share every layer and pass
+            equal batches.
         recompute: what of a slice's activations is dropped after its forward and computed again before its backward:
             "none"; "selective", all but the outputs of matrix products and attention; "full", all but keys and values;
             or the number of layers of each stage, its first ones, that are recomputed in full; half a layer counts as
@@ -73,7 +83,16 @@ class Pipeline:
         memory_limit: bytes that a rank may hold: parameters, gradients, AdamW's state, messages, activations, keys and
             values. Before the first step on a batch of new shape its parts are measured; a schedule that holds more is
             refused, and schedule="auto" looks for one that doesn't.
-        self_check: whether to compare the architecture at toy size, sliced and whole, before training (a second).
+        sequence_parallel: with tp, whether its ranks also share the tokens of a slice where they would otherwise
+            compute the same: norms, residuals, dropout.
+        tensor_plan: with tp, how linear layers are cut where the model doesn't say it itself, such as
+            {"model.layers.*.mlp.up_proj": "colwise"}.
+        shard_optimizer: with dp, whether each replica updates only its part of every parameter (ZeRO-1): `parameters`
+            then yields these parts, so that the optimizer's state is spread too.
+        master_dtype: of what the optimizer updates, such as torch.float32 with dtype=torch.bfloat16: `parameters`
+            yields wider copies, in whose dtype gradients are summed up. Default: the parameters themselves.
+        self_check: whether to compare the architecture at toy size, sliced and whole, before training (a second); with
+            tp also cut over its ranks and whole.
         timeout: how long a rank waits for a message before it gives up.
 
     Raises:
@@ -99,6 +118,10 @@ class Pipeline:
         num_flushes: int = 1,
         memory_limit: float | None = None,
         seq_len: int | None = None,
+        sequence_parallel: bool = False,
+        tensor_plan: Mapping[str, str] | None = None,
+        shard_optimizer: bool = False,
+        master_dtype: torch.dtype | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
@@ -107,9 +130,8 @@ class Pipeline:
         self._ranks = Ranks(mesh)
         self.device = self._ranks.device if device is None else torch.device(device)
         if self_check:
-            self._ranks.agree(_finding(self.config) if self.rank == 0 else None)
-        anatomy = find_anatomy(self.config)
-        num_ranks = self._num_ranks(num_ranks, schedule)
+            check_architecture(self.config, self._ranks, tensor_plan, sequence_parallel)
+        num_ranks = count_ranks(self._ranks, num_ranks, schedule)
         self._tuner = Tuner(
             schedule, num_ranks, num_microbatches, stages_per_rank, slices, num_flushes, source.compiled, memory_limit
         )
@@ -117,7 +139,7 @@ class Pipeline:
         self._adopted = self._tuner.schedule
         self.layout = plan_layout(
             self.config,
-            anatomy,
+            find_anatomy(self.config),
             self._tuner.schedule,
             self._tuner.slices,
             num_ranks,
@@ -125,14 +147,24 @@ class Pipeline:
             recompute,
             offload,
             seq_len,
+            reduces=self._ranks.world.size > self._ranks.size,
         )
-        self._stages = self._make_stages(source, self.layout.anatomy, dtype)
-        self._tied = TiedGradients([*self._stages.values()], self._ends() if anatomy.tied else [0])
+        model, tensor = load_shares(source, self.layout, self._ranks, dtype, tensor_plan, sequence_parallel)
+        self._stages = make_stages(model, self.layout, self._ranks, self.device, tensor)
+        self._parameters = Parameters(
+            self._stages,
+            self._ranks,
+            tensor,
+            tied_ends(self.layout, self._ranks),
+            shard=shard_optimizer,
+            master_dtype=master_dtype,
+        )
         self._transport: Transport = LocalTransport()
         if self._ranks.size > 1:
-            self._transport = connect(self.layout.training, self.device, self._ranks.global_ranks, timeout)
-        self._executors = self._make_executors(loss_fn or causal_cross_entropy)
-        self._seed: int = self._ranks.gather(torch.initial_seed())[0]
+            self._transport = connect(self.layout.training, self.device, self._ranks, timeout)
+        self._link = Link(self._ranks.tensor, sequence_parallel)
+        self._executors = self._make_executors(choose_loss(loss_fn, self._ranks, tensor))
+        self._seed: int = self._ranks.follow(torch.initial_seed())
         self._num_steps = 0
         self._ran = ""  # the schedule of the last step or evaluation
         self.train()
@@ -167,6 +199,21 @@ class Pipeline:
         return self.layout.num_ranks
 
     @property
+    def replica(self) -> int:
+        """This pipeline's place among those that share a batch (dp)."""
+        return self._ranks.data.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """How many pipelines share a batch (dp)."""
+        return self._ranks.data.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one rank of all that writes and speaks for them."""
+        return self._ranks.leads
+
+    @property
     def is_tuning(self) -> bool:
         """Whether "auto" still measures: the next step may run in another order or in other slices."""
         return self._tuner.is_tuning
@@ -181,6 +228,8 @@ class Pipeline:
         targets: Tensor,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        *,
+        loss_scale: float = 1.0,
     ) -> Tensor:
         """Forward and backward of one batch: adds to `.grad`, returns the global mean loss, on every rank.
 
@@ -190,13 +239,16 @@ class Pipeline:
             position_ids: (batch, sequence); default: from 0 in every document.
             document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
                 transformers, where position_ids don't count on.
+            loss_scale: what the loss is multiplied by on the way, so that small gradients of float16 don't vanish; they
+                are divided by it at the end. A power of two changes no digit of them.
         """
+        self._parameters.publish()
         self._adopt(self._tuner.begin(inputs.shape[-1]))
         self._find_room(inputs, targets)
-        batch = self._cut(inputs, targets, position_ids, document_ids)
-        self._tied.begin()
+        batch = replace(self._cut(inputs, targets, position_ids, document_ids), loss_scale=loss_scale)
+        self._parameters.begin(loss_scale)
         loss = self._run(self.layout.training, batch)
-        self._tied.end()
+        self._parameters.end()
         self._num_steps += 1
         if self._tuner.listens_to(inputs.shape[-1]):
             self._tune(self.timeline)
@@ -204,6 +256,7 @@ class Pipeline:
 
     def evaluate(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """The global mean loss of one batch, forward only, in evaluation mode, on every rank."""
+        self._parameters.publish()
         batch = self._cut(inputs, targets, None, document_ids)
         modes = {stage: stage.model.training for stage in self._stages.values()}
         self.eval()
@@ -214,33 +267,26 @@ class Pipeline:
         return loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the unsplit model's names, each once."""
-        seen: set[int] = set()
-        for stage in self._stages.values():
-            for name, parameter in stage.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+        """What this rank's optimizer updates, under the unsplit model's names, each once.
+
+        With tp a rank has its share of a weight, with shard_optimizer its rows of that, and with master_dtype copies.
+        """
+        return self._parameters.named()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def pieces(self) -> Iterator[Piece]:
+        """What `named_parameters` yields, each with its place in the unsplit model's parameter: for checkpoints."""
+        return self._parameters.pieces()
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
-        A weight tied across ranks counts once.
+        A weight counts once, however many ranks have copies of it.
         """
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        counted = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in self._tied.copies]
-        square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for gradient in counted:
-            square += gradient.double().square().sum()
-        norm = self._ranks.sum(square).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
-        return norm
+        return self._parameters.clip_(max_norm)
 
     @property
     def timeline(self) -> Timeline:
@@ -249,9 +295,33 @@ class Pipeline:
         spans = [span for spans in self._ranks.gather(mine) for span in spans]
         return Timeline(tuple(spans), self.num_ranks, name=self._ran, measured=True)
 
+    @property
+    def random_state(self) -> tuple[int, int]:
+        """What dropout depends on beside the batch: the seed, and how many steps there were. May be set."""
+        return self._seed, self._num_steps
+
+    @random_state.setter
+    def random_state(self, state: tuple[int, int]) -> None:
+        self._seed, self._num_steps = state
+
+    @property
+    def axes(self) -> dict[str, Group]:
+        """The groups of ranks that this one is in, by axis: pp, dp, tp."""
+        return {"pp": self._ranks.pipeline, "dp": self._ranks.data, "tp": self._ranks.tensor}
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has sent to other stages in the last step or evaluation, headers aside."""
+        return self._transport.bytes_sent
+
+    def refresh(self) -> None:
+        """Call it when what `named_parameters` yields was changed by other means than training: by a checkpoint."""
+        self._parameters.refresh()
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the whole model as `AutoModelForCausalLM.from_pretrained` reads it. Collective; rank 0 writes."""
-        save_pretrained(folder, self.config, [*self._stages.values()], self._ranks)
+        self._parameters.publish()
+        save_pretrained(folder, self.config, [*self._stages.values()], self._ranks, self._parameters)
 
     def train(self) -> Self:
         """Training mode: dropout is on."""
@@ -273,8 +343,10 @@ class Pipeline:
         assert here[0] is not None
         assert here[1] is not None
         lengths = self.slices(inputs.shape[-1])
-        seed = hash((self._seed, self._num_steps))
+        seed = hash((self._seed, self._num_steps, *([self._ranks.data.rank] if self._ranks.data.rank else [])))
         batch = cut_batch(here[0], here[1], lengths, self.layout.training.num_microbatches, here[2], here[3], seed=seed)
+        num_valid = self._ranks.data.sum(torch.tensor(batch.num_valid, device=self.device))
+        batch = replace(batch, num_valid=int(num_valid))
         if batch.num_valid == 0:
             raise SlipstreamError(
                 "no label of this batch counts: after shifting, all are -100. Leave such batches out."
@@ -282,9 +354,9 @@ class Pipeline:
         return batch
 
     def _tune(self, answer: Answer) -> None:
-        """Rank 0 learns from the step that ran, or from what it would hold, and all follow."""
+        """The leader learns from the step that ran, or from what it would hold, and all follow."""
         decision, error = None, None
-        if self.rank == 0:
+        if self._ranks.leads:
             try:
                 decision = self._tuner.decide(answer)
             except SlipstreamError as found:
@@ -294,7 +366,7 @@ class Pipeline:
         except SlipstreamError:
             self._tuner.forget()
             raise
-        self._adopt(self._tuner.follow(self._ranks.gather(decision)[0]))
+        self._adopt(self._tuner.follow(self._ranks.follow(decision)))
 
     def _find_room(self, inputs: Tensor, targets: Tensor) -> None:
         """Until the next step is one to run that keeps to the memory limit, if there is one."""
@@ -316,7 +388,7 @@ class Pipeline:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for executor in self._executors:
             sums += torch.stack(executor.finish())
-        total, count = self._ranks.sum(sums)
+        total, count = self._ranks.total(sums)
         if int(count) != batch.num_valid:
             raise SlipstreamError(
                 f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "
@@ -325,30 +397,7 @@ class Pipeline:
         mean: Tensor = total / count
         return mean
 
-    def _num_ranks(self, num_ranks: int | None, schedule: str | Schedule) -> int:
-        if self._ranks.size == 1:
-            return num_ranks or (schedule.num_ranks if isinstance(schedule, Schedule) else 1)
-        if num_ranks not in (None, self._ranks.size):
-            raise SlipstreamError(
-                f"num_ranks={num_ranks}, but {self._ranks.size} processes run: leave it out, each is a rank."
-            )
-        return self._ranks.size
-
-    def _make_stages(self, source: Source, anatomy: Anatomy, dtype: torch.dtype | None) -> dict[int, Stage]:
-        here = self.layout.stages_of([self.rank] if self._ranks.size > 1 else range(self.layout.num_ranks))
-        model = source.load(anatomy, [layer for stage in here for layer in self.layout.layers[stage]])
-        if dtype is not None:
-            cast(model, dtype)
-        return {stage: Stage(share(model), anatomy, self.layout.layers[stage], self.device) for stage in here}
-
-    def _ends(self) -> list[int]:
-        """The global ranks of the first and the last stage."""
-        placement = self.layout.training.placement
-        ends = (placement[0], placement[-1]) if self._ranks.size > 1 else (0, 0)
-        return [self._ranks.global_ranks[rank] for rank in ends]
-
     def _make_executors(self, loss_function: LossFunction) -> list[Executor]:
-        ranks = [self.rank] if self._ranks.size > 1 else list(range(self.layout.num_ranks))
         return [
             Executor(
                 rank,
@@ -357,14 +406,8 @@ class Pipeline:
                 loss_function,
                 self.device,
                 self.layout.recompute,
+                self._link,
+                self._parameters.reduce,
             )
-            for rank in ranks
+            for rank in ranks_here(self.layout, self._ranks)
         ]
-
-
-def _finding(config: PretrainedConfig) -> SlipstreamError | None:
-    try:
-        check_sliceable(config)
-    except SlipstreamError as error:
-        return error
-    return None

@@ -1,76 +1,63 @@
-"""The processes of a pipeline: who they are, and what they sum and gather."""
+"""The processes of a run from a pipeline's point of view: who they are, and what they sum, gather and agree on."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.mesh import Axes
 
 
 class Ranks:
-    """All processes of the default group, the `pp` axis of a mesh, or this process alone."""
+    """The axes of a mesh; without one all processes are a pipeline's, and without a process group this one is alone.
+
+    `size`, `rank`, `group` and `global_ranks` are those of this rank's pipeline.
+    """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self.group: dist.ProcessGroup | None = None
-        self.global_ranks = [0]
-        if mesh is not None:
-            self.group = _pipeline_axis(mesh)
-        elif dist.is_available() and dist.is_initialized():
-            self.group = dist.group.WORLD
-        if self.group is not None:
-            self.global_ranks = dist.get_process_group_ranks(self.group)
+        axes = Axes.of(mesh)
+        self.pipeline, self.data, self.tensor, self.world = axes.pipeline, axes.data, axes.tensor, axes.world
+        self.device = axes.device
 
     @property
     def size(self) -> int:
-        return len(self.global_ranks)
+        return self.pipeline.size
 
     @property
     def rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
+        return self.pipeline.rank
 
     @property
-    def device(self) -> torch.device:
-        """What these processes compute on unless told otherwise: NCCL's current GPU, else the CPU."""
-        if self.group is not None and dist.get_backend(self.group) == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+    def group(self) -> dist.ProcessGroup | None:
+        return self.pipeline.process_group
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, on every rank, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
+    @property
+    def global_ranks(self) -> list[int]:
+        return self.pipeline.global_ranks
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that decides and speaks for all."""
+        return self.world.rank == 0
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the pipeline's ranks and the replicas, in place; tensor-parallel ranks have it all alike."""
+        return self.data.sum(self.pipeline.sum(tensor))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, in order."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        """The value of every rank of this pipeline, on each of them, in order."""
+        return self.pipeline.gather(value)
+
+    def follow(self, value: Any) -> Any:
+        """The leader's value, on every rank."""
+        return self.world.gather(value)[0]
 
     def agree(self, error: SlipstreamError | None) -> None:
-        """Raise rank 0's finding on every rank, so that none waits for one that has given up."""
-        found = self.gather(None if error is None else str(error))[0]
+        """Raise the leader's finding on every rank, so that none waits for one that has given up."""
+        found = self.follow(None if error is None else str(error))
         if found is not None:
             raise SlipstreamError(found) from error
-
-
-def _pipeline_axis(mesh: DeviceMesh) -> dist.ProcessGroup:
-    names = mesh.mesh_dim_names or ()
-    if "pp" not in names:
-        raise SlipstreamError(
-            f"the mesh has the axes {list(names)}, none of them 'pp'. "
-            'Make it by init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("pp",)).'
-        )
-    other = {name: size for name, size in zip(names, mesh.shape, strict=True) if name != "pp" and size > 1}
-    if other:
-        raise SlipstreamError(
-            f"the mesh has {other} beside pp; this version pipelines only. Use a mesh whose other axes have size 1."
-        )
-    return mesh.get_group("pp")

@@ -256,6 +256,7 @@ class _MadeUp:
     """A transport from whose other ends the same numbers come again and again."""
 
     def __init__(self, device: torch.device) -> None:
+        self.bytes_sent = 0
         self._device = device
         self._posted: dict[Action, Tensor] = {}
         self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}

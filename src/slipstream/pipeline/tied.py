@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,51 +12,57 @@ from slipstream.model.stage import Stage, TiedWeight
 
 
 class TiedGradients:
-    """Around a step: `begin` sets earlier gradients aside, `end` adds embedding's and head's, on both ranks.
+    """After a step `totals` adds embedding's and head's gradients, on both ranks.
 
     Both ranks then hold the same gradient under the canonical name, so equal optimizers keep the copies equal.
     """
 
-    def __init__(self, stages: list[Stage], ends: list[int]) -> None:
-        """Collective. `ends` are the global ranks of the first and the last stage, equal where one rank has both."""
+    def __init__(self, stages: list[Stage], ends: list[int], *, is_one_of_several: bool = False) -> None:
+        """Collective. `ends` are the global ranks of the first and the last stage, equal where one rank has both;
+        `is_one_of_several` pipelines beside each other, of each of which only the ranks it names take part."""
         self._embeddings = {t.name: t for stage in stages if stage.is_first for t in stage.tied}
         self._heads = {t.name: t for stage in stages if stage.is_last for t in stage.tied}
-        self._group = dist.new_group(ends) if ends[0] != ends[-1] else None
-        self._earlier: dict[str, Tensor | None] = {}
+        self._group = None
+        if ends[0] != ends[-1]:
+            self._group = dist.new_group(ends, use_local_synchronization=is_one_of_several)
 
     @property
-    def copies(self) -> set[int]:
-        """The ids of parameters whose weight another rank counts."""
-        return {id(tied.parameter) for name, tied in self._heads.items() if name not in self._embeddings}
+    def names(self) -> set[str]:
+        """Of the tied weights that this rank holds."""
+        return set(self._all())
 
-    def begin(self) -> None:
-        for name, tied in self._all().items():
-            self._earlier[name] = tied.parameter.grad
-            tied.parameter.grad = None
-            if tied.head is not None:
-                tied.head.grad = None  # of a step that failed
+    @property
+    def copies(self) -> set[str]:
+        """The names of weights that another rank counts."""
+        return set(self._heads) - set(self._embeddings)
 
-    def end(self) -> None:
+    def totals(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: each trained weight's embedding's gradient plus its head's."""
         for name, tied in self._all().items():
             if tied.parameter.requires_grad:
-                total, earlier = self._total(name), self._earlier.pop(name)
-                tied.parameter.grad = total if earlier is None else earlier + total
+                yield name, self._total(name)
 
     def _all(self) -> dict[str, TiedWeight]:
         return self._embeddings | self._heads
 
     def _total(self, name: str) -> Tensor:
-        """Embedding's gradient plus head's: a sum of two, the same to the bit wherever it is formed."""
+        """A sum of two, the same to the bit wherever it is formed."""
         parts = []
         if name in self._embeddings:
-            parts.append(self._embeddings[name].parameter.grad)
+            parts.append(_taken(self._embeddings[name].parameter))
         if name in self._heads:
             head = self._heads[name].head
             assert head is not None
-            parts.append(head.grad)
-            head.grad = None
+            parts.append(_taken(head))
         present = [part for part in parts if part is not None]
-        total = sum(present[1:], present[0]) if present else torch.zeros_like(self._all()[name].parameter)
+        tied = self._all()[name]
+        wide = (tied.head if tied.head is not None else tied.parameter).grad_dtype
+        total = sum(present[1:], present[0]) if present else torch.zeros_like(tied.parameter, dtype=wide)
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
         return total
+
+
+def _taken(parameter: torch.nn.Parameter) -> Tensor | None:
+    gradient, parameter.grad = parameter.grad, None
+    return gradient

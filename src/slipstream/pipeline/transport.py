@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.memory import send_windows
+from slipstream.pipeline.ranks import Ranks
 from slipstream.schedule.action import Action, Op, Schedule
 from slipstream.schedule.lowering import Channel
 
@@ -28,6 +29,8 @@ class TransportError(RuntimeError):
 
 class Transport(Protocol):
     """One rank's end of all its channels. An action names a message: the SEND's on both ends."""
+
+    bytes_sent: int  # since `begin`, headers aside
 
     def begin(self) -> None:
         """A step comes next. Messages of one that failed are forgotten, where that can be done: within a process."""
@@ -66,6 +69,7 @@ class LocalTransport:
     """All ranks in one process: a message is handed over as it is, checked like any other."""
 
     def __init__(self) -> None:
+        self.bytes_sent = 0  # nothing leaves the process
         self._sent: defaultdict[Channel, deque[tuple[Action, Tensor]]] = defaultdict(deque)
         self._posted: defaultdict[Channel, deque[tuple[Action, torch.Size, torch.dtype]]] = defaultdict(deque)
         self._arrived: dict[Action, Tensor] = {}
@@ -124,26 +128,30 @@ class DistributedTransport:
     to end, and gloo tells that a send is done only to those who wait.
     """
 
-    def __init__(
-        self, windows: dict[Channel, int], device: torch.device, global_ranks: list[int], timeout: timedelta
-    ) -> None:
+    def __init__(self, windows: dict[Channel, int], device: torch.device, ranks: Ranks, timeout: timedelta) -> None:
         """Collective: every rank passes the same channels in the same order, each with its window of sends."""
+        self.bytes_sent = 0
         self._device = device
         self._timeout = timeout
-        self._global_ranks = global_ranks
+        self._global_ranks = ranks.global_ranks
         self._windows = windows
-        self._groups = {
-            channel: dist.new_group([global_ranks[channel.source], global_ranks[channel.destination]], timeout=timeout)
-            for channel in windows
-        }
+        self._groups = {channel: self._connect(channel, ranks) for channel in windows}
         self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._posted: dict[Action, _Posted] = {}
         self._held: dict[Action, Tensor] = {}
         self._sends: defaultdict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._unchecked: list[tuple[Tensor, Action, torch.Size, torch.dtype]] = []
 
+    def _connect(self, channel: Channel, ranks: Ranks) -> Any:
+        """Pipelines beside each other connect at once, each its own ranks."""
+        ends = [ranks.global_ranks[channel.source], ranks.global_ranks[channel.destination]]
+        is_one_of_several = ranks.world.size > ranks.size
+        if is_one_of_several and dist.get_rank() not in ends:
+            return None
+        return dist.new_group(ends, timeout=self._timeout, use_local_synchronization=is_one_of_several)
+
     def begin(self) -> None:
-        pass  # what another process has sent can't be called back: after a failed step all must start again
+        self.bytes_sent = 0  # what another process has sent can't be called back: after a failed step all must restart
 
     def expect(self, schedule: Schedule) -> None:
         self._windows = _windows(schedule)
@@ -151,6 +159,7 @@ class DistributedTransport:
     def send(self, channel: Channel, message: Action, tensor: Tensor) -> None:
         if len(self._sends[channel]) >= self._windows[channel]:
             self._complete(channel)
+        self.bytes_sent += tensor.nbytes
         buffer = self._take(tensor.nbytes)
         buffer[:HEADER_BYTES].view(torch.int64).copy_(_header(message, tensor))
         buffer[HEADER_BYTES:].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
@@ -212,11 +221,9 @@ class DistributedTransport:
         self._pool[buffer.numel()].append(buffer)
 
 
-def connect(
-    schedule: Schedule, device: torch.device, global_ranks: list[int], timeout: timedelta
-) -> DistributedTransport:
+def connect(schedule: Schedule, device: torch.device, ranks: Ranks, timeout: timedelta) -> DistributedTransport:
     """Collective: communicators for every channel of a lowered schedule and its evaluation."""
-    return DistributedTransport(_windows(schedule), device, global_ranks, timeout)
+    return DistributedTransport(_windows(schedule), device, ranks, timeout)
 
 
 def _windows(schedule: Schedule) -> dict[Channel, int]:

@@ -23,6 +23,7 @@ Bounded = tuple[float, Configuration]
 _SAVINGS = {"none": 0, "selective": 1, "full": 2}
 _EVERY = 5000  # configurations between two reports of progress
 _MOST_CUT_EACH = 2  # configurations that may turn out too large slowly, for each that may be simulated
+_MOST_UNITS = 100_000  # slices of stages, over all that is simulated: about a minute
 _MOST_TRIED, _MOST_CUT = 400, 8  # configurations of another choice that may turn out too large, quickly and slowly
 
 
@@ -100,6 +101,7 @@ class _Search:
     too_large: set[Configuration] = field(default_factory=set)
     num_simulated: int = 0
     num_cut: int = 0
+    num_units: int = 0  # slices of stages in what was cut
     reached: int = 0  # of `fitting`, those before are dealt with
     known: dict[Configuration, Prediction] = field(default_factory=dict)
 
@@ -120,12 +122,17 @@ class _Search:
         """In the order of the bounds, until the next can't be among the best."""
         while self.reached < len(self.fitting):
             bound, configuration = self.fitting[self.reached]
-            most = self.options.num_simulated
-            limited = self.num_simulated >= most or self.num_cut >= _MOST_CUT_EACH * most
-            if (limited and self.seconds) or bound >= self._worst_reported():
+            if (self._is_limited and self.seconds) or bound >= self._worst_reported():
                 return
             self.judge(configuration)
             self.reached += 1
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether as much was simulated, or cut in vain, as is to be."""
+        most = self.options.num_simulated
+        cut_enough = self.num_cut >= _MOST_CUT_EACH * most or self.num_units >= _MOST_UNITS
+        return self.num_simulated >= most or cut_enough
 
     def _worst_reported(self) -> float:
         """The step that a configuration must beat to be among the best that are reported."""
@@ -147,7 +154,14 @@ class _Search:
         return found
 
     def _cut(self, configuration: Configuration) -> Candidate:
+        c = configuration
         self.num_cut += 1
+        self.num_units += (
+            c.pipeline_parallel
+            * c.stages_per_rank
+            * c.num_slices
+            * self.space.num_microbatches(c.data_parallel, c.microbatch_size)
+        )
         return Candidate.of(self.space, configuration)
 
     def predictions(self, count: int) -> Iterator[Prediction]:

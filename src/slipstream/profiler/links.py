@@ -32,7 +32,7 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link | N
     if ranks.size < 2:
         return None
     there, back = Channel("activations", 0, 1), Channel("activations", 1, 0)
-    transport = DistributedTransport({there: 8, back: 8}, device, ranks.global_ranks, _TIMEOUT)
+    transport = DistributedTransport({there: 8, back: 8}, device, ranks, _TIMEOUT)
     seconds = [_ping(transport, there, back, size, device) if ranks.rank < 2 else 0.0 for size in sizes]
     points = ranks.gather(tuple(zip(sizes, seconds, strict=True)))[0]
     return fit_link(points, dist.get_backend())

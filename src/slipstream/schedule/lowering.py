@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from slipstream.schedule.action import RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
+from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import input_gradient, predecessors, running_order, validate
 from slipstream.schedule.grid import grid
 
@@ -71,6 +71,22 @@ def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
         return replace(action, op=Op.I), replace(action, op=Op.W)
 
     rows = tuple(tuple(half for action in row for half in halves(action)) for row in schedule.actions)
+    return replace(schedule, actions=rows)
+
+
+def add_reductions(schedule: Schedule) -> Schedule:
+    """Write a REDUCE_GRAD after the last backward of every stage: its gradients are summed over the replicas of the
+    pipeline while stages before it still work.
+
+        rank 0        B0     B1 0REDUCE_GRAD
+        rank 1  B0 B1 1REDUCE_GRAD
+    """
+    last = {action.stage: action for row in schedule.actions for action in row if action.op in BACKWARDS}
+
+    def reduced(action: Action) -> tuple[Action, ...]:
+        return (action, Action(Op.REDUCE_GRAD, action.stage)) if last.get(action.stage) == action else (action,)
+
+    rows = tuple(tuple(each for action in row for each in reduced(action)) for row in schedule.actions)
     return replace(schedule, actions=rows)
 
 

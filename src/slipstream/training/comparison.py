@@ -46,9 +46,11 @@ class Unsliced:
         """All of them."""
         return self.model.parameters()
 
-    def step(self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    def step(
+        self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None, loss_scale: float = 1.0
+    ) -> Tensor:
         """Forward and backward of the whole batch."""
-        del document_ids
+        del document_ids, loss_scale  # of one that isn't given
         loss = self.model(input_ids=inputs.to(self.device), labels=targets.to(self.device), use_cache=False).loss
         loss.backward()
         return loss.detach()  # type: ignore[no-any-return]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -119,6 +121,21 @@ class PipelineSection(Section):
     """Compare a toy of the same architecture, sliced against unsliced, before training."""
 
 
+class ParallelSection(Section):
+    """Ranks beside the pipeline's: replicas of it, and ranks that share its layers."""
+
+    data: PositiveInt = 1
+    """Replicas of the pipeline, each with its part of a batch."""
+    tensor: PositiveInt = 1
+    """Processes that share every layer, next to each other: keep them within a node."""
+    sequence: bool = False
+    """Those that share layers also share the tokens where they would otherwise compute the same."""
+    tensor_plan: dict[str, str] | None = None
+    """How linear layers are cut, for a model that doesn't say it itself."""
+    shard_optimizer: bool = False
+    """Each replica updates its part of every parameter and keeps the optimizer's state of that alone (ZeRO-1)."""
+
+
 class OptimizerSection(Section):
     """AdamW, its warm-up and its decay."""
 
@@ -153,8 +170,10 @@ class TrainingSection(Section):
     """Steps of the optimizer; or give `epochs`."""
     epochs: PositiveFloat | None = None
     """Passes over the training text; or give `steps`."""
-    precision: Literal["float32", "bf16"] = "float32"
-    """bf16: float32 weights, computed under bfloat16 autocast."""
+    precision: Literal["float32", "bf16", "bf16-weights", "fp16"] = "float32"
+    """bf16: float32 weights, computed under bfloat16 autocast. bf16-weights: bfloat16 weights, of which the optimizer
+    has float32 copies, and float32 sums of gradients. fp16: float32 weights under float16 autocast, with a loss scale
+    that is found as training goes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a device for each rank."""
     seed: int = 0
@@ -177,6 +196,29 @@ class TrainingSection(Section):
         return self
 
 
+class CheckpointSection(Section):
+    """The run's state, saved now and then beside training, so that it can go on."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints, and one at the end; 0 for none."""
+    keep: PositiveInt = 2
+    """How many of the newest stay."""
+    keep_every: int = Field(default=0, ge=0)
+    """Those whose step it divides stay too; 0 for none."""
+    resume: Literal["no", "latest", "last-good"] | PositiveInt = "no"
+    """Go on from the newest checkpoint in the output folder, begin where there is none yet; last-good passes over a
+    damaged one; a number is the step of one. The mesh, the schedule and the slices may be others than before."""
+
+
+class TrackingSection(Section):
+    """Where a run's figures go beside metrics.jsonl."""
+
+    to: list[str] = []
+    """tensorboard and wandb, each an extra to install: pip install 'slipstream[tensorboard]'."""
+    tokens: PositiveInt | None = None
+    """Tokens of a training whose time is estimated at the end; default: those of this run."""
+
+
 class SampleSection(Section):
     """The text that the trained model writes at the end."""
 
@@ -189,26 +231,10 @@ class SampleSection(Section):
 
 
 class PlanSection(Section):
-    """What `slipstream plan` chose and predicted, in a file that it wrote. Training reads the two degrees."""
+    """What `slipstream plan` predicted, in a file that it wrote; training doesn't read it."""
 
-    tensor_parallel: PositiveInt = 1
-    """Devices that share every layer; this version trains with 1."""
-    data_parallel: PositiveInt = 1
-    """Pipelines that share a batch; this version trains with 1."""
-    shard_optimizer: bool = False
-    """Whether the optimizer's state is spread over the pipelines."""
     predicted: dict[str, Any] = {}
-    """For the reader: on what it was planned, how long a step takes, what it holds, with which versions."""
-
-    @model_validator(mode="after")
-    def _pipelines_only(self) -> Self:
-        if self.tensor_parallel * self.data_parallel > 1:
-            raise ValueError(
-                f"plan.tensor_parallel={self.tensor_parallel} and plan.data_parallel={self.data_parallel}: this "
-                "version trains pipelines only, both must be 1; plan again with `slipstream plan ... "
-                "--tensor-parallel 1 --data-parallel 1`"
-            )
-        return self
+    """On what it was planned, how long a step takes, what it holds, with which versions."""
 
 
 class Config(Section):
@@ -217,21 +243,19 @@ class Config(Section):
     model: ModelSection
     data: DataSection
     pipeline: PipelineSection = PipelineSection()
+    parallel: ParallelSection = ParallelSection()
     optimizer: OptimizerSection = OptimizerSection()
     training: TrainingSection
+    checkpoint: CheckpointSection = CheckpointSection()
+    tracking: TrackingSection = TrackingSection()
     sample: SampleSection = SampleSection()
     plan: PlanSection = PlanSection()
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
         _check_slices(self.pipeline.slices, self.training.seq_len)
-        pipeline, batch_size = self.pipeline, self.training.batch_size
-        if batch_size < pipeline.num_microbatches:
-            raise ValueError(
-                f"training.batch_size={batch_size} can't be cut into "
-                f"pipeline.num_microbatches={pipeline.num_microbatches} parts; "
-                f"choose 1 to {batch_size}, or a larger batch"
-            )
+        _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
+        pipeline = self.pipeline
         _check_partition(pipeline)
         num_stages = pipeline.num_ranks * pipeline.stages_per_rank
         if pipeline.partition != "auto" and len(pipeline.partition) != num_stages:
@@ -241,6 +265,32 @@ class Config(Section):
             )
         _check_schedule(pipeline)
         return self
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of the whole mesh."""
+        return self.pipeline.num_ranks * self.parallel.data * self.parallel.tensor
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as it is typed."""
+        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data} --tp={self.parallel.tensor}"
+
+
+def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
+    if batch_size % replicas:
+        below = batch_size - batch_size % replicas
+        raise ValueError(
+            f"training.batch_size={batch_size} doesn't divide into parallel.data={replicas} equal parts; choose "
+            + (f"{below} or {below + replicas}" if below else f"{replicas}")
+        )
+    each = batch_size // replicas
+    if each < num_microbatches:
+        of_each = "" if replicas == 1 else f" of {each} for each of parallel.data={replicas} replicas"
+        raise ValueError(
+            f"training.batch_size={batch_size}{of_each} can't be cut into "
+            f"pipeline.num_microbatches={num_microbatches} parts; choose 1 to {each}, or a larger batch"
+        )
 
 
 def _check_schedule(pipeline: PipelineSection) -> None:
@@ -329,6 +379,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
     for override in overrides:
         _override(values, override)
+    _fill_mesh(values)
     return parse_config(values)
 
 
@@ -345,12 +396,52 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+# The axes of the mesh, as they are typed, and the settings that they are
+_MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("parallel", "tensor")}
+
+
+def _fill_mesh(values: dict[str, Any]) -> None:
+    """An axis that is `auto` gets the processes that the others leave: the launcher's, or one for each GPU."""
+    given = {axis: (values.get(section) or {}).get(name) for axis, (section, name) in _MESH.items()}
+    automatic = [axis for axis, size in given.items() if size == "auto"]
+    if not automatic:
+        return
+    if len(automatic) > 1:
+        raise SlipstreamError(
+            f"--{automatic[0]}=auto and --{automatic[1]}=auto: one axis can take what the others leave. Give the other "
+            "one, or let `slipstream plan` choose all three."
+        )
+    defaults = {"pp": 2, "dp": 1, "tp": 1}
+    others = prod(int(size or defaults[axis]) for axis, size in given.items() if axis not in automatic)
+    world = _num_processes(automatic[0])
+    if world % others:
+        raise SlipstreamError(
+            f"--{automatic[0]}=auto: {world} processes don't divide by the {others} of the other axes; start a "
+            f"multiple of {others}, or change them"
+        )
+    section, name = _MESH[automatic[0]]
+    values.setdefault(section, {})[name] = world // others
+
+
+def _num_processes(axis: str) -> int:
+    launched = os.environ.get("WORLD_SIZE")
+    if launched is not None:
+        return int(launched)
+    import torch
+
+    if not torch.cuda.device_count():
+        raise SlipstreamError(
+            f"--{axis}=auto: there is no launcher and no GPU to count; give a number, such as --{axis}=2"
+        )
+    return torch.cuda.device_count()
+
+
 def _override(values: dict[str, Any], override: str) -> None:
     """Sets `a.b=value` in nested dictionaries."""
     name, equals, text = override.removeprefix("--").partition("=")
     if not equals or not name:
         raise SlipstreamError(f"can't read the override {override!r}; write it as --training.steps=100")
-    *path, key = name.split(".")
+    *path, key = _MESH.get(name) or name.split(".")
     section = values
     for part in path:
         section = section.setdefault(part, {})

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.training.slurm import is_task
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SubprocessContext
@@ -38,8 +39,8 @@ class RankFailedError(RuntimeError):
 
 
 def has_launcher() -> bool:
-    """Whether torchrun (or another launcher that sets RANK and WORLD_SIZE) started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether torchrun (or another launcher that sets RANK and WORLD_SIZE), or srun, started this process."""
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys() or is_task(os.environ)
 
 
 def launch(command: Sequence[str], num_ranks: int) -> None:

@@ -1,16 +1,20 @@
-"""What is known of each step, and the file that keeps it."""
+"""What is known of a run and of each step, and the file that keeps it."""
 
 from __future__ import annotations
 
 import json
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from slipstream.training.figures import RunFigures, StepFigures
+from slipstream.training.phases import Phases
 
 T = TypeVar("T")
 
@@ -47,6 +51,9 @@ class Step:
     tokens_per_second: float
     idle_fraction: float
     peak_memory: list[int]
+    figures: StepFigures | None = None  # None where the model's operations can't be counted
+    phases: Phases | None = None
+    bytes_sent: dict[str, int] | None = None  # by axis (pp, dp, tp), of all ranks together
 
 
 @dataclass(frozen=True)
@@ -58,18 +65,44 @@ class Validation:
     perplexity: float
 
 
+Line = RunFigures | Step | Validation
+
+
+def as_record(line: Line) -> dict[str, Any]:
+    """A line's values by name, those that are known: a step's figures among its own, its phases in a dictionary."""
+    record = {name: value for name, value in asdict(line).items() if value is not None}
+    record.update(record.pop("figures", {}))
+    return record
+
+
 class MetricsFile:
     """JSON lines, each readable as soon as it is written; no path, no file (ranks other than 0)."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, resumed_after: int = 0) -> None:
+        """A run that is resumed keeps the lines up to the step it goes on from; what came later runs again."""
+        kept = "" if path is None or not resumed_after else _lines_until(path, resumed_after)
         self._file = None if path is None else path.open("w", encoding="utf-8", buffering=1)
+        if self._file is not None:
+            self._file.write(kept)
 
-    def write(self, line: Step | Validation) -> None:
+    def write(self, line: Line) -> None:
         """Appends one line."""
         if self._file is not None:
-            self._file.write(json.dumps(asdict(line)) + "\n")
+            self._file.write(json.dumps(as_record(line)) + "\n")
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _lines_until(path: Path, step: int) -> str:
+    """The file's lines up to a step; the last may have been cut off when the run ended."""
+    if not path.exists():
+        return ""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if line.endswith("\n") and _step_of(json.loads(line)) <= step)
+
+
+def _step_of(record: Mapping[str, Any]) -> int:
+    return int(record.get("step", 0))

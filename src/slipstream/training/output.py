@@ -2,12 +2,15 @@
 
 output/
   config.yaml          the settings it ran with
-  inputs/              the tokens, the tokenizer and the model's configuration
+  inputs/              the tokens, the tokenizer and the model's configuration; run_id, by which ranks see that
+                       they share the folder
   metrics.jsonl        one line per step, and one per validation
   schedule.txt         the order in which the last steps ran
   timeline.png         the last step as it was measured
   timeline.json        the same for Perfetto
   comparison.json      one process alone, where asked for
+  checkpoints/         where asked for, what the run can go on from
+  tensorboard/         event files, where asked for
   model-step-100/      exports at intervals
   model/               the trained model and its tokenizer
 """
@@ -39,6 +42,16 @@ class Output:
     def metrics(self) -> Path:
         """JSON lines."""
         return self.folder / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What a run can go on from."""
+        return self.folder / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.folder / "tensorboard"
 
     @property
     def schedule(self) -> Path:
@@ -74,12 +87,12 @@ class Output:
         if not self.folder.is_dir():
             return None
         model_files = [self.folder / "config.json", *sorted(self.folder.glob("*.safetensors"))]
-        kept = [*self._exports(), *model_files, self.metrics, self.inputs]
+        kept = [*self._exports(), *model_files, self.metrics, self.checkpoints, self.inputs]
         return next((path for path in kept if path.exists()), None)
 
     def clear(self) -> None:
         """Removes what a run makes, and nothing else."""
-        for folder in [*self._exports(), self.inputs]:
+        for folder in [*self._exports(), self.inputs, self.checkpoints, self.tensorboard]:
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.config, self.metrics, self.schedule, self.timeline, self.perfetto, self.comparison):
             file.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import slipstream
 from slipstream.errors import SlipstreamError
 from slipstream.planner.configuration import Plan
 
-_PRECISIONS = {"float32": "float32", "bfloat16": "bf16"}
+_PRECISIONS = {"float32": "float32", "bfloat16": "bf16-weights"}
 _DIGITS = 6  # of predicted numbers
 
 
@@ -33,7 +33,7 @@ def write_plan_file(plan: Plan, model: dict[str, Any], dtype: str, path: Path) -
     text = yaml.safe_dump(plan_settings(plan, model, dtype), sort_keys=False, default_flow_style=None, width=120)
     head = "# Written by `slipstream plan`.\n"
     train = f"# slipstream train {path} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10\n"
-    path.write_text(head + (train if _is_trainable(plan) else "") + text, encoding="utf-8")
+    path.write_text(head + train + text, encoding="utf-8")
 
 
 def plan_settings(plan: Plan, model: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -54,19 +54,14 @@ def plan_settings(plan: Plan, model: dict[str, Any], dtype: str) -> dict[str, An
             "recompute": chosen.recompute,
             "offload": float(chosen.offload),
         },
-        "training": training,
-        "plan": {
-            "tensor_parallel": chosen.tensor_parallel,
-            "data_parallel": chosen.data_parallel,
+        "parallel": {
+            "data": chosen.data_parallel,
+            "tensor": chosen.tensor_parallel,
             "shard_optimizer": chosen.shard_optimizer,
-            "predicted": _predicted(plan, dtype),
         },
+        "training": training,
+        "plan": {"predicted": _predicted(plan, dtype)},
     }
-
-
-def _is_trainable(plan: Plan) -> bool:
-    chosen = plan.best.configuration
-    return chosen.tensor_parallel == chosen.data_parallel == 1
 
 
 def _predicted(plan: Plan, dtype: str) -> dict[str, Any]:

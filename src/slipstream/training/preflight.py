@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from slipstream.training.data import PackedSequences, TokenisedText
 from slipstream.training.output import Output
 from slipstream.training.progress import Progress
 from slipstream.training.tokenizer import load_tokenizer, tokenise, train_tokenizer
+from slipstream.training.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ class Inputs:
             raise SlipstreamError(f"can't write to training.output={output.folder}: {error}") from error
 
     def _write(self, output: Output) -> None:
-        output.clear()
+        if can_resume(self.config):
+            shutil.rmtree(output.inputs, ignore_errors=True)
+        else:
+            output.clear()
         output.inputs.mkdir(parents=True)
         output.config.write_text(dump_config(self.config), encoding="utf-8")
         self.model_config.save_pretrained(output.inputs)
@@ -51,7 +56,10 @@ def preflight(config: Config, progress: Progress) -> Inputs:
     """
     check_world_size(config, os.environ)
     check_device(config, os.environ)
-    check_output(Output(config.training.output), config.training.overwrite)
+    check_trackers(config.tracking.to)
+    output = Output(config.training.output)
+    if not can_resume(config):
+        check_output(output, config.training.overwrite)
     model_config = load_model_config(config.model)
     check_layers(config, model_config)
     check_positions(config.training.seq_len, model_config)
@@ -67,22 +75,33 @@ def preflight(config: Config, progress: Progress) -> Inputs:
     return Inputs(config, model_config, tokenizer, train, validation)
 
 
+def can_resume(config: Config) -> bool:
+    """Whether the run goes on from what is in its folder."""
+    return config.checkpoint.resume != "no" and Output(config.training.output).checkpoints.is_dir()
+
+
 def check_world_size(config: Config, environment: Any) -> None:
     """Under a launcher, as many processes as ranks."""
     world_size = environment.get("WORLD_SIZE")
-    num_ranks = config.pipeline.num_ranks
-    if world_size is not None and int(world_size) != num_ranks:
+    num_ranks = config.num_processes
+    if world_size is None or int(world_size) == num_ranks:
+        return
+    if num_ranks == config.pipeline.num_ranks:
         raise SlipstreamError(
             f"the launcher started {world_size} processes, but pipeline.num_ranks={num_ranks} needs "
             f"{num_ranks}; use torchrun --nproc-per-node={num_ranks} or --pipeline.num_ranks={world_size}"
         )
+    raise SlipstreamError(
+        f"the launcher started {world_size} processes, but {config.mesh_text} need {num_ranks}; start as many, or "
+        f"choose three numbers whose product is {world_size}"
+    )
 
 
 def check_device(config: Config, environment: Any) -> None:
     """CUDA is asked for only where each rank of this machine has a device."""
     import torch
 
-    num_local = int(environment.get("LOCAL_WORLD_SIZE", config.pipeline.num_ranks))
+    num_local = int(environment.get("LOCAL_WORLD_SIZE", config.num_processes))
     num_devices = torch.cuda.device_count()
     if config.training.device == "cuda" and num_devices < num_local:
         raise SlipstreamError(

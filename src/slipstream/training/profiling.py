@@ -43,7 +43,7 @@ def measure_profile(model_config: Any, settings: dict[str, Any], num_ranks: int,
 
     ProfileSettings(**settings).check()
     if has_launcher():
-        raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun.")
+        raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun or srun.")
     num_devices = torch.cuda.device_count()
     if device == "cuda" and num_devices < num_ranks:
         raise SlipstreamError(

@@ -9,7 +9,7 @@ from slipstream.training.progress import Progress, make_console
 
 
 def train(config: Config) -> None:
-    """Trains as configured: with local ranks of its own, or as one rank under torchrun.
+    """Trains as configured: with local ranks of its own, or as one rank under torchrun or srun.
 
     Raises SlipstreamError for bad input (nothing has started), RankFailedError where a rank ended early.
     """
@@ -21,7 +21,7 @@ def train(config: Config) -> None:
     output = Output(config.training.output)
     progress = Progress(make_console())
     _prepare(config, output, progress)
-    num_ranks = config.pipeline.num_ranks
+    num_ranks = config.num_processes
     progress.say(f"starting {num_ranks} ranks")
     launch(["-m", "slipstream.training.rank", str(output.config)], num_ranks)
     if config.training.single_process_steps:

@@ -5,23 +5,32 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.group import Group
+from slipstream.parallel.loss_scale import LossScale
+from slipstream.parallel.mesh import make_mesh
 from slipstream.pipeline.pipeline import Pipeline
+from slipstream.schedule.action import Schedule
 from slipstream.timeline import Timeline
+from slipstream.training.checkpoint import Checkpoints, Found
 from slipstream.training.config import Config, named_schedule
 from slipstream.training.data import Batch, PackedSequences, TokenisedText, unigram_entropy
-from slipstream.training.metrics import MetricsFile, Step, Validation, gather, peak_memory
+from slipstream.training.metrics import Step, Validation
 from slipstream.training.optimizer import make_optimizer, make_scheduler
 from slipstream.training.output import Output
-from slipstream.training.progress import Progress
+from slipstream.training.progress import Progress, describe_step
+from slipstream.training.reporting import Reporter
 from slipstream.training.sampling import continue_text
+from slipstream.training.state import Progression, describe_model, pieces
 
 
 def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipeline:
@@ -39,9 +48,14 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
         "memory_limit": config.pipeline.memory_limit,
         "partition": config.pipeline.partition,
         "seq_len": config.training.seq_len,
-        "dtype": torch.float32,
+        "dtype": torch.bfloat16 if config.training.precision == "bf16-weights" else torch.float32,
+        "master_dtype": torch.float32 if config.training.precision == "bf16-weights" else None,
         "device": device,
-        "self_check": False,  # done before the ranks started
+        "sequence_parallel": config.parallel.sequence,
+        "tensor_plan": config.parallel.tensor_plan,
+        "shard_optimizer": config.parallel.shard_optimizer,
+        "mesh": _mesh(config, device),
+        "self_check": config.parallel.tensor > 1 and config.pipeline.self_check,  # else done before the ranks started
         **changes,
     }
     if config.model.pretrained:
@@ -50,16 +64,33 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     return Pipeline.from_config(model_config, seed=config.training.seed, **settings)
 
 
+def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
+    """The ranks as configured; one process that is measured for comparison has none."""
+    if not dist.is_initialized() or dist.get_world_size() == config.pipeline.num_ranks:
+        return None
+    return make_mesh(config.pipeline.num_ranks, config.parallel.data, config.parallel.tensor, device.type)
+
+
 class Trained(Protocol):
     """What the loop needs of a model: a Pipeline's, or one that a Pipeline is compared with."""
 
-    def step(self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    def step(
+        self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None, loss_scale: float = 1.0
+    ) -> Tensor:
         """Forward and backward; adds to the parameters' gradients and returns the mean loss."""
         ...
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients to a norm of at most `max_norm` and returns what it was."""
         ...
+
+
+class Updated(NamedTuple):
+    """What became of a batch."""
+
+    loss: float
+    grad_norm: float  # of the whole gradient, before clipping
+    optimizer_seconds: float  # of clipping and update
 
 
 def update(
@@ -69,20 +100,60 @@ def update(
     batch: Batch,
     config: Config,
     device: torch.device,
-) -> tuple[float, float]:
-    """Forward, backward, clip, update. Returns the loss and the whole gradient's norm before clipping."""
+    loss_scale: LossScale | None = None,
+) -> Updated:
+    """Forward, backward, clip, update. Where a gradient isn't finite, on whatever rank, none of them updates."""
     optimizer.zero_grad()
+    scaled = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
     with autocast(config, device):
-        loss = model.step(batch.input_ids, batch.labels, document_ids=batch.document_ids)
-    norm = model.clip_grad_norm_(config.optimizer.clip_norm or math.inf)
-    optimizer.step()
-    scheduler.step()
-    return float(loss), float(norm)
+        loss = model.step(batch.input_ids, batch.labels, document_ids=batch.document_ids, **scaled)
+    began = time.perf_counter()
+    norm = float(model.clip_grad_norm_(config.optimizer.clip_norm or math.inf))
+    if math.isfinite(norm):
+        optimizer.step()
+        scheduler.step()
+    if loss_scale is not None:
+        loss_scale.update(math.isfinite(norm))
+    return Updated(float(loss), norm, time.perf_counter() - began)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """bfloat16 arithmetic where it is asked for; weights and sums stay float32."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.training.precision == "bf16")
+    """Narrow arithmetic where it is asked for; weights and sums stay float32."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """What products are computed in."""
+    dtypes = {"float32": torch.float32, "fp16": torch.float16}
+    return dtypes.get(config.training.precision, torch.bfloat16)
+
+
+def start(config: Config, device: torch.device, progress: Progress) -> Trainer:
+    """This rank's part of a run that begins, or goes on from a checkpoint. Collective."""
+    settings = config.checkpoint
+    folder, world = Output(config.training.output).checkpoints, Group(dist.group.WORLD)
+    checkpoints = Checkpoints(folder, world, settings.keep, settings.keep_every, progress.say)
+    if settings.every:
+        checkpoints.prepare()
+    found = None if settings.resume == "no" else checkpoints.find(settings.resume)
+    pipe = make_pipeline(config, device, **_tuned(config, found))
+    return Trainer(config, pipe, device, progress, checkpoints, found)
+
+
+def _tuned(config: Config, found: Found | None) -> dict[str, Any]:
+    """What auto had settled on, where the checkpoint's run had the same ranks, stages and microbatches."""
+    tuned = None if found is None else found.facts["tuned"]
+    if tuned is None or "auto" not in (config.pipeline.schedule, config.pipeline.slices):
+        return {}
+    schedule, pipeline = Schedule.parse(tuned["schedule"]), config.pipeline
+    same = (
+        schedule.num_ranks == pipeline.num_ranks
+        and schedule.num_microbatches == pipeline.num_microbatches
+        and schedule.num_stages == pipeline.num_ranks * pipeline.stages_per_rank
+        and sum(tuned["slices"]) == config.training.seq_len
+    )
+    return {"schedule": schedule, "slices": tuned["slices"], "num_flushes": 1} if same else {}
 
 
 def count_steps(config: Config, num_sequences: int) -> int:
@@ -96,7 +167,16 @@ def count_steps(config: Config, num_sequences: int) -> int:
 class Trainer:
     """One rank of a run whose inputs are in the output folder; every rank makes one and calls `run`."""
 
-    def __init__(self, config: Config, pipe: Pipeline, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pipe: Pipeline,
+        device: torch.device,
+        progress: Progress,
+        checkpoints: Checkpoints,
+        found: Found | None = None,
+    ) -> None:
+        """Collective. `found` of the checkpoints is the one to go on from."""
         self.config, self.pipe, self.device, self.progress = config, pipe, device, progress
         self.output = Output(config.training.output)
         training = config.training
@@ -105,56 +185,75 @@ class Trainer:
         self.num_steps = count_steps(config, self.sequences.num_sequences)
         self.optimizer: Optimizer = make_optimizer(pipe.parameters(), config.optimizer)
         self.scheduler = make_scheduler(self.optimizer, config.optimizer, self.num_steps)
+        self.loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
         self.timeline: Timeline | None = None  # of the last training step
-        self.metrics = MetricsFile(self.output.metrics if pipe.rank == 0 else None)
+        self.progression = Progression(pipe, self.scheduler, self.loss_scale, self.sequences)
+        self.checkpoints = checkpoints
+        if found is not None:
+            self._go_on_from(found)
+        self.reporter = Reporter(config, pipe, device, progress, resumed_after=self.progression.step)
 
     def run(self) -> None:
         """Trains to the end, then draws the last step, exports the model and lets it write."""
-        training = self.config.training
+        training, first = self.config.training, self.progression.step + 1
         with self.progress.training(self.num_steps) as show:
-            for step in range(1, self.num_steps + 1):
+            for step in range(first, self.num_steps + 1):
                 tuning = self.pipe.is_tuning
                 metrics = self.step(step)
-                show(step, _state(metrics))
+                show(step, describe_step(metrics))
                 if tuning and not self.pipe.is_tuning:
                     slices = self.pipe.slices(training.seq_len)
                     self.progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
-                last = step == self.num_steps
-                if training.eval_every and (step % training.eval_every == 0 or last):
-                    self.validate(step)
-                if training.export_every and step % training.export_every == 0 and not last:
-                    self.export(self.output.model_at(step))
+                self._do_what_is_due(step)
+        self.checkpoints.close()
+        self.reporter.close()
         self.draw_last_step()
-        self.metrics.close()
         self.export(self.output.model)
         self.write_sample()
 
+    def _do_what_is_due(self, step: int) -> None:
+        training, last = self.config.training, step == self.num_steps
+        if training.eval_every and (step % training.eval_every == 0 or last):
+            self.validate(step)
+        every = self.config.checkpoint.every
+        if every and (step % every == 0 or last):
+            self.checkpoints.save(step, list(pieces(self.pipe, self.optimizer)), self.progression.facts())
+        if training.export_every and step % training.export_every == 0 and not last:
+            self.export(self.output.model_at(step))
+
+    def _go_on_from(self, found: Found) -> None:
+        found.check_model(describe_model(self.pipe.config))
+        self.checkpoints.load(found, list(pieces(self.pipe, self.optimizer)))
+        self.progression.go_on(found.facts, self.optimizer)
+        self.progress.say(f"going on after step {found.step}, from {found.folder}")
+
     def step(self, step: int) -> Step:
         """One step of the optimizer, measured."""
-        training = self.config.training
-        batch = self.sequences.batch((step - 1) * training.batch_size, training.batch_size)
+        training, progression = self.config.training, self.progression
+        began = time.perf_counter()
+        batch = self._mine(progression.num_samples)
         lr = float(self.scheduler.get_last_lr()[0])
         started = time.perf_counter()
-        loss, grad_norm = update(self.pipe, self.optimizer, self.scheduler, batch, self.config, self.device)
+        updated = update(self.pipe, self.optimizer, self.scheduler, batch, self.config, self.device, self.loss_scale)
         seconds = time.perf_counter() - started
-        if not math.isfinite(loss):
+        if not math.isfinite(updated.loss) and training.precision != "fp16":
             raise SlipstreamError(
-                f"the loss of step {step} is {loss}; lower optimizer.lr (now {self.config.optimizer.lr}), "
+                f"the loss of step {step} is {updated.loss}; lower optimizer.lr (now {self.config.optimizer.lr}), "
                 f"lengthen optimizer.warmup_steps, or clip with optimizer.clip_norm"
             )
+        progression.step, progression.num_samples = step, progression.num_samples + training.batch_size
         self.timeline = self.pipe.timeline
-        metrics = Step(
-            step=step,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            step_seconds=seconds,
-            tokens_per_second=batch.input_ids.numel() / seconds,
-            idle_fraction=self.timeline.idle_fraction,
-            peak_memory=gather(peak_memory()),
-        )
-        self.metrics.write(metrics)
-        return metrics
+        return self.reporter.report(step, updated, seconds, started - began, lr, batch, self.timeline)
+
+    def _mine(self, first: int) -> Batch:
+        """This replica's rows of the batch that begins with the sequence `first`."""
+        each = self.config.training.batch_size // self.pipe.num_replicas
+        return self.sequences.batch(first + self.pipe.replica * each, each)
+
+    def _share(self, batch: Batch) -> Batch:
+        """This replica's rows."""
+        each = self.config.training.batch_size // self.pipe.num_replicas
+        return Batch(*(tensor.narrow(0, self.pipe.replica * each, each) for tensor in batch))
 
     def validate(self, step: int) -> None:
         """Loss and perplexity on the held-out text."""
@@ -163,12 +262,13 @@ class Trainer:
         sequences = PackedSequences(text, training.seq_len, seed=None)
         total, count = 0.0, 0
         for batch in sequences.batches(training.batch_size, training.eval_batches):
+            mine = self._share(batch)
             with autocast(self.config, self.device):
-                loss = self.pipe.evaluate(batch.input_ids, batch.labels, document_ids=batch.document_ids)
+                loss = self.pipe.evaluate(mine.input_ids, mine.labels, document_ids=mine.document_ids)
             tokens = _count_predicted(batch)
             total, count = total + float(loss) * tokens, count + tokens
         mean = total / count
-        self.metrics.write(Validation(step, mean, math.exp(mean)))
+        self.reporter.write(Validation(step, mean, math.exp(mean)))
         below = unigram_entropy(text.tokens) - mean
         self.progress.say(
             f"step {step}: validation loss {mean:.3f} nats per token, perplexity {math.exp(mean):.1f}; "
@@ -178,7 +278,7 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """The whole model and its tokenizer, as `AutoModelForCausalLM.from_pretrained` loads them."""
         self.pipe.save_pretrained(folder)
-        if self.pipe.rank == 0:
+        if self.pipe.leads:
             from transformers import AutoTokenizer
 
             AutoTokenizer.from_pretrained(self.output.inputs).save_pretrained(folder)
@@ -186,7 +286,7 @@ class Trainer:
 
     def draw_last_step(self) -> None:
         """The measured timeline of all ranks as text, picture and trace."""
-        if self.pipe.rank == 0 and self.timeline is not None:
+        if self.pipe.leads and self.timeline is not None:
             self.timeline.draw(self.output.timeline)
             self.timeline.save_perfetto(self.output.perfetto)
             self.output.schedule.write_text(f"{self.pipe.layout.training}\n", encoding="utf-8")
@@ -196,7 +296,7 @@ class Trainer:
     def write_sample(self) -> None:
         """Rank 0 loads the export and continues the prompt."""
         sample = self.config.sample
-        if self.pipe.rank == 0 and sample.prompt is not None:
+        if self.pipe.leads and sample.prompt is not None:
             text = continue_text(self.output.model, sample, self.config.training.seed)
             self.progress.say(f"\nthe exported model continues {sample.prompt!r}:\n{text}\n")
 
@@ -204,11 +304,3 @@ class Trainer:
 def _count_predicted(batch: Batch) -> int:
     """Tokens that are predicted: all but the first of each document's part in a sequence."""
     return int((batch.document_ids[:, 1:] == batch.document_ids[:, :-1]).sum())
-
-
-def _state(step: Step) -> str:
-    memory = max(step.peak_memory) / 2**20
-    return (
-        f"loss {step.loss:.3f}  {step.tokens_per_second:,.0f} tokens/s  "
-        f"idle {step.idle_fraction:.0%}  {memory:,.0f} MiB"
-    )

@@ -1,0 +1,137 @@
+"""What saving a checkpoint costs training: in the background, and with training waiting for the disk.
+
+    python -m benchmarks.checkpoint                    # prints and writes results/checkpoint.json
+
+Two ranks train with AdamW. Three ways take turns, each over the same number of steps: no checkpoint, one that is
+written beside the steps (and waited for at their end, where it isn't ready), one that is waited for before them.
+Each save has the same bytes: parameters and both moments. Differences are of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
+from benchmarks.peers import VOCABULARY, model_config
+from slipstream import Pipeline
+from slipstream.parallel.group import Group
+from slipstream.parallel.shares import Share
+from slipstream.training.checkpoint import Checkpoints, Piece
+
+NONE, BACKGROUND, WAITING = "no checkpoint", "in the background", "training waits"
+
+
+class Training:
+    """One rank: a pipeline of two with its optimizer."""
+
+    def __init__(self, length: int) -> None:
+        self.pipe = Pipeline.from_config(model_config(length), self_check=False, slices=8)
+        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-4)
+        self.inputs = torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+        self.step()  # makes the optimizer's state
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.pipe.step(self.inputs, self.inputs)
+        self.optimizer.step()
+
+    def pieces(self) -> Iterator[Piece]:
+        """No weight is tied: each is on one rank."""
+        for name, parameter in self.pipe.named_parameters():
+            yield Piece(name, Share.whole(tuple(parameter.shape)), parameter)
+            for key, value in self.optimizer.state[parameter].items():
+                yield Piece(f"optimizer.{key}.{name}", Share.whole(tuple(value.shape)), value)
+
+
+class Saves:
+    """Steps with and without a save among them."""
+
+    def __init__(self, training: Training, folder: Path, steps: int) -> None:
+        self.training, self.steps = training, steps
+        self.checkpoints = Checkpoints(folder, Group(dist.group.WORLD), keep=1)
+        self.checkpoints.prepare()
+        self.num_saved = 0
+        self.calls: list[float] = []  # seconds until `save` returned
+
+    def run(self, save: Callable[[], None] | None, wait: bool) -> float:
+        """Seconds of all steps, from and to a moment when both ranks are there."""
+        dist.barrier()
+        began = time.perf_counter()
+        if save is not None:
+            save()
+            if wait:
+                self.checkpoints.wait()
+        for _ in range(self.steps):
+            self.training.step()
+        self.checkpoints.wait()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    def save(self) -> None:
+        self.num_saved += 1
+        began = time.perf_counter()
+        self.checkpoints.save(self.num_saved, list(self.training.pieces()), {})
+        self.calls.append(time.perf_counter() - began)
+
+
+def measure(folder: Path, length: int, steps: int, repeats: int) -> dict[str, object]:
+    """The same on both ranks but for `calls`."""
+    training = Training(length)
+    saves = Saves(training, folder, steps)
+    contenders: dict[str, Callable[[], float]] = {
+        NONE: lambda: saves.run(None, wait=False),
+        BACKGROUND: lambda: saves.run(saves.save, wait=False),
+        WAITING: lambda: saves.run(saves.save, wait=True),
+    }
+    seconds = interleaved(contenders, repeats, warmups=1)
+    found = medians(seconds)
+    background, waiting = found[BACKGROUND] - found[NONE], found[WAITING] - found[NONE]
+    checkpoint = saves.checkpoints.find()
+    assert checkpoint is not None
+    return {
+        "checkpoint_bytes": sum(file.size for file in checkpoint.manifest.files.values()),
+        "seconds_of_all_steps": {name: round(value, 4) for name, value in found.items()},
+        "call_seconds": round(sorted(saves.calls[2:])[len(saves.calls[2:]) // 2], 4),
+        "a_save_costs_in_the_background": round(background, 4),
+        "a_save_costs_when_training_waits": round(waiting, 4),
+        "background_over_waiting": round(background / waiting, 4),
+        "slows_training_by": {
+            BACKGROUND: round(background / found[NONE], 4),
+            WAITING: round(waiting / found[NONE], 4),
+        },
+        "all": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a step")
+    parser.add_argument("--steps", type=int, default=10, help="from one save to the next")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one where not given")
+    options = parser.parse_args()
+    restart_in_environment(num_processes=2)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = Group(dist.group.WORLD)
+    with tempfile.TemporaryDirectory(dir=options.folder) as own:
+        report = measure(Path(group.gather(own)[0]), options.length, options.steps, options.repeats)
+        dist.barrier()
+    if dist.get_rank() == 0:
+        settings = setting(length=options.length, steps=options.steps, repeats=options.repeats)
+        for name, value in report.items():
+            print(f"{name:36} {value}")
+        print(f"wrote {write('checkpoint', {'setting': settings, **report})}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Every mesh of up to eight processes against one: gradients, losses and parameters after three steps, in float64.
+
+    python -m benchmarks.exactness              # or `make exactness`; writes results/exactness.json
+
+More processes than cores are fine, as nothing is timed; it takes an hour on two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import setting, write
+
+BOUND = 1e-9
+TESTS = Path(__file__).parents[1] / "tests"
+HEADS = 8  # of the models that are trained; ranks that share layers divide them
+
+
+def meshes(most: int) -> Iterator[tuple[int, int, int]]:
+    """All (pp, dp, tp) with that many ranks at most."""
+    for size in range(1, most + 1):
+        for pp in range(1, size + 1):
+            for dp in range(1, size // pp + 1):
+                tp, rest = divmod(size, pp * dp)
+                if rest == 0 and HEADS % tp == 0:
+                    yield pp, dp, tp
+
+
+def run(mesh: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """All models, ways to train, and errors."""
+    num_processes = mesh[0] * mesh[1] * mesh[2]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    worker = str(TESTS / "parallel" / "exactness.py")
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, worker, *map(str, mesh)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
+    if ended.returncode:
+        raise RuntimeError(f"mesh {mesh}: {ended.stderr[-3000:]}")
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--most", type=int, default=8, help="processes of the largest meshes")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for mesh in meshes(options.most):
+        found = run(mesh)
+        rows += found
+        worst = max(found, key=lambda row: row["error"])
+        print("pp{} dp{} tp{}".format(*mesh), f"{len(found)} cases, largest error {worst['error']:.1e}", flush=True)
+    worst = max(rows, key=lambda row: row["error"])
+    summary = {"meshes": len({tuple(row["mesh"]) for row in rows}), "cases": len(rows), "largest error": worst["error"]}
+    print(summary)
+    kept = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    print(f"wrote {write('exactness', {'setting': setting(), 'bound': BOUND, 'summary': summary, 'rows': kept})}")
+    if worst["error"] >= BOUND:
+        raise SystemExit(f"not exact: {worst}")
+
+
+if __name__ == "__main__":
+    main()

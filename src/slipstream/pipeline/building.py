@@ -1,0 +1,101 @@
+"""What a Pipeline is made of on this rank: its stages, cut over the ranks that share them, and their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.self_check import check_sliceable
+from slipstream.model.split import share
+from slipstream.model.stage import Stage
+from slipstream.parallel.tensor_parallel import TensorParallel
+from slipstream.parallel.tensor_plan import find_tensor_plan
+from slipstream.parallel.vocabulary import vocabulary_cross_entropy
+from slipstream.pipeline.executor import LossFunction
+from slipstream.pipeline.layout import Layout
+from slipstream.pipeline.loss import causal_cross_entropy
+from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.source import Source, cast
+from slipstream.pipeline.tensor_check import check_tensor_parallel
+from slipstream.schedule.action import Schedule
+
+
+def check_architecture(
+    config: PretrainedConfig, ranks: Ranks, tensor_plan: Mapping[str, str] | None, sequence: bool
+) -> None:
+    """Collective: a toy of the architecture, sliced and whole, and cut over the ranks that share layers and whole."""
+    error = None
+    if ranks.leads:
+        try:
+            check_sliceable(config)
+        except SlipstreamError as found:
+            error = found
+    ranks.agree(error)
+    if ranks.tensor.size > 1:
+        check_tensor_parallel(config, tensor_plan, ranks.tensor, sequence)
+
+
+def count_ranks(ranks: Ranks, num_ranks: int | None, schedule: str | Schedule) -> int:
+    """Of the pipeline: its processes, or as many as are asked for in this one."""
+    if ranks.size == 1:
+        return num_ranks or (schedule.num_ranks if isinstance(schedule, Schedule) else 1)
+    if num_ranks not in (None, ranks.size):
+        raise SlipstreamError(f"num_ranks={num_ranks}, but {ranks.size} processes run: leave it out, each is a rank.")
+    return ranks.size
+
+
+def ranks_here(layout: Layout, ranks: Ranks) -> list[int]:
+    """The pipeline's ranks that this process is: one, or all."""
+    return [ranks.rank] if ranks.size > 1 else list(range(layout.num_ranks))
+
+
+def load_shares(
+    source: Source,
+    layout: Layout,
+    ranks: Ranks,
+    dtype: torch.dtype | None,
+    tensor_plan: Mapping[str, str] | None,
+    sequence: bool,
+) -> tuple[PreTrainedModel, TensorParallel | None]:
+    """The layers of this process's stages; of every weight this rank's share, where several ranks share them."""
+    here = layout.stages_of(ranks_here(layout, ranks))
+    model = source.load(layout.anatomy, [layer for stage in here for layer in layout.layers[stage]])
+    if dtype is not None:
+        cast(model, dtype)
+    if ranks.tensor.size == 1:
+        return model, None
+    anatomy = layout.anatomy
+    plan = find_tensor_plan(model, source.config, ranks.tensor.size, anatomy.before, anatomy.after, tensor_plan)
+    tensor = TensorParallel(plan, ranks.tensor, sequence)
+    tensor.shard(model)
+    return model, tensor
+
+
+def make_stages(
+    model: PreTrainedModel, layout: Layout, ranks: Ranks, device: torch.device, tensor: TensorParallel | None
+) -> dict[int, Stage]:
+    """Those of this process, each its own layers of `model`."""
+    here = layout.stages_of(ranks_here(layout, ranks))
+    return {stage: Stage(share(model), layout.anatomy, layout.layers[stage], device, tensor) for stage in here}
+
+
+def choose_loss(given: LossFunction | None, ranks: Ranks, tensor: TensorParallel | None) -> LossFunction:
+    """The one given, else cross-entropy: over the whole vocabulary, of which a rank may have a part."""
+    if tensor is None:
+        return given or causal_cross_entropy
+    if given is not None:
+        raise SlipstreamError(
+            "loss_fn with tensor parallelism: no rank has all logits, only those of its part of the vocabulary. "
+            "Leave it out for cross-entropy, or use a mesh with tp=1."
+        )
+    return vocabulary_cross_entropy(ranks.tensor, tensor.first_id)
+
+
+def tied_ends(layout: Layout, ranks: Ranks) -> list[int]:
+    """The global ranks of the first and the last stage, equal where one has both or nothing is tied."""
+    placement = layout.training.placement
+    apart = ranks.size > 1 and layout.anatomy.tied
+    return [ranks.global_ranks[rank] for rank in ((placement[0], placement[-1]) if apart else (0, 0))]

@@ -1,0 +1,142 @@
+"""A rank's parameters: what the optimizer updates of them, and what becomes of their gradients in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.model.stage import Stage
+from slipstream.parallel.gradients import Gradients
+from slipstream.parallel.masters import Masters
+from slipstream.parallel.shares import Share
+from slipstream.parallel.tensor_parallel import TensorParallel
+from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.tied import TiedGradients
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank's optimizer updates of one parameter: rows of its share, from `first_row` of that on."""
+
+    name: str
+    parameter: nn.Parameter
+    share: Share
+    first_row: int
+    leads: bool  # of all ranks that hold these very rows, one does
+
+
+class Parameters:
+    """Around a step: `begin`, `reduce` of every stage, `end`. Then `.grad` of what `named` yields is complete."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        ranks: Ranks,
+        tensor: TensorParallel | None,
+        tied_ends: list[int],
+        *,
+        shard: bool = False,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Collective. `tied_ends` are the global ranks that hold a tied weight, equal where one has both ends."""
+        self._ranks, self._tensor, self._shard = ranks, tensor, shard
+        self._stages = stages
+        self._masters = Masters(list(self._own()), ranks.data, shard, master_dtype)
+        self._tied = TiedGradients([*stages.values()], tied_ends, is_one_of_several=ranks.world.size > ranks.size)
+        self._gradients = Gradients(
+            {number: list(_trained_by(stage)) for number, stage in stages.items()},
+            ranks.data,
+            ranks.tensor,
+            self._added_over,
+            self._masters,
+            whole=self._tied.names,
+        )
+        self._is_stale = False  # the masters may have been updated since the parameters were
+
+    def begin(self, loss_scale: float = 1.0) -> None:
+        self._gradients.begin(loss_scale)
+
+    def reduce(self, stage: int) -> None:
+        """No backward of the stage comes any more: its gradients are summed over replicas, while others still run."""
+        self._gradients.reduce(stage)
+
+    def end(self) -> None:
+        self._gradients.finish()
+        for name, total in self._tied.totals():
+            self._gradients.deliver(name, total)
+        self._is_stale = True
+
+    def publish(self) -> None:
+        """Collective: what an optimizer has done since the last step is done to what computes."""
+        if self._is_stale:
+            self._masters.publish()
+            self._is_stale = False
+
+    def refresh(self) -> None:
+        """What `named` yields was changed: the next `publish` tells what computes."""
+        self._is_stale = True
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this rank's optimizer updates, under the unsplit model's names, each once."""
+        return self._masters.named_parameters()
+
+    def shares(self) -> dict[str, Share]:
+        """Which part of each of the unsplit model's parameters this rank holds."""
+        copy = self._ranks.tensor.rank
+        if self._tensor is None:
+            return {name: Share.whole(tuple(p.shape), copy) for name, p in self._own()}
+        return {name: self._tensor.share(name) for name, _ in self._own()}
+
+    def pieces(self) -> Iterator[Piece]:
+        """What `named` yields, each with its place in the unsplit model's parameter."""
+        shares = self.shares()
+        for name, parameter in self.named():
+            rows = self._masters.rows(name)
+            is_copy = shares[name].copy > 0 or name in self._tied.copies
+            is_own = self._ranks.data.rank == 0 or self._is_spread(name)
+            yield Piece(name, parameter, shares[name], rows.start, is_own and not is_copy)
+
+    def _is_spread(self, name: str) -> bool:
+        """Whether each replica has other rows of it."""
+        return self._masters.is_sharded and self._masters.trains(name)
+
+    def clip_(self, max_norm: float) -> Tensor:
+        """Collective: scale all gradients so that the norm of the whole model's is at most `max_norm`; returns what it
+        was. Each weight counts once, wherever it has copies."""
+        named = [(name, p.grad) for name, p in self.named() if p.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
+        shares = self.shares()
+        for name, gradient in named:
+            if name not in self._tied.copies and shares[name].copy == 0:
+                square += gradient.double().square().sum().to(square.device)
+        self._ranks.tensor.sum(self._ranks.pipeline.sum(square))
+        norm = (self._ranks.data.sum(square) if self._shard else square).sqrt()
+        if math.isfinite(max_norm):
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for _, gradient in named:
+                gradient.mul_(scale.to(gradient.dtype))
+        return norm
+
+    def _own(self) -> Iterator[tuple[str, nn.Parameter]]:
+        seen: set[int] = set()
+        for stage in self._stages.values():
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def _added_over(self, name: str) -> tuple[int, ...]:
+        return () if self._tensor is None else self._tensor.added_over(name)
+
+
+def _trained_by(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
+    """What a stage's backwards leave gradients in: a tied head has an accumulator of its own."""
+    idle = set() if stage.is_first else {id(tied.parameter) for tied in stage.tied}
+    yield from ((name, parameter) for name, parameter in stage.named_parameters() if id(parameter) not in idle)
+    for tied in stage.tied:
+        if tied.head is not None:
+            yield tied.name, tied.head

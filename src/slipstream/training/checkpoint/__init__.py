@@ -1,0 +1,7 @@
+"""Checkpoints: saved while training goes on, whole or not at all, and loaded by any mesh of ranks."""
+
+from slipstream.training.checkpoint.checkpoints import Checkpoints
+from slipstream.training.checkpoint.found import Found
+from slipstream.training.checkpoint.piece import Piece
+
+__all__ = ["Checkpoints", "Found", "Piece"]

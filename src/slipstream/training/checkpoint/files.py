@@ -1,0 +1,100 @@
+"""Files with a checksum: written to the disk for sure, and compared with what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_BLOCK = 2**23  # bytes read at a time
+
+
+class DamagedError(Exception):
+    """A file isn't what was written; the message says which file and in what way."""
+
+
+class Written(NamedTuple):
+    """The bytes of a file, and their CRC-32 in eight hexadecimal digits."""
+
+    size: int
+    crc32: str
+
+
+def write(path: Path, blocks: Iterable[bytes | memoryview]) -> Written:
+    """A new file of the blocks, on the disk when this returns."""
+    size, checksum = 0, 0
+    with path.open("wb") as file:
+        for block in blocks:
+            file.write(block)
+            size, checksum = size + len(block), zlib.crc32(block, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(size, _digits(checksum))
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on the disk when this returns."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check(path: Path, written: Written) -> None:
+    """Raises DamagedError where the file isn't there, has another size, or other bytes."""
+    try:
+        size = path.stat().st_size
+        if size != written.size:
+            how = "is truncated" if size < written.size else "has grown"
+            raise DamagedError(f"{path.name} {how}: {size:,} bytes instead of {written.size:,}")
+        checksum = _read_checksum(path)
+    except FileNotFoundError:
+        raise DamagedError(f"{path.name} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path.name} can't be read: {error.strerror}") from None
+    if checksum != written.crc32:
+        raise DamagedError(f"{path.name} has been altered: its checksum is {checksum} instead of {written.crc32}")
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """A JSON object as a file that appears whole, with the checksum of the rest as its first entry."""
+    body = json.dumps(record)[1:].encode()
+    unfinished = path.with_suffix(".unfinished")
+    write(unfinished, [_head(body), body])
+    unfinished.replace(path)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What `write_record` wrote; DamagedError where it isn't that."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise DamagedError(f"{path.name} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path.name} can't be read: {error.strerror}") from None
+    body = data[len(_head(b"")) :]
+    if data != _head(body) + body:
+        raise DamagedError(f"{path.name} is truncated or has been altered")
+    record: dict[str, Any] = json.loads(data)
+    del record["crc32"]
+    return record
+
+
+def _head(body: bytes) -> bytes:
+    return f'{{"crc32": "{_digits(zlib.crc32(body))}", '.encode()
+
+
+def _read_checksum(path: Path) -> str:
+    checksum = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return _digits(checksum)
+
+
+def _digits(checksum: int) -> str:
+    return f"{checksum:08x}"

@@ -1,0 +1,38 @@
+"""What a rank hands over to be saved or to be filled: a tensor, and where it lies in the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slipstream.parallel.shares import Share
+from slipstream.training.checkpoint.box import Box
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `first_row` to `first_row + len(tensor)` of this rank's share of the tensor called `key`.
+
+    The key is the same on every rank and every mesh: `model.layers.0.mlp.up_proj.weight`,
+    `optimizer.exp_avg.model.layers.0.mlp.up_proj.weight`. `writes` is False where another rank saves the same
+    elements; when loading it makes no difference.
+    """
+
+    key: str
+    share: Share
+    tensor: Tensor
+    first_row: int = 0
+    writes: bool = True
+
+    @property
+    def dtype(self) -> str:
+        """The tensor's, as torch calls it: `float32`."""
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        """Its rectangles of the whole tensor, each with a view of the tensor's own memory; none is empty."""
+        for offsets, view in self.share.boxes(self.tensor.detach(), self.first_row):
+            if view.numel():
+                yield Box(offsets, tuple(view.shape)), view

@@ -1,0 +1,32 @@
+"""Pipelines, replicas and shared layers together, in real processes: three steps as one process makes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("exactness.py")
+BOUND = 1e-9
+
+
+def torchrun(num_processes: int, *arguments: str, timeout: int = 110) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[1]), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*launcher, str(WORKER), *arguments], capture_output=True, text=True, timeout=timeout, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=lambda mesh: "pp{} dp{} tp{}".format(*mesh))
+def test_a_mesh_trains_as_one_process(mesh: tuple[int, int, int]) -> None:
+    results = [json.loads(line) for line in torchrun(4, *map(str, mesh))]
+    assert len(results) >= 10
+    for result in results:
+        assert result["error"] < BOUND, result

@@ -1,0 +1,70 @@
+"""A loss scale grows after good steps, falls after a bad one, and gives up in time."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.group import Group
+from slipstream.parallel.loss_scale import LossScale, all_finite
+
+
+def test_it_grows_after_good_steps_in_a_row_and_falls_after_a_bad_one() -> None:
+    scale = LossScale(growth_interval=3)
+    seen = []
+    for finite in (True, True, False, True, True, True, True, False, False):
+        scale.update(finite)
+        seen.append(math.log2(scale.scale))
+    assert seen == [16, 16, 15, 15, 15, 16, 16, 15, 14]
+    assert scale.num_skipped == 3
+
+
+def test_a_fixed_scale_counts_what_it_skips() -> None:
+    scale = LossScale.fixed()
+    for finite in [True, False] * 3:
+        scale.update(finite)
+    assert scale.scale == 1
+    assert scale.num_skipped == 3
+
+
+def test_it_gives_up_after_bad_steps_in_a_row() -> None:
+    scale = LossScale(scale=8.0, max_bad=3)
+    for finite in (False, False, True, False, False):
+        scale.update(finite)
+    with pytest.raises(SlipstreamError, match=r"3 steps in a row .* the loss scale is now 0\.25\. Lower"):
+        scale.update(False)
+
+
+def test_it_resumes() -> None:
+    scale = LossScale(growth_interval=3, max_bad=2)
+    for finite in (False, True, True):
+        scale.update(finite)
+    resumed = LossScale(growth_interval=3, max_bad=2)
+    resumed.load_state_dict(json.loads(json.dumps(scale.state_dict())))
+    for each in (scale, resumed):
+        each.update(True)
+        assert each.scale == 2.0**16
+        each.update(False)
+        assert each.num_skipped == 2
+        with pytest.raises(SlipstreamError):
+            each.update(False)
+
+
+@pytest.mark.parametrize("given", [{"scale": 0.0}, {"growth": 0.5}, {"backoff": 2.0}, {"growth_interval": 0}])
+def test_what_scales_nothing_is_refused(given: dict[str, float]) -> None:
+    with pytest.raises(SlipstreamError, match="give a positive scale"):
+        LossScale(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_value_that_is_not_finite_is_found(value: float, dtype: torch.dtype) -> None:
+    gradients = [torch.full((3, 2), torch.finfo(dtype).max, dtype=dtype), torch.zeros(4, dtype=dtype)]
+    assert all_finite(gradients, Group(), torch.device("cpu"))
+    gradients[1][2] = value
+    assert not all_finite(gradients, Group(), torch.device("cpu"))
+    assert all_finite([], Group(), torch.device("cpu"))

@@ -1,0 +1,311 @@
+"""Saving, finding and keeping checkpoints, and what happens when something breaks; on one process."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.group import Group
+from slipstream.parallel.shares import Share
+from slipstream.training.checkpoint import Checkpoints, Piece
+from slipstream.training.checkpoint.files import read_record, write_record
+
+FILE = "rank-00000.safetensors"
+
+
+def pieces(value: float, size: int = 300) -> list[Piece]:
+    """Two tensors that say when they were saved."""
+    tensors = {"weight": torch.full((size, 10), value), "step": torch.tensor(value)}
+    return [Piece(key, Share.whole(tuple(tensor.shape)), tensor) for key, tensor in tensors.items()]
+
+
+def loaded(checkpoints: Checkpoints, wanted: int | str = "latest") -> float:
+    """The value in the checkpoint, the same in all of it."""
+    found = checkpoints.find(wanted)  # type: ignore[arg-type]
+    assert found is not None
+    targets = pieces(-1.0)
+    checkpoints.load(found, targets)
+    value = float(targets[1].tensor)
+    assert (targets[0].tensor == value).all()
+    assert found.facts == {"samples": value}
+    assert found.step == value
+    return value
+
+
+class Run:
+    """A folder, its checkpoints, and what was said."""
+
+    def __init__(self, folder: Path, keep: int = 2, keep_every: int = 0) -> None:
+        self.folder, self.said = folder / "checkpoints", list[str]()
+        self.checkpoints = Checkpoints(self.folder, Group(), keep, keep_every, self.said.append)
+        self.checkpoints.prepare()
+
+    def save(self, *steps: int) -> None:
+        for step in steps:
+            self.checkpoints.save(step, pieces(float(step)), {"samples": step})
+        self.checkpoints.wait()
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_there_and_back(run: Run) -> None:
+    assert run.checkpoints.find() is None
+    assert run.checkpoints.find("last-good") is None
+    run.save(1, 2)
+    assert loaded(run.checkpoints) == loaded(run.checkpoints, 2) == loaded(run.checkpoints, "last-good") == 2
+    assert loaded(run.checkpoints, 1) == 1
+    assert run.said == []
+    assert sorted(path.name for path in (run.folder / "step-00000002").iterdir()) == ["manifest.json", FILE]
+    json.loads((run.folder / "step-00000002" / "manifest.json").read_text())
+
+
+def test_saves_the_values_of_the_call_while_training_goes_on(run: Run) -> None:
+    """100 MB, checked and synced, aren't on the disk when `save` returns."""
+    large = pieces(1.0, size=2_500_000)
+    facts = {"samples": 1}
+    run.checkpoints.save(1, large, facts)
+    assert run.names() == ["step-00000001.part"]
+    for piece in large:
+        piece.tensor.fill_(5.0)
+    facts["samples"] = 5
+    run.checkpoints.wait()
+    found = run.checkpoints.find()
+    assert found is not None
+    assert found.facts == {"samples": 1}
+    run.checkpoints.load(found, large)
+    assert all((piece.tensor == 1.0).all() for piece in large)
+
+
+def test_a_save_waits_for_the_one_before(run: Run) -> None:
+    run.checkpoints.save(1, pieces(1.0, size=1_000_000), {})
+    run.checkpoints.save(2, pieces(2.0), {})
+    assert "step-00000001" in run.names()
+    run.checkpoints.close()
+    assert run.names() == ["step-00000001", "step-00000002"]
+
+
+def test_the_last_few_and_every_so_many_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=2, keep_every=4)
+    run.save(*range(1, 11))
+    assert run.names() == [f"step-{step:08d}" for step in (4, 8, 9, 10)]
+    with pytest.raises(SlipstreamError, match="keep=0, keep_every=0: keep at least 1"):
+        Checkpoints(tmp_path, Group(), keep=0)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def extend(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+def flip(bit: int) -> Callable[[Path], None]:
+    """Of the file's bits, counted round and round."""
+
+    def act(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        place = bit % (8 * len(data))
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+
+    act.__name__ = f"flip bit {bit}"
+    return act
+
+
+FLIPS = [flip(bit) for bit in (0, 7, 61, 64, 77, 300, 1_000_003, 2_000_029, -1, -1001)]
+
+
+@pytest.mark.parametrize("name", [FILE, "manifest.json"])
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, empty, extend, *FLIPS], ids=lambda act: act.__name__)
+def test_damage_is_named_and_the_one_before_taken(run: Run, name: str, damage: Callable[[Path], None]) -> None:
+    run.save(1, 2)
+    damage(run.folder / "step-00000002" / name)
+    reason = {Path.unlink: "is missing", truncate: "is truncated", extend: "has grown|altered", empty: "is truncated"}
+    words = rf"step 2 in .* is damaged: {name} .*({reason.get(damage, 'altered')})"
+    with pytest.raises(SlipstreamError, match=rf"{words}.*last good one before it is of step 1: give 1, or last-good"):
+        run.checkpoints.find()
+    with pytest.raises(SlipstreamError, match=words):
+        run.checkpoints.find(2)
+    assert loaded(run.checkpoints, 1) == 1
+    assert run.said == []
+    assert loaded(run.checkpoints, "last-good") == 1
+    assert len(run.said) == 1
+    assert name in run.said[0]
+    assert run.said[0].endswith("taking that of step 1")
+
+
+def test_nothing_good_is_left(run: Run) -> None:
+    run.save(1)
+    (run.folder / "step-00000001" / FILE).unlink()
+    for wanted in ("latest", "last-good"):
+        with pytest.raises(SlipstreamError, match=r"step 1 .* is damaged: .* is missing\. No good"):
+            run.checkpoints.find(wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wanted", [3, "last_good", "1"])
+def test_what_is_not_there(run: Run, wanted: int | str) -> None:
+    run.save(1, 2)
+    with pytest.raises(SlipstreamError, match=r"no checkpoint .* give one of its steps \(2, 1\), latest or last-good"):
+        run.checkpoints.find(wanted)  # type: ignore[arg-type]
+
+
+def test_going_on_from_an_earlier_one_sets_the_later_aside(run: Run) -> None:
+    run.save(1, 2)
+    run.checkpoints.find(1)
+    run.save(2)
+    assert run.names() == ["step-00000001", "step-00000002", "step-00000002.aside"]
+    run.save(1)
+    aside = ["step-00000001.aside", "step-00000002.aside", "step-00000002.aside-2"]
+    assert run.names() == ["step-00000001", *aside]
+    assert loaded(run.checkpoints) == 1
+
+
+def test_a_part_is_no_checkpoint_and_goes_with_the_next_start(run: Run) -> None:
+    run.save(1)
+    shutil.copytree(run.folder / "step-00000001", run.folder / "step-00000002.part")
+    assert loaded(run.checkpoints) == 1
+    run.checkpoints.prepare()
+    assert run.names() == ["step-00000001"]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The system refuses to write more, as it does when a disk is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_and_training_goes_on(run: Run) -> None:
+    run.save(1)
+    with largest_file(4096):
+        run.checkpoints.save(2, pieces(2.0), {"samples": 2})
+        run.checkpoints.wait()
+    assert len(run.said) == 1
+    assert "step 2 was not saved: rank 0: [Errno 27] File too large" in run.said[0]
+    assert run.said[0].endswith("The last checkpoint is that of step 1.")
+    assert run.names() == ["step-00000001"]
+    run.save(3)
+    assert loaded(run.checkpoints) == 3
+
+
+def test_a_folder_that_is_gone_is_told_and_training_goes_on(run: Run, tmp_path: Path) -> None:
+    run.save(1)
+    run.folder.rename(tmp_path / "away")
+    run.folder.touch()
+    run.save(2)
+    assert "step 2 was not saved: [Errno 20] Not a directory" in run.said[0]
+    assert run.said[0].endswith("There is none yet.")
+    run.folder.unlink()
+    (tmp_path / "away").rename(run.folder)
+    assert loaded(run.checkpoints) == 1
+
+
+def test_a_folder_that_goes_while_it_is_written(run: Run) -> None:
+    run.save(1)
+    run.checkpoints.save(2, pieces(2.0, size=2_500_000), {})
+    part = run.folder / "step-00000002.part"
+    while not (part / FILE).exists():  # it takes as long again to write its 100 MB
+        time.sleep(0.001)
+    shutil.rmtree(part)
+    run.checkpoints.wait()
+    assert "step 2 was not saved: rank 0: [Errno 2] No such file" in run.said[0]
+    assert run.names() == ["step-00000001"]
+
+
+def test_an_older_one_that_stays_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=1)
+    run.save(1)
+    (run.folder / "step-00000001.part").mkdir()
+    (run.folder / "step-00000001.part" / "in the way").touch()
+    run.save(2)
+    assert "step 2 is saved, but no older one was removed: [Errno 39] Directory not empty" in run.said[0]
+    assert loaded(run.checkpoints) == 2
+
+
+def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(SlipstreamError, match=r"no checkpoints can be written to .*/checkpoints: .* Choose another"):
+        Run(tmp_path)
+
+
+def test_another_model_is_refused_and_nothing_filled(run: Run) -> None:
+    run.save(1)
+    found = run.checkpoints.find()
+    assert found is not None
+    targets = [*pieces(-1.0), Piece("more", Share.whole((2,)), torch.zeros(2))]
+    with pytest.raises(SlipstreamError, match=r"can't be loaded: more isn't in it\. Start with"):
+        run.checkpoints.load(found, targets)
+    assert (targets[0].tensor == -1.0).all()
+
+
+def test_many_differences_are_not_all_told(run: Run) -> None:
+    run.save(1)
+    found = run.checkpoints.find()
+    assert found is not None
+    targets = [Piece(f"layer {index}", Share.whole((2,)), torch.zeros(2)) for index in range(40)]
+    with pytest.raises(SlipstreamError, match="layer 4 isn't in it; and 35 more"):
+        run.checkpoints.load(found, targets)
+
+
+def test_manifests_of_other_versions_and_of_other_programs(run: Run) -> None:
+    run.save(1)
+    path = run.folder / "step-00000001" / "manifest.json"
+    record = read_record(path)
+    write_record(path, record | {"format": 2})
+    with pytest.raises(SlipstreamError, match="format 2; this version of slipstream reads format 1"):
+        run.checkpoints.find()
+    write_record(path, record | {"files": {"../../elsewhere": [1, "00000000"]}})
+    with pytest.raises(SlipstreamError, match="names files outside the checkpoint"):
+        run.checkpoints.find()
+    write_record(path, record | {"tensors": {"a": 3}})
+    with pytest.raises(SlipstreamError, match=r"manifest.json isn't a manifest: "):
+        run.checkpoints.find()
+
+
+def test_facts_are_json(run: Run) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        run.checkpoints.save(1, pieces(1.0), {"lr": torch.ones(1)})
+    assert run.names() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_a_gpu(run: Run) -> None:
+    """They are copied before `save` returns, beside kernels that are still queued before and after it."""
+    value = torch.randn(4096, 4096, device="cuda")
+    there = Piece("a", Share.whole((4096, 4096)), torch.zeros_like(value))
+    for _ in range(3):
+        torch.matmul(value, value, out=there.tensor)
+    wanted = value @ value
+    run.checkpoints.save(1, [there], {})
+    assert run.checkpoints._snapshot._memory.is_pinned()
+    there.tensor.fill_(5.0)
+    run.checkpoints.close()
+    found = run.checkpoints.find()
+    assert found is not None
+    run.checkpoints.load(found, [there])
+    assert there.tensor.equal(wanted)

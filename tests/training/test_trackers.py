@@ -1,0 +1,129 @@
+"""Figures in TensorBoard's event files, read back; trackers that aren't there are refused by name."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.figures import RunFigures, StepFigures
+from slipstream.training.metrics import Step, Validation
+from slipstream.training.phases import Phases
+from slipstream.training.trackers import NAMES, Trackers, check_trackers, flat, make_trackers
+
+RUN = RunFigures(1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
+
+
+def step(number: int, loss: float) -> Step:
+    return Step(
+        number,
+        loss,
+        1e-3,
+        0.5,
+        0.25,
+        512.0,
+        0.125,
+        [10, 20],
+        StepFigures(512.0, 4e9, 5e9, 0.008, 0.01, 0.25, 0.5),
+        Phases(forward=0.125),
+        {"pp": 64, "tp": 0},
+    )
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag -> (step, value) of all event files, as TensorBoard shows them."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def texts(folder: Path) -> dict[str, str]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+
+
+def test_event_files_have_every_number_of_every_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    trackers = make_trackers(["tensorboard"], tmp_path, {"training": {"seq_len": 64}})
+    trackers.write(RUN)
+    trackers.write(step(1, 4.0))
+    trackers.write(step(2, 3.5))
+    trackers.write(Validation(2, 3.75, math.exp(3.75)))
+    trackers.close()
+    found = scalars(tmp_path)
+    assert found["loss"] == [(1, 4.0), (2, 3.5)]
+    assert found["mfu"] == [(1, 0.25), (2, 0.25)]
+    assert found["phases/forward"] == [(1, 0.125), (2, 0.125)]
+    assert found["bytes_sent/pp"] == [(1, 64), (2, 64)]
+    assert found["peak_memory/1"] == [(1, 20), (2, 20)]
+    assert found["validation_loss"] == [(2, 3.75)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert set(found) == {name for line in lines[1:] for name, _ in flat(line) if name != "step"}
+    shown = texts(tmp_path)
+    assert "| training/seq_len | 64 |" in shown["settings/text_summary"]
+    assert "| peak_source | measured |" in shown["run/text_summary"]
+
+
+def test_a_resumed_run_shows_what_it_ran_again_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    trackers = make_trackers(["tensorboard"], tmp_path)
+    for number in range(1, 5):
+        trackers.write(step(number, 1.0))
+    trackers.close()
+    trackers = make_trackers(["tensorboard"], tmp_path, resumed_after=2)
+    trackers.write(step(3, 2.0))
+    trackers.close()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_without_names_there_are_json_lines_alone(tmp_path: Path) -> None:
+    trackers = make_trackers([], tmp_path)
+    trackers.write(step(1, 4.0))
+    trackers.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    nowhere = Trackers()
+    nowhere.write(step(1, 4.0))
+    nowhere.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_package_is_named_with_how_to_install_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were not installed: the package is not where Python looks for it."""
+    find = importlib.machinery.PathFinder.find_spec
+
+    def without(fullname: str, *args: Any, **kwargs: Any) -> Any:
+        return None if fullname == name else find(fullname, *args, **kwargs)
+
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", without)
+    monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+    with pytest.raises(SlipstreamError, match=rf"isn't installed; type pip install 'slipstream\[{name}\]'"):
+        check_trackers([name])
+
+
+def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="'tensorbord' isn't known; did you mean 'tensorboard'"):
+        make_trackers(["tensorbord"], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_and_biases_takes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trackers = make_trackers(["wandb"], tmp_path, {"training": {"seq_len": 64}})
+    trackers.write(RUN)
+    trackers.write(step(1, 4.0))
+    trackers.write(Validation(1, 3.75, math.exp(3.75)))
+    trackers.close()
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    data = kept.read_bytes()
+    assert b"validation_loss" in data
+    assert b"phases/forward" in data or b"phases" in data
