@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import Anatomy
 from slipstream.model.self_check import check_sliceable
 from slipstream.model.split import share
 from slipstream.model.stage import Stage
+from slipstream.model.toy import quiet_transformers
 from slipstream.parallel.tensor_parallel import TensorParallel
-from slipstream.parallel.tensor_plan import find_tensor_plan
+from slipstream.parallel.tensor_plan import TensorPlan, find_tensor_plan
 from slipstream.parallel.vocabulary import vocabulary_cross_entropy
 from slipstream.pipeline.executor import LossFunction
 from slipstream.pipeline.layout import Layout
@@ -67,11 +70,20 @@ def load_shares(
         cast(model, dtype)
     if ranks.tensor.size == 1:
         return model, None
-    anatomy = layout.anatomy
-    plan = find_tensor_plan(model, source.config, ranks.tensor.size, anatomy.before, anatomy.after, tensor_plan)
-    tensor = TensorParallel(plan, ranks.tensor, sequence)
+    tensor = TensorParallel(
+        plan_shares(source.config, layout.anatomy, ranks.tensor.size, tensor_plan), ranks.tensor, sequence
+    )
     tensor.shard(model)
     return model, tensor
+
+
+def plan_shares(
+    config: PretrainedConfig, anatomy: Anatomy, tensor_ranks: int, tensor_plan: Mapping[str, str] | None
+) -> TensorPlan:
+    """How the whole model is cut, whatever a rank has of it. Raises SlipstreamError by name where it can't be."""
+    with torch.device("meta"), quiet_transformers():
+        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return find_tensor_plan(skeleton, config, tensor_ranks, anatomy.before, anatomy.after, tensor_plan)
 
 
 def make_stages(

@@ -58,9 +58,10 @@ def check_tensor_parallel(
 def _first_wrong(
     config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: Group, sequence: bool
 ) -> str | None:
-    whole = _toy_model(config, group.size)
-    inputs = toy_tokens(config)[:, :-1]  # an odd number of tokens, so that some are padded
-    labels = inputs.masked_fill(torch.arange(inputs.shape[1]) % 7 == 3, IGNORED)
+    device = torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
+    whole = _toy_model(config, group.size).to(device)
+    inputs = toy_tokens(config)[:, :-1].to(device)  # an odd number of tokens, so that some are padded
+    labels = inputs.masked_fill(torch.arange(inputs.shape[1], device=device) % 7 == 3, IGNORED)
     anatomy = find_anatomy(config)
     shared = copy.deepcopy(whole)
     plan = find_tensor_plan(shared, shared.config, group.size, anatomy.before, anatomy.after, given_plan)

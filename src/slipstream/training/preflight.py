@@ -69,6 +69,7 @@ def preflight(config: Config, progress: Progress) -> Inputs:
         with progress.waiting("checking that the model can be sliced"):
             check_architecture(model_config)
     check_half_layers(config.pipeline.partition, model_config)
+    check_shared_layers(config, model_config)
     tokenizer, text = prepare_text(config, model_config, progress)
     check_vocabulary(int(text.tokens.max()), model_config)
     train, validation = split_text(config, text)
@@ -157,6 +158,16 @@ def check_half_layers(partition: str | Sequence[float], model_config: Any) -> No
     from slipstream.model.halves import find_halves
 
     find_halves(model_config, find_anatomy(model_config))
+
+
+def check_shared_layers(config: Config, model_config: Any) -> None:
+    """Where ranks share layers, how each layer is cut is known, and its heads and features divide."""
+    if config.parallel.tensor == 1:
+        return
+    from slipstream.model.anatomy import find_anatomy
+    from slipstream.pipeline.building import plan_shares
+
+    plan_shares(model_config, find_anatomy(model_config), config.parallel.tensor, config.parallel.tensor_plan)
 
 
 def check_positions(seq_len: int, model_config: Any) -> None:

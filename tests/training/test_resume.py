@@ -1,0 +1,156 @@
+"""`slipstream train` goes on from a checkpoint: to the bit on the same mesh, with every sample once on any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.checkpoint.manifest import Manifest
+from slipstream.training.config import load_config
+
+STEPS, HALF = 6, 3
+SETTINGS: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 300,
+            "max_position_embeddings": 64,
+            "attention_dropout": 0.1,
+        }
+    },
+    "data": {"vocab_size": 300, "validation_fraction": 0},
+    "pipeline": {"num_ranks": 2, "slices": 4, "self_check": False},
+    "training": {"seq_len": 64, "batch_size": 4, "steps": STEPS},
+    "checkpoint": {"every": HALF},
+}
+
+
+def train(folder: Path, text: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    config = folder.with_suffix(".yaml")
+    config.write_text(yaml.safe_dump(SETTINGS))
+    places = [f"--training.output={folder}", f"--data.files=[{text}]"]
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream", "train", str(config), *places, *more],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if "loss" in line]
+
+
+def half_of(run: Path, folder: Path) -> Path:
+    """What is left of a run that ended after its first checkpoint."""
+    (folder / "checkpoints").mkdir(parents=True)
+    shutil.copytree(run / "checkpoints" / f"step-{HALF:08}", folder / "checkpoints" / f"step-{HALF:08}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run that nothing interrupted, with dropout, on two stages and two replicas that share the optimizer."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    ended = train(folder, text, "--dp=2", "--parallel.shard_optimizer=true")
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Path) -> None:
+    again = half_of(whole, tmp_path / "again")
+    ended = train(again, text, "--dp=2", "--parallel.shard_optimizer=true", "--checkpoint.resume=latest")
+    assert ended.returncode == 0, ended.stderr
+    assert f"going on after step {HALF}" in ended.stdout
+    models = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, again)]
+    assert models[0] == models[1]
+    figures = ("step", "loss", "lr", "grad_norm")
+    assert [[line[key] for key in figures] for line in lines(again)] == [
+        [line[key] for key in figures] for line in lines(whole)[HALF:]
+    ]
+
+
+def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: Path) -> None:
+    here = half_of(whole, tmp_path / "tp")
+    settings = ["--pp=1", "--tp=2", "--parallel.sequence=true", "--pipeline.slices=2", "--training.batch_size=2"]
+    ended = train(here, text, *settings, "--checkpoint.resume=latest", "--training.steps=4")
+    assert ended.returncode == 0, ended.stderr
+    facts = Manifest.read(here / "checkpoints" / "step-00000004").facts
+    assert facts["num_samples"] == HALF * 4 + 2
+    assert facts["mesh"] == {"pp": 1, "dp": 1, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["--training.seed=5"], "run on other data: seed was 0, is 5"),
+        (["--model.config.rope_parameters={rope_theta: 500, rope_type: default}"], "checkpoint of another model"),
+        (["--checkpoint.resume=7"], "there is no checkpoint 7"),
+    ],
+)
+def test_another_run_is_refused(whole: Path, text: Path, tmp_path: Path, settings: list[str], reason: str) -> None:
+    here = half_of(whole, tmp_path / "other")
+    ended = train(here, text, "--checkpoint.resume=latest", *settings)
+    assert ended.returncode == 2, ended.stderr
+    assert reason in ended.stderr
+    assert len(ended.stderr.splitlines()) <= 6  # no traceback
+
+
+def test_a_damaged_checkpoint_is_named(whole: Path, text: Path, tmp_path: Path) -> None:
+    here = tmp_path / "damaged"
+    shutil.copytree(whole / "checkpoints", here / "checkpoints")
+    file = here / "checkpoints" / f"step-{STEPS:08}" / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    refused = train(here, text, "--dp=2", "--checkpoint.resume=latest")
+    assert refused.returncode == 2
+    assert "rank-00001.safetensors" in refused.stderr
+    assert f"step {HALF}" in refused.stderr  # the one that is good
+
+
+def test_one_axis_takes_what_the_others_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(SETTINGS | {"training": {**SETTINGS["training"], "output": str(tmp_path / "x")}}))
+    more = ["--data.corpus=python-stdlib"]
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    found = load_config(config, [*more, "--pp=auto", "--tp=2"])
+    assert (found.pipeline.num_ranks, found.parallel.data, found.parallel.tensor) == (4, 1, 2)
+    assert found.mesh_text == "--pp=4 --dp=1 --tp=2"
+    found = load_config(config, [*more, "--dp=auto", "--training.batch_size=8"])
+    assert found.num_processes == 8
+    for settings, reason in (
+        (["--pp=auto", "--dp=auto"], "--pp=auto and --dp=auto: one axis can take what the others leave"),
+        (["--pp=3", "--dp=auto"], "8 processes don't divide by the 3 of the other axes"),
+        (["--dp=3"], "training.batch_size=4 doesn't divide into parallel.data=3 equal parts; choose 3 or 6"),
+        (["--dp=4", "--pipeline.num_microbatches=2"], "of 1 for each of parallel.data=4 replicas can't be cut into"),
+    ):
+        with pytest.raises(SlipstreamError, match=reason):
+            load_config(config, [*more, *settings])
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SlipstreamError, match="no launcher and no GPU to count; give a number, such as --dp=2"):
+        load_config(config, [*more, "--dp=auto"])
