@@ -28,7 +28,7 @@ from slipstream.planner.profile import OPS, Profile
 from slipstream.profiler.grid import Grid, make_grid
 from slipstream.profiler.identity import identify_hardware, identify_model, versions
 from slipstream.profiler.kinds import layer_kinds
-from slipstream.profiler.stage_bench import StageBench
+from slipstream.profiler.stage_bench import COPIES, StageBench
 from slipstream.schedule.action import Op
 
 TOLERANCE = 0.02  # TeraPipe's figure for the mean relative error
@@ -143,17 +143,22 @@ def profile_model(
 def make_benches(
     config: PretrainedConfig, settings: ProfileSettings, device: torch.device, layers: Iterable[range]
 ) -> list[StageBench]:
-    """A bench for every stage, over shared weights where stages have layers in common."""
+    """A bench for every stage, over shared weights where stages have layers in common; on a CPU with twins."""
     layers = list(layers)
     anatomy = find_anatomy(config)
     owned = {layer for stage in layers for layer in stage}
-    model = random_model(config, 0, anatomy, owned, DTYPES[settings.dtype]).train()
-    vocab_size = config.get_text_config().vocab_size
-    stages = [Stage(share(model), anatomy, LayerRange(stage.start, stage.stop), device) for stage in layers]
-    return [
-        StageBench(stage, settings.microbatch_size, settings.seq_len, vocab_size, causal_cross_entropy, device)
-        for stage in stages
+    models = [
+        random_model(config, seed, anatomy, owned, DTYPES[settings.dtype]).train()
+        for seed in range(COPIES if device.type == "cpu" else 1)
     ]
+    vocab_size = config.get_text_config().vocab_size
+    benches = []
+    for stage in layers:
+        owns = LayerRange(stage.start, stage.stop)
+        first, *twins = (Stage(share(model), anatomy, owns, device) for model in models)
+        sizes = (settings.microbatch_size, settings.seq_len, vocab_size)
+        benches.append(StageBench(first, *sizes, causal_cross_entropy, device, twins))
+    return benches
 
 
 class _Watch:
