@@ -8,16 +8,19 @@ from dataclasses import replace
 import pytest
 
 from slipstream.schedule import (
+    GENERATORS,
     Action,
     Channel,
     Op,
     Schedule,
     ScheduleError,
     add_communication,
+    add_reductions,
     channel,
     check_communication,
     forward_only,
     gpipe,
+    make_schedule,
     one_f_one_b,
     receives_in_flight,
     split_backwards,
@@ -29,6 +32,40 @@ def with_row(schedule: Schedule, rank: int, row: str) -> Schedule:
     rows = list(schedule.actions)
     rows[rank] = tuple(map(Action.parse, row.split()))
     return replace(schedule, actions=tuple(rows))
+
+
+def test_gradients_are_reduced_after_a_stages_last_backward() -> None:
+    lines = [line for line in inspect.getdoc(add_reductions).splitlines() if line.startswith("    rank ")]
+    reduced = add_reductions(one_f_one_b(2, 2, 1))
+    backwards = [[a for a in row if a.op in (Op.B, Op.REDUCE_GRAD)] for row in reduced.actions]
+    assert [line.split()[2:] for line in lines] == [
+        [str(a) if a.op is Op.REDUCE_GRAD else reduced.text(a)[1:] for a in row] for row in backwards
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("is_lowered", [False, True])
+def test_every_stage_is_reduced_once_and_the_run_still_ends(name: str, is_lowered: bool) -> None:
+    schedule = make_schedule(name, 2, 3, 2, 2 if GENERATORS[name](2, 1, 1).num_stages > 2 else 1)
+    lowered = add_reductions(add_communication(schedule)) if is_lowered else add_communication(add_reductions(schedule))
+    check_communication(lowered)
+    for stage in range(schedule.num_stages):
+        row = lowered.actions[schedule.placement[stage]]
+        (place,) = [index for index, action in enumerate(row) if action == Action(Op.REDUCE_GRAD, stage)]
+        assert row[place - 1].stage == stage
+        assert row[place - 1].op in (Op.B, Op.W, Op.SEND_B)
+        assert not any(action.op in (Op.B, Op.I, Op.W) and action.stage == stage for action in row[place:])
+    with pytest.raises(ScheduleError, match="gradients are reduced when every backward of the stage is done"):
+        validate(_reduced_too_early(lowered))
+
+
+def _reduced_too_early(schedule: Schedule) -> Schedule:
+    """With the first reduction of rank 0 one action earlier."""
+    row = list(schedule.actions[0])
+    place = next(index for index, action in enumerate(row) if action.op is Op.REDUCE_GRAD)
+    last = max(index for index in range(place) if row[index].op in (Op.B, Op.W))
+    row.insert(last, row.pop(place))
+    return replace(schedule, actions=(tuple(row), *schedule.actions[1:]))
 
 
 def test_the_docstrings_picture_is_the_schedule() -> None:

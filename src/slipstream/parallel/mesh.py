@@ -23,10 +23,15 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -
 
         rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
-    Raises SlipstreamError where the three don't multiply to the number of processes.
+    Raises SlipstreamError where the three don't multiply to the number of processes, and without a process group.
     """
+    if not dist.is_initialized():
+        raise SlipstreamError(
+            "a mesh is made of the processes of a process group: call torch.distributed.init_process_group first, in "
+            "processes that torchrun starts. One process alone needs no mesh."
+        )
     sizes = dict(zip(AXES, (pp, dp, tp), strict=True))
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.get_world_size()
     if min(sizes.values()) < 1 or prod(sizes.values()) != world:
         raise SlipstreamError(
             f"the mesh pp={pp} x dp={dp} x tp={tp} has {prod(sizes.values())} ranks, but {world} "

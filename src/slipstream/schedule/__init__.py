@@ -8,6 +8,7 @@ from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one
 from slipstream.schedule.lowering import (
     Channel,
     add_communication,
+    add_reductions,
     channel,
     check_communication,
     forward_only,
@@ -29,6 +30,7 @@ __all__ = [
     "add_communication",
     "add_offload",
     "add_recompute",
+    "add_reductions",
     "breadth_first",
     "channel",
     "check_communication",

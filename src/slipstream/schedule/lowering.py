@@ -81,7 +81,8 @@ def add_reductions(schedule: Schedule) -> Schedule:
         rank 0        B0     B1 0REDUCE_GRAD
         rank 1  B0 B1 1REDUCE_GRAD
     """
-    last = {action.stage: action for row in schedule.actions for action in row if action.op in BACKWARDS}
+    ends = BACKWARDS | {Op.SEND_B}  # the message leaves first
+    last = {action.stage: action for row in schedule.actions for action in row if action.op in ends}
 
     def reduced(action: Action) -> tuple[Action, ...]:
         return (action, Action(Op.REDUCE_GRAD, action.stage)) if last.get(action.stage) == action else (action,)
