@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +103,18 @@ class Parameters:
     def _is_spread(self, name: str) -> bool:
         """Whether each replica has other rows of it."""
         return self._masters.is_sharded and self._masters.trains(name)
+
+    def bytes_of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+        """Of some of this rank's parameters: copies that the optimizer updates, and all that it updates."""
+        masters, names = dict(self.named()), {id(parameter): name for name, parameter in self._own()}
+        copies = updated = 0
+        for parameter in parameters:
+            master = masters.get(names.get(id(parameter), ""))
+            if master is not None and parameter.requires_grad:
+                updated += master.nbytes
+                same = master.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+                copies += 0 if same else master.nbytes
+        return copies, updated
 
     def clip_(self, max_norm: float) -> Tensor:
         """Collective: scale all gradients so that the norm of the whole model's is at most `max_norm`; returns what it

@@ -45,7 +45,10 @@ def rehearse(pipeline: Pipeline, inputs: Tensor, targets: Tensor, optimizer_stat
     stages, theatre = pipeline._stages, _Theatre(pipeline, twice)
     runs = [run for number in stages for run in theatre.rehearse(number)]
     owned = _owned_tensors(stages)
-    trained = {number: [t for t in tensors if t.requires_grad] for number, tensors in owned.items()}
+    updated = {
+        number: pipeline._parameters.bytes_of(t for t in tensors if isinstance(t, torch.nn.Parameter))
+        for number, tensors in owned.items()
+    }
     return MemoryTable(
         footprints={key: found for run in runs for key, found in run.footprints().items()},
         first={key: peak for run in runs for key, peak in run.first_peaks().items()},
@@ -53,9 +56,9 @@ def rehearse(pipeline: Pipeline, inputs: Tensor, targets: Tensor, optimizer_stat
         context_gradients={run.stage: run.context_gradients for run in runs},
         message_bytes=theatre.message_bytes,
         header_bytes=HEADER_BYTES,
-        parameters={number: _num_bytes(tensors) for number, tensors in owned.items()},
+        parameters={number: _num_bytes(tensors) + updated[number][0] for number, tensors in owned.items()},
         gradients={key: size for run in runs for key, size in run.gradients().items()},
-        optimizer={number: optimizer_states * _num_bytes(tensors) for number, tensors in trained.items()},
+        optimizer={number: optimizer_states * size for number, (_, size) in updated.items()},
     )
 
 
@@ -150,9 +153,9 @@ class _Theatre:
     @property
     def message_bytes(self) -> list[float]:
         """Of every slice."""
-        stage = next(iter(self._pipeline._stages.values()))
-        width = stage.hidden_size * stage.hidden_dtype.itemsize
-        return [piece.input_ids.numel() * width for piece in self._batch.slices[0]]
+        stage, link = next(iter(self._pipeline._stages.values())), self._pipeline._link
+        shapes = [link.shape(stage.hidden_shape(piece)) for piece in self._batch.slices[0]]
+        return [shape.numel() * stage.hidden_dtype.itemsize for shape in shapes]
 
     def rehearse(self, number: int) -> Iterator[_Run]:
         """All that is done to some slice of a stage in the schedule, each of it to all its slices."""
@@ -167,7 +170,10 @@ class _Theatre:
     def _run(self, like: Unit, split: bool) -> dict[Action, _Change]:
         pipeline, stage = self._pipeline, self._pipeline._stages[like.stage]
         loss_function, recompute = pipeline._executors[0]._loss_function, pipeline.layout.recompute
-        executor = Executor(like.stage, {like.stage: stage}, self._transport, loss_function, pipeline.device, recompute)
+        stages = {like.stage: stage}
+        executor = Executor(
+            like.stage, stages, self._transport, loss_function, pipeline.device, recompute, pipeline._link
+        )
         with _without_gradients(stage), memory_meter(pipeline.device, tensors_alive()) as memory:
             changes = _watch(executor, stage, memory)
             run_together([executor], _alone(like, split, self._schedule), self._batch)
