@@ -31,9 +31,11 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.weight_gradients import compiled_modules
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
-_FREE = frozenset({getattr, operator.getitem, "chunk", "split", "view", "reshape", "size", "dim"})  # no kernel of theirs
+# what needs no kernel
+_FREE = frozenset({getattr, operator.getitem, "chunk", "split", "view", "reshape", "size", "dim"})
 _CHANGES = frozenset({operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv})
 _RANDOM = ("dropout", "rand", "bernoulli", "noise")
+_PRODUCTS = ("mm", "matmul", "linear", "einsum", "conv", "attention")
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _LEAVE_OUT = "or leave fused out (pipeline.fused: false)."
 _Kernel = Callable[..., Any]
@@ -66,7 +68,9 @@ def fuse(model: nn.Module) -> list[str]:
 def check_compiler(device_type: str) -> None:
     """Raises SlipstreamError where torch.compile can't make kernels for such a device, "cpu" or "cuda", here."""
     if device_type == "cuda" and find_spec("triton") is None:
-        raise SlipstreamError(f"fused: kernels for CUDA are made by Triton. Install it: pip install triton, {_LEAVE_OUT}")
+        raise SlipstreamError(
+            f"fused: kernels for CUDA are made by Triton. Install it: pip install triton, {_LEAVE_OUT}"
+        )
     variable, candidates = ("CC", ("gcc", "clang", "cc")) if device_type == "cuda" else ("CXX", (_cxx(),))
     named = os.environ.get(variable, "").split()[:1] or candidates
     if not any(map(shutil.which, named)):
@@ -117,7 +121,8 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(module: nn.Module) -> fx.Graph | None:
-    """What its forward does; None where that depends on the input or the mode, is random, or changes something."""
+    """What its forward does; None where that depends on the input or the mode, is random, or changes something, and
+    where matrices are multiplied: W and recomputation have to see that."""
     was_training, codes = module.training, set()
     try:
         for training in (False, True):
@@ -136,7 +141,7 @@ def _is_pure(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return True
     changes = node.target in _CHANGES or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace")
-    return not changes and not any(word in name for word in _RANDOM)
+    return not changes and not any(word in name for word in (*_RANDOM, *_PRODUCTS))
 
 
 def _fuse_regions(module: nn.Module, graph: fx.Graph, kernels: dict[object, _Kernel]) -> fx.Graph | None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
+from slipstream.model.fused import fuse
 from slipstream.model.self_check import check_sliceable
 from slipstream.model.split import share
 from slipstream.model.stage import Stage
@@ -62,12 +63,15 @@ def load_shares(
     dtype: torch.dtype | None,
     tensor_plan: Mapping[str, str] | None,
     sequence: bool,
+    fused: bool,
 ) -> tuple[PreTrainedModel, TensorParallel | None]:
     """The layers of this process's stages; of every weight this rank's share, where several ranks share them."""
     here = layout.stages_of(ranks_here(layout, ranks))
     model = source.load(layout.anatomy, [layer for stage in here for layer in layout.layers[stage]])
     if dtype is not None:
         cast(model, dtype)
+    if fused:  # before it is cut into stages, which then share kernels
+        fuse(model)
     if ranks.tensor.size == 1:
         return model, None
     tensor = TensorParallel(
@@ -87,7 +91,11 @@ def plan_shares(
 
 
 def make_stages(
-    model: PreTrainedModel, layout: Layout, ranks: Ranks, device: torch.device, tensor: TensorParallel | None
+    model: PreTrainedModel,
+    layout: Layout,
+    ranks: Ranks,
+    device: torch.device,
+    tensor: TensorParallel | None,
 ) -> dict[int, Stage]:
     """Those of this process, each its own layers of `model`."""
     here = layout.stages_of(ranks_here(layout, ranks))

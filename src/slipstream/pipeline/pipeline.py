@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import find_anatomy
+from slipstream.model.fused import check_compiler
 from slipstream.model.limits import check_length, check_token_ids
 from slipstream.model.loading import load_config, pretrained_model, random_model
 from slipstream.parallel.group import Group
@@ -91,6 +92,7 @@ class Pipeline:
             then yields these parts, so that the optimizer's state is spread too.
         master_dtype: of what the optimizer updates, such as torch.float32 with dtype=torch.bfloat16: `parameters`
             yields wider copies, in whose dtype gradients are summed up. Default: the parameters themselves.
+        fused: whether norms and activations are compiled, each to one kernel: needs a compiler on every machine.
         self_check: whether to compare the architecture at toy size, sliced and whole, before training (a second); with
             tp also cut over its ranks and whole.
         timeout: how long a rank waits for a message before it gives up.
@@ -122,6 +124,7 @@ class Pipeline:
         tensor_plan: Mapping[str, str] | None = None,
         shard_optimizer: bool = False,
         master_dtype: torch.dtype | None = None,
+        fused: bool = False,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
@@ -129,6 +132,8 @@ class Pipeline:
         self.config = source.config
         self._ranks = Ranks(mesh)
         self.device = self._ranks.device if device is None else torch.device(device)
+        if fused:
+            check_compiler(self.device.type)
         if self_check:
             check_architecture(self.config, self._ranks, tensor_plan, sequence_parallel)
         num_ranks = count_ranks(self._ranks, num_ranks, schedule)
@@ -149,7 +154,7 @@ class Pipeline:
             seq_len,
             reduces=self._ranks.world.size > self._ranks.size,
         )
-        model, tensor = load_shares(source, self.layout, self._ranks, dtype, tensor_plan, sequence_parallel)
+        model, tensor = load_shares(source, self.layout, self._ranks, dtype, tensor_plan, sequence_parallel, fused)
         self._stages = make_stages(model, self.layout, self._ranks, self.device, tensor)
         self._parameters = Parameters(
             self._stages,

@@ -117,6 +117,8 @@ class PipelineSection(Section):
     to it."""
     partition: Literal["auto"] | list[int | float] = "auto"
     """Layers of each stage; [4.5, 3.5] ends the first one between a layer's attention and its feed-forward half."""
+    fused: bool = False
+    """Compile norms and activations, each to one kernel; needs a compiler."""
     self_check: bool = True
     """Compare a toy of the same architecture, sliced against unsliced, before training."""
 

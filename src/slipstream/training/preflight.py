@@ -57,6 +57,7 @@ def preflight(config: Config, progress: Progress) -> Inputs:
     check_world_size(config, os.environ)
     check_device(config, os.environ)
     check_trackers(config.tracking.to)
+    check_fused(config)
     output = Output(config.training.output)
     if not can_resume(config):
         check_output(output, config.training.overwrite)
@@ -109,6 +110,17 @@ def check_device(config: Config, environment: Any) -> None:
             f"training.device=cuda needs {num_local} CUDA devices, one for each rank, but there are "
             f"{num_devices}; use --training.device=cpu or fewer ranks"
         )
+
+
+def check_fused(config: Config) -> None:
+    """Kernels can be made here for what the ranks compute on."""
+    if config.pipeline.fused:
+        import torch
+
+        from slipstream.model.fused import check_compiler
+
+        on_cpu = config.training.device == "cpu" or not torch.cuda.is_available()
+        check_compiler("cpu" if on_cpu else "cuda")
 
 
 def check_output(output: Output, overwrite: bool) -> None:

@@ -51,6 +51,7 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
         "dtype": torch.bfloat16 if config.training.precision == "bf16-weights" else torch.float32,
         "master_dtype": torch.float32 if config.training.precision == "bf16-weights" else None,
         "device": device,
+        "fused": config.pipeline.fused,
         "sequence_parallel": config.parallel.sequence,
         "tensor_plan": config.parallel.tensor_plan,
         "shard_optimizer": config.parallel.shard_optimizer,

@@ -1,0 +1,257 @@
+"""Fused norms and activations: exact in any slices, compiled once for all of them, and only where it is safe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+
+from architectures import (
+    ARCHITECTURES,
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+from slipstream import Op, Pipeline, SlipstreamError
+from slipstream.model import fused
+from slipstream.model.fused import check_compiler, fuse
+from slipstream.model.weight_gradients import whole_weights
+
+
+def missing() -> str:
+    """What this machine lacks to compile."""
+    try:
+        check_compiler("cpu")
+    except SlipstreamError as error:
+        return str(error)
+    return ""
+
+
+compiles = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [  # torch's own: when its compiler is imported, and when it looks at a tensor
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+FIRST_LAYER = {  # what is fused of it
+    "llama": ["mlp", *NORMS],
+    "qwen3": ["self_attn.q_norm", "self_attn.k_norm", "mlp", *NORMS],
+    "qwen2_moe": ["mlp.shared_expert", *NORMS],  # experts take tokens and their routes
+    "gpt2": ["mlp"],  # PyTorch's layer norm is one kernel
+    "mixtral": NORMS,
+    "gemma2": ["mlp", *NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"],
+    "phi3, longrope": ["mlp", *NORMS],
+    "gpt_neox": [],  # and so is its GeLU
+    "llama4_text": [
+        "self_attn.qk_norm",
+        "feed_forward.shared_expert",
+        *NORMS,
+    ],  # experts are one product of 3-D tensors
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        yield
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is traced stays in float64, as `no_rounding_inside` has it of what is not: a norm rounds to float32."""
+    trace = fused._trace
+
+    def wide(module: nn.Module) -> fx.Graph | None:
+        graph = trace(module)
+        for node in list(graph.nodes) if graph else ():
+            if node.target in ("to", "float"):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+        return graph
+
+    monkeypatch.setattr(fused, "_trace", wide)
+    with no_rounding_inside():
+        yield
+
+
+def num_compiled() -> int:
+    """Kernels, each for its forward and its backward, in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def in_slices(model: PreTrainedModel, slices: list[int], **settings: object) -> Pipeline:
+    pipe = Pipeline(copy.deepcopy(model), slices=slices, num_microbatches=2, num_ranks=2, self_check=False, **settings)
+    pipe.step(tokens(batch=4), labels_of(tokens(batch=4)))
+    return pipe
+
+
+@pytest.mark.parametrize("name", FIRST_LAYER)
+def test_what_is_fused(name: str) -> None:
+    names = fuse(build(ARCHITECTURES[name]))
+    prefix = "transformer.h.0." if name == "gpt2" else "model.layers.0."
+    assert [each.removeprefix(prefix) for each in names if each.startswith(prefix)] == FIRST_LAYER[name]
+    assert ("model.norm" in names) == bool(NORMS[0] in FIRST_LAYER[name])
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
+    """With and without recomputation, whole backwards and split ones, in slices of many lengths: compiled once."""
+    model = build(ARCHITECTURES[name])
+    whole = copy.deepcopy(model)
+    unsplit_step(whole, tokens(batch=4), labels_of(tokens(batch=4)))
+    wanted, before = gradients(whole.named_parameters()), num_compiled()
+    fuse(model)
+    for recompute in ("selective", "none"):  # neither compiled nor not before the first forward that is repeated
+        pipe = in_slices(model, [5, 30, 17, 12], recompute=recompute)
+        assert gradient_error(wanted, gradients(pipe.named_parameters())) < BOUND
+    after = num_compiled()
+    assert after > before
+    for schedule in ("1f1b", "zb-h1"):
+        for recompute in ("none", "selective", "full", 1):
+            pipe = in_slices(model, [20, 9, 33, 2], schedule=schedule, recompute=recompute)
+            assert gradient_error(wanted, gradients(pipe.named_parameters())) < BOUND
+            assert any(span.action.op is Op.W for span in pipe.timeline.spans)
+    assert num_compiled() == after
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_equal_layers_share_their_kernels() -> None:
+    """Eight norms and a last one are one kernel, four activations another, forward and backward, for any length."""
+    model, before = build(ARCHITECTURES["llama"]), num_compiled()
+    fuse(model)
+    for length in (64, 7, 30):
+        model(tokens(length=length)).logits.sum().backward()
+    assert num_compiled() == before + 2
+    model(tokens(batch=1, length=1))  # a single token isn't compiled for
+    assert num_compiled() == before + 2
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_dropout_draws_the_same_numbers() -> None:
+    config = copy.deepcopy(ARCHITECTURES["gpt2"])
+    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.3
+    model, results = build(config), []
+    for change in (lambda model: [], fuse):
+        change(model)
+        torch.manual_seed(7)
+        results.append(gradients(in_slices(model, [5, 30, 17, 12], recompute="full").named_parameters()))
+    assert gradient_error(*results) < BOUND
+
+
+@compiles
+def test_hooks_see_every_module() -> None:
+    model = build(ARCHITECTURES["llama"])
+    fuse(model)
+    assert not whole_weights(model)  # W still has all matrices
+    seen = []
+    for name in ("input_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp"):
+        module = model.model.layers[0].get_submodule(name)
+        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+    model(tokens(batch=1, length=1))
+    assert seen == ["input_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp"]
+
+
+def test_the_parameters_may_be_replaced_later() -> None:
+    model = build(ARCHITECTURES["llama"])
+    fuse(model)
+    twin = copy.deepcopy(model)
+    norm = twin.model.norm
+    norm.weight = nn.Parameter(2 * norm.weight.detach())
+    x = torch.randn(1, 1, 32, dtype=torch.float64)
+    assert torch.equal(norm(x), 2 * model.model.norm(x))
+
+
+def test_what_a_user_compiles_stays_as_it_is() -> None:
+    model = build(ARCHITECTURES["llama"])
+    model.model.layers[1].compile()
+    model.model.layers[2].mlp.compile()
+    names = fuse(model)
+    assert not any(name.startswith("model.layers.1.") for name in names)
+    assert "model.layers.2.mlp" not in names
+    assert "model.layers.2.input_layernorm" in names
+
+
+class GatedNorm(nn.Module):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return x * x.sum() if gate is None else x * gate.sum()
+
+
+class NoisyNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, 0.5) * x * 2
+
+
+class TrainingNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x * 2 if self.training else x * x
+
+
+class ChangingNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * x).mul_(2)
+
+
+class ShortNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x * 2 if x.shape[1] > 4 else x * x
+
+
+class ProjectingNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x @ x.transpose(-1, -2)).sum() * 2
+
+
+@pytest.mark.parametrize("kind", [GatedNorm, NoisyNorm, TrainingNorm, ChangingNorm, ShortNorm, ProjectingNorm])
+def test_what_one_trace_does_not_show_stays_as_it_is(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind())
+    assert fuse(model) == []
+    assert "forward" not in vars(model[0])
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("device", "compiler", "message"),
+        [
+            ("cpu", None, r"needs a compiler, but (clan)?g\+\+ is not on the PATH.*CXX.*pipeline\.fused: false"),
+            ("cpu", "mine -O2", "but mine is not on the PATH"),
+            ("cuda", None, r"made by Triton. Install it: pip install triton|but gcc or clang or cc is not"),
+        ],
+    )
+    def test_no_compiler(
+        self, device: str, compiler: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        for variable in ("CC", "CXX"):
+            monkeypatch.setenv(variable, compiler) if compiler else monkeypatch.delenv(variable, raising=False)
+        with pytest.raises(SlipstreamError, match=message):
+            check_compiler(device)
+
+    def test_no_headers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "mine").touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setenv("CXX", "mine")
+        monkeypatch.setattr(fused.sysconfig, "get_path", lambda _: str(tmp_path))
+        with pytest.raises(SlipstreamError, match=r"Python's headers, but .*Python\.h is not there.*python3-dev"):
+            check_compiler("cpu")
