@@ -37,10 +37,11 @@ LENGTH, SLICES = 1024, 4
 TIMES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # (n-1)/n of the payload, so often, a rank sends
 
 
+NAMES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+
+
 class CountedCollectives(TorchDispatchMode):
     """Counts the bytes that collectives work on, as `slipstream.parallel.group.Group` does: each one's whole tensor."""
-
-    NAMES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,10 +50,10 @@ class CountedCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
-            if name not in self.NAMES:
+            if name not in NAMES:
                 raise RuntimeError(f"{name} is a collective whose bytes aren't counted")
             whole = args[1] if name == "_reduce_scatter_base_" else args[0]
-            self.payload[self.NAMES[name]] += sum(t.nbytes for t in ([whole] if isinstance(whole, Tensor) else whole))
+            self.payload[NAMES[name]] += sum(t.nbytes for t in ([whole] if isinstance(whole, Tensor) else whole))
         return func(*args, **(kwargs or {}))
 
 
@@ -61,14 +62,13 @@ def sent(payload: Counter[str], num_ranks: int) -> float:
     return sum(exchanged(num_bytes, num_ranks, TIMES[name]) for name, num_bytes in payload.items())
 
 
-def shard(model: nn.Module, layers: Iterable[nn.Module]) -> FSDPModule:
+def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Every layer by itself and what is left with the root; gathered for each pass, gradients summed."""
     for module in (*layers, model):
         fully_shard(module, reshard_after_forward=True)
-    assert isinstance(model, FSDPModule)
-    model.set_gradient_divide_factor(1.0)  # the loss is a global mean already
-    model.set_force_sum_reduction_for_comms(True)
-    return model
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # the loss is a global mean already; of this module only
+        module.set_force_sum_reduction_for_comms(True)
 
 
 class Zero3:

@@ -140,9 +140,7 @@ def table_2() -> dict[str, Any]:
     """All rows, with the constants of Table 1."""
     cluster = megatron.fit().cluster()
     found = [_predicted(row, cluster) for row in rows()]
-    by_scheme = {
-        scheme: errors([row for row in found if row["scheme"] == scheme]) for scheme in ("zero3", "ptdp")
-    }
+    by_scheme = {scheme: errors([row for row in found if row["scheme"] == scheme]) for scheme in ("zero3", "ptdp")}
     return {"constants": vars(megatron.fit()), "rows": found, "errors": by_scheme}
 
 

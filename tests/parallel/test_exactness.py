@@ -14,6 +14,13 @@ WORKER = Path(__file__).with_name("exactness.py")
 BOUND = 1e-9
 
 
+def test_pipelines_of_three_ranks_beside_each_other_connect() -> None:
+    """The middle rank is in more groups than the others, so groups can't be told apart by how many a rank is in."""
+    results = [json.loads(line) for line in torchrun(6, "3", "1", "2", "llama, tied")]
+    assert len(results) == 3
+    assert max(result["error"] for result in results) < BOUND
+
+
 def torchrun(num_processes: int, *arguments: str, timeout: int = 110) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     environment = os.environ | {"PYTHONPATH": str(WORKER.parents[1]), "OMP_NUM_THREADS": "1"}

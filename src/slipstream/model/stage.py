@@ -93,7 +93,9 @@ class Stage:
         self.tables = MaskTables(device)
         self._context: SliceContext | None = None
         self._uses_randomness = uses_randomness(model)
-        self._watch([*model.get_submodule(anatomy.layers).children()], anatomy.halves)
+        layers = [*model.get_submodule(anatomy.layers).children()]
+        self.layers = [layers[index] for index in owned.layers]
+        self._watch(layers, anatomy.halves)
         self._learn_masks(device)
 
     @property

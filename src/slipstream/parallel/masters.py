@@ -60,9 +60,9 @@ class Masters:
             return rows_of(parameter, 0, 1)
         return rows_of(parameter, self._data.rank, self._data.size)
 
-    def trains(self, name: str) -> bool:
-        """Whether the parameter isn't frozen."""
-        return name in self._trained
+    def is_spread(self, name: str) -> bool:
+        """Whether each replica has other rows of it: those that aren't frozen."""
+        return self.is_sharded and name in self._trained
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Of the parameter's master, and so of its gradients."""

@@ -54,13 +54,14 @@ class Axes:
     data: Group
     tensor: Group
     world: Group
+    pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, this one among them
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Axes:
         """A mesh's; without one all processes are on pp, and without a process group this process is alone."""
         if mesh is None:
             everyone = Group(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-            return cls(everyone, Group(), Group(), everyone)
+            return cls(everyone, Group(), Group(), everyone, (tuple(everyone.global_ranks),))
         names = mesh.mesh_dim_names or ()
         if "pp" not in names or set(names) - set(AXES):
             raise SlipstreamError(
@@ -68,12 +69,17 @@ class Axes:
                 "Make it by slipstream.make_mesh(pp=..., dp=..., tp=...)."
             )
         pipeline, data, tensor = (Group(mesh.get_group(name)) if name in names else Group() for name in AXES)
-        return cls(pipeline, data, tensor, _whole(mesh))
+        return cls(pipeline, data, tensor, _whole(mesh), _pipelines(mesh, names))
 
     @property
     def device(self) -> torch.device:
         """What these processes compute on unless told otherwise: NCCL's current GPU, else the CPU."""
         return torch.device("cuda", torch.cuda.current_device()) if self.world.uses_nccl else torch.device("cpu")
+
+
+def _pipelines(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    stages_last = mesh.mesh.movedim(names.index("pp"), -1)
+    return tuple(map(tuple, stages_last.reshape(-1, stages_last.shape[-1]).tolist()))
 
 
 def _whole(mesh: DeviceMesh) -> Group:

@@ -42,6 +42,24 @@ def check_architecture(
         check_tensor_parallel(config, tensor_plan, ranks.tensor, sequence)
 
 
+def check_sharding(anatomy: Anatomy, ranks: Ranks, settings: Mapping[str, object]) -> None:
+    """What can't be exact with parameters spread over replicas; every rank finds the same. `settings` are others of the
+    Pipeline that exclude it, by name, where they are used."""
+    given = [f"{name}={value}" for name, value in settings.items() if value]
+    if given:
+        raise SlipstreamError(f"shard_parameters=True with {given[0]}: leave one of the two out.")
+    if ranks.tensor.size > 1:
+        raise SlipstreamError(
+            f"shard_parameters=True on a mesh with tp={ranks.tensor.size}: gradients that are partial on tensor ranks "
+            "would not be added up. Use tp=1, or shard_optimizer=True."
+        )
+    if anatomy.tied:
+        raise SlipstreamError(
+            f"shard_parameters=True with {anatomy.tied[0][0]} tied to {anatomy.tied[0][1]}: the two shards would be "
+            "updated apart. Use shard_optimizer=True, or a model with tie_word_embeddings=False."
+        )
+
+
 def count_ranks(ranks: Ranks, num_ranks: int | None, schedule: str | Schedule) -> int:
     """Of the pipeline: its processes, or as many as are asked for in this one."""
     if ranks.size == 1:
@@ -114,8 +132,7 @@ def choose_loss(given: LossFunction | None, ranks: Ranks, tensor: TensorParallel
     return vocabulary_cross_entropy(ranks.tensor, tensor.first_id)
 
 
-def tied_ends(layout: Layout, ranks: Ranks) -> list[int]:
-    """The global ranks of the first and the last stage, equal where one has both or nothing is tied."""
+def tied_ends(layout: Layout, ranks: Ranks) -> tuple[int, int]:
+    """The pipeline's ranks of the first and the last stage, equal where one has both or nothing is tied."""
     placement = layout.training.placement
-    apart = ranks.size > 1 and layout.anatomy.tied
-    return [ranks.global_ranks[rank] for rank in ((placement[0], placement[-1]) if apart else (0, 0))]
+    return (placement[0], placement[-1]) if ranks.size > 1 and layout.anatomy.tied else (0, 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from slipstream.model.stage import Stage
@@ -44,7 +45,7 @@ class _Part:
 
 def gather_state(stages: list[Stage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
     """The unsplit model's state by its own names, on the leader; empty on the others."""
-    own = {name: tensor for stage in stages for name, tensor in stage.state().items()}
+    own = {name: _whole(tensor) for stage in stages for name, tensor in stage.state().items()}
     shares = parameters.shares()
     parts = [
         _Part(name, shares.get(name) or Share.whole(tuple(tensor.shape)), tensor.shape, tensor.dtype)
@@ -63,6 +64,11 @@ def gather_state(stages: list[Stage], ranks: Ranks, parameters: Parameters) -> d
             tensor = own[part.name] if source == 0 else _received(part, source, ranks)
             _put(part, tensor.cpu(), whole)
     return whole
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Collective over the replicas where the tensor is spread over them."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _received(part: _Part, source: int, ranks: Ranks) -> Tensor:

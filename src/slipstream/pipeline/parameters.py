@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from slipstream.model.stage import Stage
 from slipstream.parallel.gradients import Gradients
 from slipstream.parallel.masters import Masters
+from slipstream.parallel.sharded_parameters import ShardedParameters
 from slipstream.parallel.shares import Share
 from slipstream.parallel.tensor_parallel import TensorParallel
 from slipstream.pipeline.ranks import Ranks
@@ -37,27 +38,37 @@ class Parameters:
         stages: Mapping[int, Stage],
         ranks: Ranks,
         tensor: TensorParallel | None,
-        tied_ends: list[int],
+        tied_ends: tuple[int, int],
         *,
         shard: bool = False,
+        shard_parameters: bool = False,
         master_dtype: torch.dtype | None = None,
     ) -> None:
-        """Collective. `tied_ends` are the global ranks that hold a tied weight, equal where one has both ends."""
-        self._ranks, self._tensor, self._shard = ranks, tensor, shard
+        """Collective. `tied_ends` are the pipeline's ranks that hold a tied weight, equal where one has both ends; with
+        `shard_parameters` none is tied."""
+        self._ranks, self._tensor, self._shard = ranks, tensor, shard or shard_parameters
         self._stages = stages
-        self._masters = Masters(list(self._own()), ranks.data, shard, master_dtype)
-        self._tied = TiedGradients([*stages.values()], tied_ends, is_one_of_several=ranks.world.size > ranks.size)
-        self._gradients = Gradients(
-            {number: list(_trained_by(stage)) for number, stage in stages.items()},
-            ranks.data,
-            ranks.tensor,
-            self._added_over,
-            self._masters,
-            whole=self._tied.names,
-        )
+        self._tied = TiedGradients([*stages.values()], ranks, tied_ends)
+        self._masters: Masters | ShardedParameters
+        self._gradients: Gradients | ShardedParameters
+        if shard_parameters and ranks.data.size > 1:
+            modules = {number: (stage.model, stage.layers) for number, stage in stages.items()}
+            self._masters = self._gradients = ShardedParameters(modules, ranks.data)
+        else:
+            self._masters = Masters(list(self._own()), ranks.data, shard, master_dtype)
+            self._gradients = Gradients(
+                {number: list(_trained_by(stage)) for number, stage in stages.items()},
+                ranks.data,
+                ranks.tensor,
+                self._added_over,
+                self._masters,
+                whole=self._tied.names,
+            )
         self._is_stale = False  # the masters may have been updated since the parameters were
 
     def begin(self, loss_scale: float = 1.0) -> None:
+        """After `publish`: a step comes next."""
+        self._is_stale = False
         self._gradients.begin(loss_scale)
 
     def reduce(self, stage: int) -> None:
@@ -66,15 +77,23 @@ class Parameters:
 
     def end(self) -> None:
         self._gradients.finish()
-        for name, total in self._tied.totals():
-            self._gradients.deliver(name, total)
+        if isinstance(self._gradients, Gradients):
+            for name, total in self._tied.totals():
+                self._gradients.deliver(name, total)
         self._is_stale = True
 
     def publish(self) -> None:
-        """Collective: what an optimizer has done since the last step is done to what computes."""
+        """Collective: what an optimizer has done since the last step is done to what computes.
+
+        It may do more after an evaluation: only the next step ends that.
+        """
         if self._is_stale:
             self._masters.publish()
-            self._is_stale = False
+
+    def release(self) -> None:
+        """After an evaluation: of sharded parameters only this replica's rows stay."""
+        if isinstance(self._masters, ShardedParameters):
+            self._masters.publish()
 
     def refresh(self) -> None:
         """What `named` yields was changed: the next `publish` tells what computes."""
@@ -97,12 +116,8 @@ class Parameters:
         for name, parameter in self.named():
             rows = self._masters.rows(name)
             is_copy = shares[name].copy > 0 or name in self._tied.copies
-            is_own = self._ranks.data.rank == 0 or self._is_spread(name)
+            is_own = self._ranks.data.rank == 0 or self._masters.is_spread(name)
             yield Piece(name, parameter, shares[name], rows.start, is_own and not is_copy)
-
-    def _is_spread(self, name: str) -> bool:
-        """Whether each replica has other rows of it."""
-        return self._masters.is_sharded and self._masters.trains(name)
 
     def bytes_of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
         """Of some of this rank's parameters: copies that the optimizer updates, and all that it updates."""

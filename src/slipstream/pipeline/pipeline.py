@@ -22,6 +22,7 @@ from slipstream.parallel.group import Group
 from slipstream.pipeline.batch import Batch, cut_batch
 from slipstream.pipeline.building import (
     check_architecture,
+    check_sharding,
     choose_loss,
     count_ranks,
     load_shares,
@@ -90,6 +91,9 @@ class Pipeline:
             {"model.layers.*.mlp.up_proj": "colwise"}.
         shard_optimizer: with dp, whether each replica updates only its part of every parameter (ZeRO-1): `parameters`
             then yields these parts, so that the optimizer's state is spread too.
+        shard_parameters: with dp, whether each replica keeps only its part of every parameter between steps (ZeRO-3, by
+            FSDP2): gathered once when a step begins, let go of when a stage's gradients are reduced. `parameters`
+            yields these parts. Not with tp, tied weights or master_dtype.
         master_dtype: of what the optimizer updates, such as torch.float32 with dtype=torch.bfloat16: `parameters`
             yields wider copies, in whose dtype gradients are summed up. Default: the parameters themselves.
         fused: whether norms and activations are compiled, each to one kernel: needs a compiler on every machine.
@@ -123,6 +127,7 @@ class Pipeline:
         sequence_parallel: bool = False,
         tensor_plan: Mapping[str, str] | None = None,
         shard_optimizer: bool = False,
+        shard_parameters: bool = False,
         master_dtype: torch.dtype | None = None,
         fused: bool = False,
         self_check: bool = True,
@@ -154,6 +159,9 @@ class Pipeline:
             seq_len,
             reduces=self._ranks.world.size > self._ranks.size,
         )
+        if shard_parameters:
+            excluded = {"shard_optimizer": shard_optimizer, "master_dtype": master_dtype}
+            check_sharding(self.layout.anatomy, self._ranks, excluded)
         model, tensor = load_shares(source, self.layout, self._ranks, dtype, tensor_plan, sequence_parallel, fused)
         self._stages = make_stages(model, self.layout, self._ranks, self.device, tensor)
         self._parameters = Parameters(
@@ -162,6 +170,7 @@ class Pipeline:
             tensor,
             tied_ends(self.layout, self._ranks),
             shard=shard_optimizer,
+            shard_parameters=shard_parameters,
             master_dtype=master_dtype,
         )
         self._transport: Transport = LocalTransport()
@@ -269,6 +278,7 @@ class Pipeline:
             loss = self._run(self.layout.evaluation, batch)
         for stage, training in modes.items():
             stage.model.train(training)
+        self._parameters.release()
         return loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

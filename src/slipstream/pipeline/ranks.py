@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +23,7 @@ class Ranks:
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         axes = Axes.of(mesh)
         self.pipeline, self.data, self.tensor, self.world = axes.pipeline, axes.data, axes.tensor, axes.world
-        self.device = axes.device
+        self.device, self._pipelines = axes.device, axes.pipelines
 
     @property
     def size(self) -> int:
@@ -43,6 +45,20 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this is the rank that decides and speaks for all."""
         return self.world.rank == 0
+
+    def connect(self, ends: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+        """Collective over all ranks: a group of these ranks of the pipeline, and of those of each pipeline beside it.
+
+        Every rank makes all of them, in one order: torch numbers groups, and ranks that only made their own would give
+        one group several names. None where this rank isn't in one.
+        """
+        mine = None
+        for pipeline in self._pipelines:
+            members = [pipeline[rank] for rank in ends]
+            group = dist.new_group(members, timeout=timeout)
+            if dist.get_rank() in members:
+                mine = group
+        return mine
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the pipeline's ranks and the replicas, in place; tensor-parallel ranks have it all alike."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.model.stage import Stage, TiedWeight
+from slipstream.pipeline.ranks import Ranks
 
 
 class TiedGradients:
@@ -17,14 +18,11 @@ class TiedGradients:
     Both ranks then hold the same gradient under the canonical name, so equal optimizers keep the copies equal.
     """
 
-    def __init__(self, stages: list[Stage], ends: list[int], *, is_one_of_several: bool = False) -> None:
-        """Collective. `ends` are the global ranks of the first and the last stage, equal where one rank has both;
-        `is_one_of_several` pipelines beside each other, of each of which only the ranks it names take part."""
+    def __init__(self, stages: list[Stage], ranks: Ranks, ends: tuple[int, int]) -> None:
+        """Collective. `ends` are the pipeline's ranks of the first and the last stage, equal where one has both."""
         self._embeddings = {t.name: t for stage in stages if stage.is_first for t in stage.tied}
         self._heads = {t.name: t for stage in stages if stage.is_last for t in stage.tied}
-        self._group = None
-        if ends[0] != ends[-1]:
-            self._group = dist.new_group(ends, use_local_synchronization=is_one_of_several)
+        self._group = ranks.connect(ends) if ends[0] != ends[1] else None
 
     @property
     def names(self) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -135,20 +135,12 @@ class DistributedTransport:
         self._timeout = timeout
         self._global_ranks = ranks.global_ranks
         self._windows = windows
-        self._groups = {channel: self._connect(channel, ranks) for channel in windows}
+        self._groups = {channel: ranks.connect([channel.source, channel.destination], timeout) for channel in windows}
         self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._posted: dict[Action, _Posted] = {}
         self._held: dict[Action, Tensor] = {}
         self._sends: defaultdict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._unchecked: list[tuple[Tensor, Action, torch.Size, torch.dtype]] = []
-
-    def _connect(self, channel: Channel, ranks: Ranks) -> Any:
-        """Pipelines beside each other connect at once, each its own ranks."""
-        ends = [ranks.global_ranks[channel.source], ranks.global_ranks[channel.destination]]
-        is_one_of_several = ranks.world.size > ranks.size
-        if is_one_of_several and dist.get_rank() not in ends:
-            return None
-        return dist.new_group(ends, timeout=self._timeout, use_local_synchronization=is_one_of_several)
 
     def begin(self) -> None:
         self.bytes_sent = 0  # what another process has sent can't be called back: after a failed step all must restart

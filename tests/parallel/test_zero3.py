@@ -1,0 +1,75 @@
+"""ZeRO-3 in real processes: FSDP2 alone beside PTD-P, parameters sharded in a Pipeline; and the paper's table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("zero3_worker.py")
+BOTH_SYSTEMS = ["fsdp2_sends_what_the_formula_says", "both_systems_have_the_gradients_of_the_whole_model"]
+SHARDED = [
+    "sharded_parameters_train_as_the_whole_model",
+    "sharded_parameters_send_what_the_formula_says",
+    "memory_is_that_of_the_rows_between_steps",
+    "what_cant_be_sharded_is_refused",
+]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
+    """All cases in the same processes; the first that fails ends them."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launcher, str(WORKER)], capture_output=True, text=True, timeout=280, env=environment)
+
+
+@pytest.mark.timeout(300)  # the first case of each fixture starts the processes and runs all of them
+@pytest.mark.parametrize("case", [*BOTH_SYSTEMS, *SHARDED])
+def test_zero3(ended: subprocess.CompletedProcess[str], case: str) -> None:
+    assert f"passed {case}\n" in ended.stdout, ended.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def predicted() -> list[dict[str, Any]]:
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.papers.zero3 import table_2
+
+        rows: list[dict[str, Any]] = table_2()["rows"]
+        return rows
+    finally:
+        sys.path.remove(str(ROOT))
+
+
+@pytest.mark.timeout(120)
+def test_table_2_is_predicted_with_the_constants_of_table_1(predicted: list[dict[str, Any]]) -> None:
+    errors = [abs(row["error"]) for row in predicted if row["scheme"] == "ptdp"]
+    assert len(errors) == 6
+    assert sum(errors) / 6 < 0.04
+    assert max(errors) < 0.06
+
+
+def test_zero3_in_the_paper_lies_between_all_and_no_overlap(predicted: list[dict[str, Any]]) -> None:
+    rows = [row for row in predicted if row["scheme"] == "zero3"]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["seconds"] < row["paper seconds"] < row["seconds without overlap"]
+
+
+def test_zero3_sends_as_much_on_any_number_of_gpus_and_ptdp_less(predicted: list[dict[str, Any]]) -> None:
+    """3 (n-1)/n of the parameters' bytes; and the order of the two systems is the paper's in every pair of rows."""
+    zero3, ptdp = ([row for row in predicted if row["scheme"] == scheme] for scheme in ("zero3", "ptdp"))
+    for row in zero3:
+        assert row["sent"] == pytest.approx(6 * row["parameters"] * (row["gpus"] - 1) / row["gpus"], rel=1e-12)
+    for one, other in zip(zero3, ptdp, strict=True):
+        assert other["out of a node"] < one["out of a node"] / 5
+        if one["gpus"] >= 768:
+            assert other["predicted"] > one["predicted"]
+            assert other["paper"] > one["paper"]
