@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import SlipstreamError
 from slipstream.model.stage import Stage
 from slipstream.parallel.gradients import Gradients
 from slipstream.parallel.masters import Masters
@@ -113,11 +112,6 @@ class Parameters:
 
     def pieces(self) -> Iterator[Piece]:
         """What `named` yields, each with its place in the unsplit model's parameter."""
-        if isinstance(self._masters, ShardedParameters):
-            raise SlipstreamError(
-                "with shard_parameters=True the pieces of parameters are not known to checkpoints. Save them by "
-                "save_pretrained, or spread the optimizer's state alone, by shard_optimizer=True."
-            )
         shares = self.shares()
         for name, parameter in self.named():
             rows = self._masters.rows(name)
