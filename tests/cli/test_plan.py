@@ -22,7 +22,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.profile import load_profile
 from slipstream.planner.report_words import count_text, seconds_text
 from slipstream.profiler.planning import make_options, model_section
-from slipstream.training.config import load_config
+from slipstream.training.config_file import load_config
 from slipstream.training.plan_file import plan_settings, write_plan_file
 from slipstream.training.profiling import measure_profile
 

@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 import slipstream
 from slipstream.errors import SlipstreamError
 from slipstream.training.agreement import differences, hash_sources
-from slipstream.training.config import load_config
+from slipstream.training.config_file import load_config
 from slipstream.training.network import address_towards, find_address, find_interface, is_loopback
 from slipstream.training.preflight import check_layers, load_model_config
 from slipstream.training.rendezvous import meet

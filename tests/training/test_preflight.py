@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.cli import main
 from slipstream.errors import SlipstreamError
-from slipstream.training.config import dump_config, parse_config
+from slipstream.training.config_file import dump_config, parse_config
 from slipstream.training.output import Output
 from slipstream.training.preflight import check_world_size, preflight
 from slipstream.training.progress import Progress

@@ -15,7 +15,7 @@ import yaml
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.checkpoint.manifest import Manifest
-from slipstream.training.config import load_config
+from slipstream.training.config_file import load_config
 
 STEPS, HALF = 6, 3
 SETTINGS: dict[str, Any] = {

@@ -39,7 +39,8 @@ def profile(
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     from rich.console import Console
 
-    from slipstream.training.config import ModelSection, load_config
+    from slipstream.training.config import ModelSection
+    from slipstream.training.config_file import load_config
     from slipstream.training.preflight import load_model_config
     from slipstream.training.profiling import measure_profile
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.training.config import Config, load_config
+from slipstream.training.config import Config
+from slipstream.training.config_file import load_config
 from slipstream.training.data import PackedSequences, TokenisedText
 from slipstream.training.launch import reported_to_the_launcher
 from slipstream.training.optimizer import make_optimizer, make_scheduler

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.config import Config, ModelSection, dump_config
+from slipstream.training.config import Config, ModelSection
+from slipstream.training.config_file import dump_config
 from slipstream.training.corpus import read_documents
 from slipstream.training.data import PackedSequences, TokenisedText
 from slipstream.training.output import Output

@@ -17,7 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 from slipstream.errors import SlipstreamError
 from slipstream.training import slurm
 from slipstream.training.agreement import describe, name_ranks
-from slipstream.training.config import Config, load_config
+from slipstream.training.config import Config
+from slipstream.training.config_file import load_config
 from slipstream.training.launch import reported_to_the_launcher
 from slipstream.training.output import Output
 from slipstream.training.preflight import check_device, check_world_size, preflight
