@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,7 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._besides:
                     reference = StorageWeakRef(storage)

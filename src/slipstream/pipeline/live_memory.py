@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -108,6 +109,8 @@ class AllocatedMemory:
 
 
 def tensors_alive() -> list[Tensor]:
-    """Every tensor that Python knows of, in this whole process."""
+    """Every tensor that Python knows of, in this whole process; those that only stand for one have no memory: what
+    torch.compile has traced with stays in its caches."""
     gc.collect()
-    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    found = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+    return [each for each in found if not isinstance(each, FakeTensor)]
