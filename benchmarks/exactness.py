@@ -54,15 +54,25 @@ def main() -> None:
     for mesh in meshes(options.most):
         found = run(mesh)
         rows += found
-        worst = max(found, key=lambda row: row["error"])
-        print("pp{} dp{} tp{}".format(*mesh), f"{len(found)} cases, largest error {worst['error']:.1e}", flush=True)
+        largest = max(row["error"] for row in found)
+        print("pp{} dp{} tp{}".format(*mesh), f"{len(found)} cases, largest error {largest:.1e}", flush=True)
+        save(rows, options.most)  # what is there so far, as it takes long
     worst = max(rows, key=lambda row: row["error"])
-    summary = {"meshes": len({tuple(row["mesh"]) for row in rows}), "cases": len(rows), "largest error": worst["error"]}
-    print(summary)
-    kept = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-    print(f"wrote {write('exactness', {'setting': setting(), 'bound': BOUND, 'summary': summary, 'rows': kept})}")
     if worst["error"] >= BOUND:
         raise SystemExit(f"not exact: {worst}")
+
+
+def save(rows: list[dict[str, Any]], most: int) -> None:
+    """All cases so far, and their summary."""
+    done = {tuple(row["mesh"]) for row in rows}
+    summary = {
+        "meshes": len(done),
+        "of": len(list(meshes(most))),
+        "cases": len(rows),
+        "largest error": max(row["error"] for row in rows),
+    }
+    kept = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    write("exactness", {"setting": setting(), "bound": BOUND, "summary": summary, "rows": kept})
 
 
 if __name__ == "__main__":

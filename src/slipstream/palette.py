@@ -24,6 +24,7 @@ _SHADES = {
     Op.I: ("#f6c6c3", "#a5202b"),
     Op.W: ("#d6f5ea", "#36a98c"),
     Op.R: ("#d3e5f6", "#1f63a8"),  # a forward again: hatched
+    Op.REDUCE_GRAD: ("#b9a7dd", "#b9a7dd"),
 }
 _OTHER = ("#dddddd", "#777777")
 WORK = {
@@ -32,6 +33,7 @@ WORK = {
     Op.I: "input gradient",
     Op.W: "weight gradient",
     Op.R: "recompute",
+    Op.REDUCE_GRAD: "gradient reduction",
 }
 IDLE = {
     Cause.FILL: "not yet fed (fill)",

@@ -139,7 +139,7 @@ def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
 
 def _number(action: Action, timeline: Timeline) -> str:
     """What stands in a box: the microbatch where there are several, else the slice."""
-    if action.op not in palette.WORK:
+    if action.op not in palette.WORK or action.op is Op.REDUCE_GRAD:
         return ""
     return str(action.microbatch if timeline.schedule.num_microbatches > 1 else action.slice)
 
