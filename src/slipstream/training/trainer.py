@@ -237,10 +237,11 @@ class Trainer:
         started = time.perf_counter()
         updated = update(self.pipe, self.optimizer, self.scheduler, batch, self.config, self.device, self.loss_scale)
         seconds = time.perf_counter() - started
-        if not math.isfinite(updated.loss) and training.precision != "fp16":
+        if training.precision != "fp16" and not math.isfinite(updated.loss + updated.grad_norm):
             raise SlipstreamError(
-                f"the loss of step {step} is {updated.loss}; lower optimizer.lr (now {self.config.optimizer.lr}), "
-                f"lengthen optimizer.warmup_steps, or clip with optimizer.clip_norm"
+                f"the loss of step {step} is {updated.loss}, the norm of its gradient {updated.grad_norm}; lower "
+                f"optimizer.lr (now {self.config.optimizer.lr}), lengthen optimizer.warmup_steps, or clip with "
+                "optimizer.clip_norm"
             )
         progression.step, progression.num_samples = step, progression.num_samples + training.batch_size
         self.timeline = self.pipe.timeline
