@@ -15,10 +15,8 @@ from slipstream.model.recompute import Recompute, Replay
 from slipstream.model.saved_tensors import SavedTensors
 from slipstream.model.stage import Stage
 from slipstream.model.weight_gradients import deferring
-from slipstream.parallel.group import Group
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.flight import Flight, Key, entrance, key_of, root_of
-from slipstream.pipeline.link import Link
 from slipstream.pipeline.offload import host_of
 from slipstream.pipeline.stopwatch import Stopwatch
 from slipstream.pipeline.transport import Transport, TransportError
@@ -41,18 +39,16 @@ class Executor:
         loss_function: LossFunction,
         device: torch.device,
         recompute: Recompute | None = None,
-        link: Link | None = None,
         reduce_gradients: Callable[[int], None] | None = None,
     ) -> None:
-        """`recompute` says what the schedule's R actions recompute; by default all. `link` is what messages carry, by
-        default whole tensors; `reduce_gradients` is what REDUCE_GRAD does to a stage."""
+        """`recompute` says what the schedule's R actions recompute; by default all. `reduce_gradients` is what
+        REDUCE_GRAD does to a stage."""
         self._rank = rank
         self._stages = stages
         self._transport = transport
         self._loss_function = loss_function
         self._device = device
         self._recompute = recompute or Recompute()
-        self._link = link or Link(Group())
         self._reduce_gradients = reduce_gradients
         self._host = host_of(device)
         self._handlers: dict[Op, Callable[[Action], None]] = {
@@ -158,7 +154,7 @@ class Executor:
         if awaited is None:
             return None if action.stage == 0 else self._flight.handed.pop(key_of(action))
         hidden = self._receive(awaited)
-        if self._link.gathers or not self._is_scheduled(Op.OFFLOAD, action):
+        if not self._is_scheduled(Op.OFFLOAD, action):
             return hidden
         hidden = hidden.clone()  # to be moved to the host, which the transport's buffer can't be
         self._transport.release(awaited)
@@ -219,7 +215,7 @@ class Executor:
 
     def _end_forward_only(self, action: Action) -> None:
         awaited = self._awaited(action)
-        if awaited is not None and not self._link.gathers:
+        if awaited is not None:
             self._transport.release(awaited)
         if action.slice == self._schedule.num_slices - 1:
             self._flight.stores.pop((action.stage, action.microbatch)).free()
@@ -257,8 +253,6 @@ class Executor:
             if gradient is not None and sent.data_ptr() == gradient.data_ptr():
                 sent = sent.clone()  # a stage that changed nothing: the buffer goes back to the pool before it is sent
             self._hand_on(Action(Op.SEND_B, g, m, i), sent, flight.gradients, (g - 1, m, i))
-        if self._link.gathers:
-            return []
         received = [self._awaited(action)]
         if not self._is_scheduled(Op.OFFLOAD, action):
             received.append(self._awaited(Action(Op.F, g, m, i)))
@@ -285,7 +279,7 @@ class Executor:
         if self._is_here(key[0]):
             local[key] = tensor.detach()
         else:
-            self._flight.outgoing[send] = self._link.part(tensor)
+            self._flight.outgoing[send] = tensor
 
     def _send(self, action: Action) -> None:
         began = self._stopwatch.mark()
@@ -294,9 +288,7 @@ class Executor:
 
     def _post_receive(self, action: Action) -> None:
         self._posted[action.other_end] = self._stopwatch.mark()
-        shape, dtype = self._hidden(action)
-        line = channel(action, self._schedule)
-        self._transport.post_receive(line, action.other_end, self._link.shape(shape), dtype)
+        self._transport.post_receive(channel(action, self._schedule), action.other_end, *self._hidden(action))
 
     def _hidden(self, action: Action) -> tuple[torch.Size, torch.dtype]:
         """Shape (b, T, hidden) and dtype of what stages hand on to each other."""
@@ -306,11 +298,7 @@ class Executor:
     def _receive(self, message: Action) -> Tensor:
         tensor = self._transport.receive(message)
         self._stopwatch.record(message.other_end, self._posted.pop(message))
-        if not self._link.gathers:
-            return tensor
-        whole = self._link.whole(tensor, self._hidden(message.other_end)[0])
-        self._transport.release(message)
-        return whole
+        return tensor
 
     def _reduce(self, action: Action) -> None:
         began = self._stopwatch.mark()

@@ -33,10 +33,10 @@ from slipstream.pipeline.building import (
 from slipstream.pipeline.executor import Executor, LossFunction, run_together
 from slipstream.pipeline.export import save_pretrained
 from slipstream.pipeline.layout import plan_layout
-from slipstream.pipeline.link import Link
 from slipstream.pipeline.memory_limit import Gauge
 from slipstream.pipeline.parameters import Parameters, Piece
 from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.scatter_gather import ScatterGather
 from slipstream.pipeline.source import Source, in_memory
 from slipstream.pipeline.transport import LocalTransport, Transport, connect
 from slipstream.pipeline.trials import Answer
@@ -173,10 +173,11 @@ class Pipeline:
             shard_parameters=shard_parameters,
             master_dtype=master_dtype,
         )
-        self._transport: Transport = LocalTransport()
-        if self._ranks.size > 1:
-            self._transport = connect(self.layout.training, self.device, self._ranks, timeout)
-        self._link = Link(self._ranks.tensor, sequence_parallel)
+        self._num_parts = 1 if sequence_parallel else self._ranks.tensor.size  # of which each rank sends one
+        connected = self._ranks.size > 1
+        self._transport = self._scattered(
+            connect(self.layout.training, self.device, self._ranks, timeout) if connected else LocalTransport()
+        )
         self._executors = self._make_executors(choose_loss(loss_fn, self._ranks, tensor))
         self._seed: int = self._ranks.follow(torch.initial_seed())
         self._num_steps = 0
@@ -396,6 +397,9 @@ class Pipeline:
             self.layout = self.layout.with_schedule(schedule)
             self._transport.expect(self.layout.training)
 
+    def _scattered(self, transport: Transport) -> Transport:
+        return transport if self._num_parts == 1 else ScatterGather(transport, self._ranks.tensor)
+
     def _run(self, schedule: Schedule, batch: Batch) -> Tensor:
         self._ran = schedule.name
         self._transport.begin()
@@ -421,7 +425,6 @@ class Pipeline:
                 loss_function,
                 self.device,
                 self.layout.recompute,
-                self._link,
                 self._parameters.reduce,
             )
             for rank in ranks_here(self.layout, self._ranks)

@@ -17,6 +17,7 @@ from slipstream.model.stage import Stage
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.executor import Executor, run_together
 from slipstream.pipeline.live_memory import Memory, memory_meter, tensors_alive
+from slipstream.pipeline.scatter_gather import part_size
 from slipstream.pipeline.transport import HEADER_BYTES
 from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
 from slipstream.schedule.lowering import Channel
@@ -148,14 +149,14 @@ class _Theatre:
     def __init__(self, pipeline: Pipeline, batch: Batch) -> None:
         self._pipeline, self._batch = pipeline, batch
         self._schedule = pipeline.layout.training
-        self._transport = _MadeUp(pipeline.device)
+        self._transport = pipeline._scattered(_MadeUp(pipeline.device))
 
     @property
     def message_bytes(self) -> list[float]:
         """Of every slice."""
-        stage, link = next(iter(self._pipeline._stages.values())), self._pipeline._link
-        shapes = [link.shape(stage.hidden_shape(piece)) for piece in self._batch.slices[0]]
-        return [shape.numel() * stage.hidden_dtype.itemsize for shape in shapes]
+        stage = next(iter(self._pipeline._stages.values()))
+        sizes = [stage.hidden_shape(piece).numel() for piece in self._batch.slices[0]]
+        return [part_size(size, self._pipeline._num_parts) * stage.hidden_dtype.itemsize for size in sizes]
 
     def rehearse(self, number: int) -> Iterator[_Run]:
         """All that is done to some slice of a stage in the schedule, each of it to all its slices."""
@@ -171,9 +172,7 @@ class _Theatre:
         pipeline, stage = self._pipeline, self._pipeline._stages[like.stage]
         loss_function, recompute = pipeline._executors[0]._loss_function, pipeline.layout.recompute
         stages = {like.stage: stage}
-        executor = Executor(
-            like.stage, stages, self._transport, loss_function, pipeline.device, recompute, pipeline._link
-        )
+        executor = Executor(like.stage, stages, self._transport, loss_function, pipeline.device, recompute)
         with _without_gradients(stage), memory_meter(pipeline.device, tensors_alive()) as memory:
             changes = _watch(executor, stage, memory)
             run_together([executor], _alone(like, split, self._schedule), self._batch)

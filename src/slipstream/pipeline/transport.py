@@ -30,7 +30,10 @@ class TransportError(RuntimeError):
 class Transport(Protocol):
     """One rank's end of all its channels. An action names a message: the SEND's on both ends."""
 
-    bytes_sent: int  # since `begin`, headers aside
+    @property
+    def bytes_sent(self) -> int:
+        """Since `begin`, headers aside."""
+        ...
 
     def begin(self) -> None:
         """A step comes next. Messages of one that failed are forgotten, where that can be done: within a process."""
