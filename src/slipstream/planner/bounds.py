@@ -59,6 +59,7 @@ class StageTimes:
     """Seconds of each (stage, slice)."""
 
     forward: Array
+    backward: Array  # in one; not always as long as its two halves together
     input_gradient: Array
     weight_gradient: Array
     replay: dict[str, Array]  # by kind of recomputation
@@ -116,8 +117,9 @@ class Bounds:
         times, cut = self._shared.times, self._shared.cut
         replay = times.replay[recompute].copy()
         replay[-1, -1] = 0  # its backward may follow its forward at once, and then nothing is recomputed
-        whole = times.input_gradient + times.weight_gradient
-        back = times.input_gradient if self._shared.splits else whole
+        splits = self._shared.splits
+        whole = times.input_gradient + times.weight_gradient if splits else times.backward
+        back = times.input_gradient if splits else whole
         before, after = _before(times.forward[:, 0]), _before(back[:, 0])
         must, everything = (
             cut.per_rank((times.forward + replay + each).sum(axis=1)) * self._shared.num_microbatches

@@ -99,8 +99,7 @@ def may_fit(space: Space, configuration: Configuration) -> bool:
 
 
 def _seconds(times: StageTimes, recompute: str) -> dict[tuple[int, int, Op], float]:
-    whole = times.input_gradient + times.weight_gradient
-    tables = {Op.F: times.forward, Op.I: times.input_gradient, Op.W: times.weight_gradient, Op.B: whole}
+    tables = {Op.F: times.forward, Op.B: times.backward, Op.I: times.input_gradient, Op.W: times.weight_gradient}
     tables[Op.R] = times.replay[recompute]
     stages, slices = times.forward.shape
     return {(g, s, op): float(t[g, s]) for op, t in tables.items() for g, s in product(range(stages), range(slices))}

@@ -166,13 +166,14 @@ class Space:
             slices = self.slices(tensor, size, count)
             rows = [self._row(tensor, size, layers, slices) for layers in cut.stages]
             table = np.stack(rows, axis=1)  # (kind of time, stage, slice)
-            replay = {what: table[5 + i] for i, what in enumerate(self.source.recomputations)}
-            reduce = {Op.F: table[3], Op.I: table[4]}
-            self._times[key] = StageTimes(table[0], table[1], table[2], replay, reduce, slices)
+            forward, backward, inputs, weights, forward_reduce, backward_reduce, *replays = table
+            replay = dict(zip(self.source.recomputations, replays, strict=True))
+            reduce = {Op.F: forward_reduce, Op.I: backward_reduce}
+            self._times[key] = StageTimes(forward, backward, inputs, weights, replay, reduce, slices)
         return self._times[key]
 
     def _row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Array:
-        """F, I, W, their all-reduces, and R of each kind, of one stage; equal stages are computed once."""
+        """F, B, I, W, the all-reduces of F and I, and R of each kind, of one stage; equal stages are computed once."""
         kinds, num_layers = self.source.kinds, len(self.source.kinds)
         counts = tuple(sorted(kinds[layer] for layer in layers))
         key = (tensor, size, counts, layers.start == 0, layers.stop == num_layers, slices)
@@ -180,7 +181,7 @@ class Space:
             costs = self.costs(tensor, size)
             length = np.array(slices)
             context = np.cumsum(length) - length
-            rows = [costs.seconds(layers, op, length, context) for op in (Op.F, Op.I, Op.W)]
+            rows = [costs.seconds(layers, op, length, context) for op in (Op.F, Op.B, Op.I, Op.W)]
             rows += [costs.reduce_seconds(layers, op, length) for op in (Op.F, Op.I)]
             for what in self.source.recomputations:
                 nothing = what == "none"
