@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +14,36 @@ from torch import Tensor
 # torch 2.13's names; before it there are only the older ones, which it deprecates
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class HoldsGroups(Protocol):
+    """What keeps process groups alive."""
+
+    def let_go(self) -> None:
+        """Of them, as nothing more will be exchanged."""
+        ...
+
+
+_holders: WeakSet[HoldsGroups] = WeakSet()
+
+
+def ends_in_order(holder: HoldsGroups) -> None:
+    """Have the holder's groups end, threads and all, before the interpreter does."""
+    _holders.add(holder)
+
+
+@atexit.register
+def _end_groups() -> None:
+    """Gloo's threads free what they have worked on a little later than its result is there, tensors of Python among it.
+
+    One that is about to do so while the interpreter ends is stopped in the middle, which aborts the process
+    ("terminate called without an active exception"). A group's end joins its threads, but it ends with its last owner.
+    Where `destroy_process_group` wasn't called the run has failed, and threads may wait for others for long.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        for holder in list(_holders):
+            holder.let_go()
+        gc.collect()
 
 
 class Group:
@@ -26,6 +59,10 @@ class Group:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.calls: Counter[str] = Counter()
         self.payload: Counter[str] = Counter()
+        ends_in_order(self)
+
+    def let_go(self) -> None:
+        self.process_group = None
 
     @property
     def size(self) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.memory import send_windows
+from slipstream.parallel.group import ends_in_order
 from slipstream.pipeline.ranks import Ranks
 from slipstream.schedule.action import Action, Op, Schedule
 from slipstream.schedule.lowering import Channel
@@ -144,6 +145,10 @@ class DistributedTransport:
         self._held: dict[Action, Tensor] = {}
         self._sends: defaultdict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._unchecked: list[tuple[Tensor, Action, torch.Size, torch.dtype]] = []
+        ends_in_order(self)
+
+    def let_go(self) -> None:
+        self._groups.clear()
 
     def begin(self) -> None:
         self.bytes_sent = 0  # what another process has sent can't be called back: after a failed step all must restart
