@@ -101,6 +101,12 @@ def random_model(
     return model
 
 
+def skeleton(config: PretrainedConfig, dtype: torch.dtype | None = None, **settings: Any) -> PreTrainedModel:
+    """Every module and shape of the model on the meta device, which takes no memory; `settings` as `from_config`'s."""
+    with torch.device("meta"), quiet_transformers():
+        return _construct(config, dtype, **settings)
+
+
 def pretrained_model(
     path: str,
     config: PretrainedConfig,
@@ -170,9 +176,9 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
     return found
 
 
-def _construct(config: PretrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+def _construct(config: PretrainedConfig, dtype: torch.dtype | None, **settings: Any) -> PreTrainedModel:
     """`from_config` without its side effect: it writes the dtype into the config it is given."""
-    chosen = {} if dtype is None else {"dtype": dtype}
+    chosen = settings if dtype is None else settings | {"dtype": dtype}
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)
 
 

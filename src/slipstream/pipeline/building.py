@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
 from slipstream.model.fused import fuse
+from slipstream.model.loading import skeleton
 from slipstream.model.self_check import check_sliceable
 from slipstream.model.split import share
 from slipstream.model.stage import Stage
-from slipstream.model.toy import quiet_transformers
 from slipstream.parallel.tensor_parallel import TensorParallel
 from slipstream.parallel.tensor_plan import TensorPlan, find_tensor_plan
 from slipstream.parallel.vocabulary import vocabulary_cross_entropy
@@ -103,9 +102,7 @@ def plan_shares(
     config: PretrainedConfig, anatomy: Anatomy, tensor_ranks: int, tensor_plan: Mapping[str, str] | None
 ) -> TensorPlan:
     """How the whole model is cut, whatever a rank has of it. Raises SlipstreamError by name where it can't be."""
-    with torch.device("meta"), quiet_transformers():
-        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    return find_tensor_plan(skeleton, config, tensor_ranks, anatomy.before, anatomy.after, tensor_plan)
+    return find_tensor_plan(skeleton(config), config, tensor_ranks, anatomy.before, anatomy.after, tensor_plan)
 
 
 def make_stages(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
+from slipstream.model.loading import skeleton
 from slipstream.model.stage import Stage
 from slipstream.model.toy import quiet_transformers
 from slipstream.parallel.shares import Share
@@ -26,10 +26,8 @@ def save_pretrained(
     state = gather_state(stages, ranks, parameters)
     if ranks.leads:
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
-        with torch.device("meta"), quiet_transformers():
-            skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
         with quiet_transformers():
-            skeleton.save_pretrained(folder, state_dict=state)
+            skeleton(config, dtype).save_pretrained(folder, state_dict=state)
     ranks.world.barrier()  # nobody goes on before the folder is whole
 
 

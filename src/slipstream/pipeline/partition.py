@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy, LayerPart
 from slipstream.model.halves import find_halves
 from slipstream.model.layer_range import Half, LayerRange
+from slipstream.model.loading import skeleton
 from slipstream.model.split import half_of
 from slipstream.model.stage import uses_randomness
-from slipstream.model.toy import quiet_transformers
 from slipstream.planner.partition import partition_layers
 
 WORTH_CUTTING = 0.97  # layers are cut in half where the slowest rank's cost falls to this share or below
@@ -37,8 +35,7 @@ def assign_layers(
     They are where a stage ends inside a layer, and where dropout draws random numbers: its random state is keyed by
     the half (rule 10), so that it doesn't matter who is cut.
     """
-    with torch.device("meta"), quiet_transformers():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model = skeleton(config)
     if isinstance(partition, str):
         if partition != "auto":
             raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")

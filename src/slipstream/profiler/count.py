@@ -7,7 +7,6 @@ described instead by heads, widths and the mask's window, as their number depend
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,14 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy, find_anatomy
-from slipstream.model.toy import quiet_transformers
+from slipstream.model.loading import skeleton
 from slipstream.pipeline.loss import causal_cross_entropy
 from slipstream.planner.fit import Window, find_window
 from slipstream.planner.operations import Amount, AttentionCall, ModelCount, OpCount, PartCount
@@ -68,10 +66,7 @@ def count_model(config: PretrainedConfig, seq_len: int, dtype: torch.dtype = tor
 def _meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    with _META, quiet_transformers():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation=NAME
-        )
+    model = skeleton(config, dtype, attn_implementation=NAME)
     for module in model.modules():
         if hasattr(module, "rope_type"):  # undecorated: which frequencies depends on positions, which aren't there
             module.forward = inspect.unwrap(type(module).forward).__get__(module)

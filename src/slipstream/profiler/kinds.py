@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from slipstream.model.anatomy import Anatomy
-from slipstream.model.toy import quiet_transformers
+from slipstream.model.loading import skeleton
 
 
 def layer_kinds(config: PretrainedConfig, anatomy: Anatomy) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -19,9 +17,7 @@ def layer_kinds(config: PretrainedConfig, anatomy: Anatomy) -> tuple[tuple[int, 
 
     Layers are of one kind where their modules, shapes, switches and attention types are equal.
     """
-    with torch.device("meta"), quiet_transformers():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    layers = list(model.get_submodule(anatomy.layers).children())
+    layers = list(skeleton(config).get_submodule(anatomy.layers).children())
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
     structures = [(_structure(layer, index), types[index]) for index, layer in enumerate(layers)]
     distinct = list(dict.fromkeys(structures))
