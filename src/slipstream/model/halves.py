@@ -22,7 +22,7 @@ from slipstream.model.anatomy import Anatomy, LayerPart
 from slipstream.model.layer_range import Half
 from slipstream.model.reference import full_precision, noting_attention
 from slipstream.model.split import keep_half, second_half, share
-from slipstream.model.toy import toy_model, toy_tokens
+from slipstream.model.toy import move_off_special_values, toy_model, toy_tokens
 
 TOLERANCE = 1e-10  # the same products in the same order: a difference is a mistake
 
@@ -43,7 +43,7 @@ def find_halves(config: PretrainedConfig, anatomy: Anatomy) -> tuple[LayerPart, 
 
 
 def _find_halves(model: PreTrainedModel, anatomy: Anatomy, tokens: Tensor) -> tuple[LayerPart, ...]:
-    _move_off_special_values(model)
+    move_off_special_values(model)  # so that a missing part shows
     found: dict[tuple[str, str], LayerPart] = {}
     for index, run in enumerate(_watch(model, anatomy, tokens)):
         try:
@@ -92,14 +92,6 @@ class _Run:
     children: list[str] = field(default_factory=list)
     tuple_lengths: dict[str, int] = field(default_factory=dict)
     attending: str = ""  # the child that attends
-
-
-def _move_off_special_values(model: nn.Module) -> None:
-    """A scale of 1 and a bias of 0, with which models begin, would hide that a part is missing."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator), alpha=0.1)
 
 
 def _watch(model: PreTrainedModel, anatomy: Anatomy, tokens: Tensor) -> list[_Run]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -61,18 +62,31 @@ def toy_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def toy_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """The toy in float64 on the CPU, with the model's own eager attention, in evaluation mode: no dropout or jitter."""
+    """The architecture at toy size, as `small_model` makes it."""
+    return small_model(toy_config(config), seed)
+
+
+def small_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """In float64 on the CPU, with the model's own eager attention, in evaluation mode: no dropout or jitter."""
     reference.register()
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(
-            toy_config(config),
+            copy.deepcopy(config),  # into which the dtype is written
             dtype=torch.float64,  # of the parameters; rope's tables stay float32, as the models compute them
             attn_implementation=reference.NAME,
             experts_implementation="eager",  # grouped matrix products know no float64
         )
-    toy: PreTrainedModel = model.eval()
-    return toy
+    small: PreTrainedModel = model.eval()
+    return small
+
+
+def move_off_special_values(model: nn.Module) -> None:
+    """Add a little noise to every parameter: a scale of 1 and a bias of 0, with which models begin, hide mistakes."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator), alpha=0.1)
 
 
 @contextmanager

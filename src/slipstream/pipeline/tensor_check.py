@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import reference
 from slipstream.model.anatomy import find_anatomy
+from slipstream.model.reference import full_precision
 from slipstream.model.self_check import TOLERANCE
-from slipstream.model.toy import quiet_transformers, toy_config, toy_tokens
+from slipstream.model.toy import move_off_special_values, small_model, toy_config, toy_tokens
 from slipstream.parallel.group import Group
 from slipstream.parallel.tensor_parallel import TensorParallel
 from slipstream.parallel.tensor_plan import find_tensor_plan
@@ -44,7 +44,7 @@ def check_tensor_parallel(
     Raises SlipstreamError, on every rank, that names the parameter whose gradient would be wrong, or what can't run.
     """
     try:
-        with torch.random.fork_rng(devices=[]), reference.full_precision():
+        with torch.random.fork_rng(devices=[]), full_precision():
             wrong = _first_wrong(config, given_plan, group, sequence)
     except SlipstreamError:
         raise
@@ -106,20 +106,9 @@ def _summed(gradient: Tensor, name: str, parallel: TensorParallel) -> Tensor:
 
 
 def _toy_model(config: PretrainedConfig, tensor_ranks: int) -> PreTrainedModel:
-    reference.register()
-    with quiet_transformers():
-        torch.manual_seed(0)
-        toy: Any = AutoModelForCausalLM.from_config(
-            _toy_config(config, tensor_ranks),
-            dtype=torch.float64,
-            attn_implementation=reference.NAME,
-            experts_implementation="eager",
-        )
-    with torch.no_grad():  # a bias of 0 would hide that it is counted twice
-        for parameter in toy.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model: PreTrainedModel = toy.eval()
-    return model
+    toy = small_model(_toy_config(config, tensor_ranks))
+    move_off_special_values(toy)  # so that a bias that is counted twice shows
+    return toy
 
 
 def _toy_config(config: PretrainedConfig, tensor_ranks: int) -> PretrainedConfig:
