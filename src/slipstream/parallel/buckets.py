@@ -7,13 +7,27 @@ more where they don't divide.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from slipstream.parallel.cut import bounds
 
 BUCKET_BYTES = 25 * 2**20
 Named = tuple[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A collective over the replicas that runs: what it fills, of which parameters' gradients."""
+
+    bucket: list[Named]
+    sent: Tensor
+    result: Tensor  # all of it, or of a scatter this replica's rows
+    work: dist.Work | None
 
 
 def in_buckets(
@@ -50,9 +64,7 @@ def unflatten(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
 
 def rows_of(tensor: Tensor, owner: int, num_owners: int) -> range:
     """The rows of `tensor` that belong to one of several owners."""
-    least, extra = divmod(tensor.shape[0] if tensor.ndim else 1, num_owners)
-    start = owner * least + min(owner, extra)
-    return range(start, start + least + (owner < extra))
+    return range(*bounds(tensor.shape[0] if tensor.ndim else 1, num_owners, owner))
 
 
 def take_rows(tensor: Tensor, rows: range) -> Tensor:

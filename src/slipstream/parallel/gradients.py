@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.parallel.buckets import BUCKET_BYTES, Named, flatten, in_buckets, pack_rows, unflatten, unpack_rows
+from slipstream.parallel.buckets import (
+    BUCKET_BYTES,
+    Named,
+    Started,
+    flatten,
+    in_buckets,
+    pack_rows,
+    unflatten,
+    unpack_rows,
+)
 from slipstream.parallel.group import Group
 from slipstream.parallel.masters import Masters
 
@@ -24,16 +33,6 @@ class _Plan:
 
     def __bool__(self) -> bool:
         return bool(self.partial or self.summed or self.scattered)
-
-
-@dataclass(frozen=True)
-class _Started:
-    """A collective over the replicas that runs: what it fills, of which parameters' gradients."""
-
-    bucket: list[Named]
-    sent: Tensor
-    result: Tensor  # all of it, or of a scatter this replica's rows
-    work: dist.Work | None
 
 
 class Gradients:
@@ -82,7 +81,7 @@ class Gradients:
         self._plans: dict[int, _Plan] = {}
         self._missing: set[int] = set()
         self._earlier: dict[int, Tensor | None] = {}
-        self._started: list[_Started] = []
+        self._started: list[Started] = []
         self._scale = 1.0
 
     def begin(self, scale: float = 1.0) -> None:
@@ -114,10 +113,10 @@ class Gradients:
                 parameter.grad = total
         for bucket in plan.summed:
             flat = flatten(_taken(bucket))
-            self._started.append(_Started(bucket, flat, flat, self._data.start_sum(flat)))
+            self._started.append(Started(bucket, flat, flat, self._data.start_sum(flat)))
         for bucket in plan.scattered:
             packed = pack_rows(_taken(bucket), self._data.size)
-            self._started.append(_Started(bucket, packed, *self._data.start_reduce_scatter(packed)))
+            self._started.append(Started(bucket, packed, *self._data.start_reduce_scatter(packed)))
 
     @torch.no_grad()
     def finish(self) -> None:

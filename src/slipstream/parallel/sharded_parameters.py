@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -15,18 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.buckets import BUCKET_BYTES, Named, in_buckets, unflatten
+from slipstream.parallel.buckets import BUCKET_BYTES, Named, Started, in_buckets, unflatten
 from slipstream.parallel.group import Group
-
-
-@dataclass(frozen=True)
-class _Started:
-    """A reduce-scatter over the replicas that runs: of which parameters, what is sent, and this replica's part."""
-
-    bucket: list[Named]
-    sent: Tensor
-    result: Tensor
-    work: dist.Work | None
 
 
 class ShardedParameters:
@@ -76,7 +64,7 @@ class ShardedParameters:
         self._trained = {name for name, parameter in named if parameter.requires_grad}
         self._masters = {name: master for name, parameter in named if (master := _rows_of(parameter)).numel()}
         self._missing: set[int] = set()
-        self._started: list[_Started] = []
+        self._started: list[Started] = []
         self._scale = 1.0
 
     def named_parameters(self) -> Iterator[Named]:
@@ -124,7 +112,7 @@ class ShardedParameters:
         trained = [named for named in self._models[stage].named_parameters() if named[0] in self._trained]
         for bucket in in_buckets(trained, lambda parameter: parameter.dtype, self._bucket_bytes):
             packed = torch.cat([_in_parts(_taken(parameter), self._data.size) for _, parameter in bucket], 1)
-            self._started.append(_Started(bucket, packed, *self._data.start_reduce_scatter(packed)))
+            self._started.append(Started(bucket, packed, *self._data.start_reduce_scatter(packed)))
         _reshard(self._modules[stage])
 
     @torch.no_grad()
