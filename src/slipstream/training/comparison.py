@@ -21,7 +21,8 @@ from slipstream.training.launch import reported_to_the_launcher
 from slipstream.training.optimizer import make_optimizer, make_scheduler
 from slipstream.training.output import Output
 from slipstream.training.rank import choose_device
-from slipstream.training.trainer import make_pipeline, update
+from slipstream.training.trainer import make_pipeline
+from slipstream.training.update import update
 
 _WARM_UP = 2  # steps that pay for first touches of memory
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,7 @@ from slipstream.training.phases import Phases
 from slipstream.training.progress import Progress, describe_time
 from slipstream.training.trackers import Trackers, make_trackers
 from slipstream.training.traffic import Traffic, add_up
-
-if TYPE_CHECKING:
-    from slipstream.training.trainer import Updated
+from slipstream.training.update import Updated, compute_dtype
 
 
 class Reporter:
@@ -98,8 +95,6 @@ class Reporter:
 
     def _make_figures(self, device: torch.device) -> Figures | None:
         """None where the model's operations can't be counted."""
-        from slipstream.training.trainer import compute_dtype
-
         training, pipe = self._config.training, self._pipe
         peak = find_peak(device, compute_dtype(self._config))
         num_devices = len(gather(None))

@@ -1,0 +1,74 @@
+"""One update of the optimizer: what it asks of a model, in which arithmetic it runs, and what becomes of a batch."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from slipstream.parallel.loss_scale import LossScale
+from slipstream.training.config import Config
+from slipstream.training.data import Batch
+
+
+class Trained(Protocol):
+    """What the loop needs of a model: a Pipeline's, or one that a Pipeline is compared with."""
+
+    def step(
+        self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None, loss_scale: float = 1.0
+    ) -> Tensor:
+        """Forward and backward; adds to the parameters' gradients and returns the mean loss."""
+        ...
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients to a norm of at most `max_norm` and returns what it was."""
+        ...
+
+
+class Updated(NamedTuple):
+    """What became of a batch."""
+
+    loss: float
+    grad_norm: float  # of the whole gradient, before clipping
+    optimizer_seconds: float  # of clipping and update
+
+
+def update(
+    model: Trained,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    batch: Batch,
+    config: Config,
+    device: torch.device,
+    loss_scale: LossScale | None = None,
+) -> Updated:
+    """Forward, backward, clip, update. Where a gradient isn't finite, on whatever rank, none of them updates."""
+    optimizer.zero_grad()
+    scaled = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
+    with autocast(config, device):
+        loss = model.step(batch.input_ids, batch.labels, document_ids=batch.document_ids, **scaled)
+    began = time.perf_counter()
+    norm = float(model.clip_grad_norm_(config.optimizer.clip_norm or math.inf))
+    if math.isfinite(norm):
+        optimizer.step()
+        scheduler.step()
+    if loss_scale is not None:
+        loss_scale.update(math.isfinite(norm))
+    return Updated(float(loss), norm, time.perf_counter() - began)
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """Narrow arithmetic where it is asked for; weights and sums stay float32."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """What products are computed in."""
+    dtypes = {"float32": torch.float32, "fp16": torch.float16}
+    return dtypes.get(config.training.precision, torch.bfloat16)
