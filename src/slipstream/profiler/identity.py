@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -15,9 +17,10 @@ from transformers import PretrainedConfig
 import slipstream
 from slipstream.planner.measurements import Hardware, ModelIdentity
 
-# What a configuration says about where it came from and how it is loaded, which changes no cost.
-_IRRELEVANT = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
-_IRRELEVANT |= {"bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict"}
+# What a configuration says about where it came from and how it is loaded
+_ORIGIN = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+# and what else changes no cost
+_FREE = {"bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict", "use_cache"}
 
 
 def identify_hardware(device: torch.device, num_processes: int = 1) -> Hardware:
@@ -29,11 +32,16 @@ def identify_hardware(device: torch.device, num_processes: int = 1) -> Hardware:
 def identify_model(config: PretrainedConfig) -> ModelIdentity:
     """Shapes and hash of a transformers configuration; token ids and other names of things don't count."""
     text = config.get_text_config()
-    settings = {key: value for key, value in config.to_dict().items() if key not in _IRRELEVANT}
+    settings = {key: value for key, value in without_origin(config.to_dict()).items() if key not in _FREE}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     return ModelIdentity(
         config.model_type, text.num_hidden_layers, text.hidden_size, text.vocab_size, config_hash=digest[:16]
     )
+
+
+def without_origin(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a configuration that make it another model: not where it came from and how it is loaded."""
+    return {key: value for key, value in settings.items() if key not in _ORIGIN}
 
 
 def versions() -> dict[str, str]:

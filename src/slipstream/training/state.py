@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
-import slipstream
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.loss_scale import LossScale
 from slipstream.parallel.shares import Share
 from slipstream.pipeline import parameters
 from slipstream.pipeline.pipeline import Pipeline
+from slipstream.profiler.identity import versions, without_origin
 from slipstream.training.checkpoint import Piece
 from slipstream.training.data import PackedSequences
 
@@ -55,6 +54,7 @@ class Progression:
 
     def __init__(self, pipe: Pipeline, scheduler: LambdaLR, loss_scale: LossScale, sequences: PackedSequences) -> None:
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
+        self._data = describe_data(sequences)  # once: it reads the whole text
         self.step = 0
         self.num_samples = 0  # sequences that were trained on
 
@@ -66,25 +66,20 @@ class Progression:
         return {
             "step": self.step,
             "num_samples": self.num_samples,
-            "data": describe_data(self._sequences),
+            "data": self._data,
             "model": describe_model(pipe.config),
             "random_state": {"seed": seed, "num_steps": num_steps},
             "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
             "loss_scale": dict(self._loss_scale.state_dict()),
             "tuned": None if pipe.is_tuning else {"schedule": str(pipe.layout.training), "slices": slices},
             "mesh": {axis: group.size for axis, group in pipe.axes.items()},
-            "versions": {
-                "slipstream": slipstream.__version__,
-                "torch": metadata.version("torch"),
-                "transformers": metadata.version("transformers"),
-            },
+            "versions": versions(),
         }
 
     def go_on(self, facts: dict[str, Any], optimizer: Optimizer) -> None:
         """From the facts of a checkpoint, whose tensors are loaded. Raises SlipstreamError for other text."""
-        here = describe_data(self._sequences)
         was = facts["data"]
-        different = [f"{key} was {was[key]!r}, is {value!r}" for key, value in here.items() if value != was[key]]
+        different = [f"{key} was {was[key]!r}, is {value!r}" for key, value in self._data.items() if value != was[key]]
         if different:
             raise SlipstreamError(
                 f"the checkpoint is of a run on other data: {'; '.join(different)}. Go on with the settings it was "
@@ -104,9 +99,7 @@ class Progression:
 
 def describe_model(config: PretrainedConfig) -> dict[str, Any]:
     """What tells models apart: the settings that are not their class's own."""
-    settings = config.to_diff_dict()
-    unimportant = ("transformers_version", "dtype", "architectures", "_name_or_path")
-    return {"model_type": config.model_type, **{k: v for k, v in settings.items() if k not in unimportant}}
+    return {"model_type": config.model_type, **without_origin(config.to_diff_dict())}
 
 
 def describe_data(sequences: PackedSequences) -> dict[str, Any]:
@@ -114,7 +107,7 @@ def describe_data(sequences: PackedSequences) -> dict[str, Any]:
     tokens = sequences.text.tokens
     return {
         "num_tokens": len(tokens),
-        "crc32": zlib.crc32(tokens.tobytes()),
+        "crc32": zlib.crc32(tokens.data),
         "seq_len": sequences.seq_len,
         "seed": sequences.seed,
     }
