@@ -39,7 +39,6 @@ def test_lines_are_readable_at_once(tmp_path: Path) -> None:
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line) == {"step": 3, "validation_loss": 1.5, "perplexity": 4.5}
     file.close()
-    MetricsFile(None).write(Validation(3, 1.5, 4.5))
 
 
 def test_a_resumed_run_keeps_the_lines_before_and_no_others(tmp_path: Path) -> None:

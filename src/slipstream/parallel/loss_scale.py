@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TypedDict
 
-import torch
-from torch import Tensor
-
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.group import Group
-
-
-def all_finite(gradients: Iterable[Tensor], world: Group, device: torch.device) -> bool:
-    """Collective over all ranks of a mesh: whether every gradient of each of them is finite, the same on all.
-
-    The norm that `Pipeline.clip_grad_norm_` returns answers this too: it is finite where all gradients are.
-    """
-    bad = torch.zeros((), dtype=torch.float32, device=device)
-    for gradient in gradients:
-        bad += gradient.isfinite().logical_not().any()
-    return not bool(world.max(bad))
 
 
 class LossScaleState(TypedDict):
@@ -69,7 +53,8 @@ class LossScale:
         return cls(scale, growth=1.0, backoff=1.0, max_bad=max_bad)
 
     def update(self, finite: bool) -> None:
-        """After a step's gradients are known, the same on every rank: `finite` is all of them (see `all_finite`).
+        """After a step's gradients are known, the same on every rank: `finite` is all of them, as their norm is then,
+        which `Pipeline.clip_grad_norm_` returns.
 
         Where it is False the optimizer must not step. Raises SlipstreamError after `max_bad` such steps in a row.
         """

@@ -17,7 +17,7 @@ from slipstream.parallel.mesh import Axes
 class Ranks:
     """The axes of a mesh; without one all processes are a pipeline's, and without a process group this one is alone.
 
-    `size`, `rank`, `group` and `global_ranks` are those of this rank's pipeline.
+    `size`, `rank` and `global_ranks` are those of this rank's pipeline.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -32,10 +32,6 @@ class Ranks:
     @property
     def rank(self) -> int:
         return self.pipeline.rank
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self.pipeline.process_group
 
     @property
     def global_ranks(self) -> list[int]:

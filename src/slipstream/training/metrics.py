@@ -76,24 +76,21 @@ def as_record(line: Line) -> dict[str, Any]:
 
 
 class MetricsFile:
-    """JSON lines, each readable as soon as it is written; no path, no file (ranks other than 0)."""
+    """JSON lines, each readable as soon as it is written."""
 
-    def __init__(self, path: Path | None, resumed_after: int = 0) -> None:
+    def __init__(self, path: Path, resumed_after: int = 0) -> None:
         """A run that is resumed keeps the lines up to the step it goes on from; what came later runs again."""
-        kept = "" if path is None or not resumed_after else _lines_until(path, resumed_after)
-        self._file = None if path is None else path.open("w", encoding="utf-8", buffering=1)
-        if self._file is not None:
-            self._file.write(kept)
+        kept = _lines_until(path, resumed_after) if resumed_after else ""
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._file.write(kept)
 
     def write(self, line: Line) -> None:
         """Appends one line."""
-        if self._file is not None:
-            self._file.write(json.dumps(as_record(line)) + "\n")
+        self._file.write(json.dumps(as_record(line)) + "\n")
 
     def close(self) -> None:
         """Closes the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 def _lines_until(path: Path, step: int) -> str:
