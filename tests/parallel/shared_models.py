@@ -24,6 +24,7 @@ from slipstream.parallel.group import Group
 from slipstream.parallel.tensor_parallel import TensorParallel
 from slipstream.parallel.tensor_plan import find_tensor_plan
 from slipstream.parallel.vocabulary import vocabulary_cross_entropy
+from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.loss import causal_cross_entropy
 
 LENGTH = 23  # which neither 2 nor 4 divides
@@ -101,7 +102,7 @@ class Shared:
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         self.parallel.begin(inputs.shape[1])
         logits = self.model(input_ids=inputs, use_cache=False).logits
-        loss = vocabulary_cross_entropy(self.parallel.group, self.parallel.first_id)
+        loss = vocabulary_cross_entropy(self.parallel.group, self.parallel.first_id, IGNORED)
         total, count = loss(logits[:, :-1], labels[:, 1:])
         return total / count
 

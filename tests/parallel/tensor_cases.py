@@ -27,6 +27,7 @@ from slipstream.model.weight_gradients import add_weight_gradients_in_place, def
 from slipstream.parallel.group import Group
 from slipstream.parallel.regions import with_first_tensor
 from slipstream.parallel.vocabulary import vocabulary_cross_entropy
+from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.loss import causal_cross_entropy
 from slipstream.pipeline.tensor_check import check_tensor_parallel
 
@@ -79,7 +80,7 @@ def stages_share_what_is_left_of_a_model(group: Group) -> None:
         if middle == 1:
             assert group.calls["all_reduce"] == (0 if sequence else 2)  # those of one layer, and no embedding's
         assert sent[0].shape == (1, shared.parallel.local_length(LENGTH), whole.config.hidden_size)
-        loss = vocabulary_cross_entropy(group, shared.parallel.first_id)
+        loss = vocabulary_cross_entropy(group, shared.parallel.first_id, IGNORED)
         total, count = loss(logits[:, :-1], labels[:, 1:])
         (total / count).backward()
         assert gradient_error(expected, shared.gradients()) < BOUND, (name, sequence)
@@ -147,7 +148,7 @@ def the_loss_is_that_of_all_logits(group: Group) -> None:
         everything = whole.to(dtype, copy=True).requires_grad_()
         part = everything.detach()[..., start:stop].clone().requires_grad_()
         expected, count = causal_cross_entropy(everything, labels)
-        found, found_count = vocabulary_cross_entropy(group, start)(part, labels)
+        found, found_count = vocabulary_cross_entropy(group, start, IGNORED)(part, labels)
         (3 * expected).backward()
         (3 * found).backward()
         assert found.dtype == expected.dtype
@@ -160,7 +161,7 @@ def the_loss_is_that_of_all_logits(group: Group) -> None:
         assert part.grad.dtype == dtype
         allowed = 1e-2 if dtype == torch.bfloat16 else bound * 10
         assert (part.grad - everything.grad[..., start:stop]).abs().max() <= allowed * 3
-    nothing = vocabulary_cross_entropy(group, start)(part, torch.full_like(labels, -100))
+    nothing = vocabulary_cross_entropy(group, start, IGNORED)(part, torch.full_like(labels, IGNORED))
     assert nothing == (0, 0)
 
 

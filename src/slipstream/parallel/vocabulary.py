@@ -15,19 +15,20 @@ from torch.autograd.function import once_differentiable
 from slipstream.parallel.group import Group
 from slipstream.parallel.operators import sum_over_ranks
 
-IGNORED = -100  # a label that counts nowhere, as in transformers
 
-
-def vocabulary_cross_entropy(group: Group, first_id: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The loss of logits (b, T, V_local), those of ids first_id to first_id + V_local, and targets (b, T).
+def vocabulary_cross_entropy(
+    group: Group, first_id: int, ignore_index: int
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The loss of logits (b, T, V_local), those of ids first_id to first_id + V_local, and targets (b, T), of
+    which `ignore_index` counts nowhere.
 
     It returns (sum over tokens, number of valid tokens), the same on every rank, in float32 or wider. Forward
     all-reduces each token's largest logit, then the sum of exponentials with the target's logit; backward is local.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        total: Tensor = _CrossEntropy.apply(logits, targets, group, first_id)  # type: ignore[no-untyped-call]
-        return total, (targets != IGNORED).sum()
+        total: Tensor = _CrossEntropy.apply(logits, targets, group, first_id, ignore_index)  # type: ignore[no-untyped-call]
+        return total, (targets != ignore_index).sum()
 
     return loss
 
@@ -36,10 +37,10 @@ class _CrossEntropy(torch.autograd.Function):
     """Sum over tokens of log(sum_v exp(logit_v)) - logit_target."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, first_id: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, first_id: int, ignore_index: int) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         shifted = wide - group.max(wide.amax(-1))[..., None]  # (b, T, V_local)
-        is_valid = targets != IGNORED  # (b, T)
+        is_valid = targets != ignore_index  # (b, T)
         index = targets - first_id
         is_here = is_valid & (index >= 0) & (index < logits.shape[-1])
         index = index.masked_fill(~is_here, 0)[..., None]  # (b, T, 1)
@@ -54,11 +55,11 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, index, is_here, is_valid = ctx.saved_tensors
         of_logits = probabilities * (gradient * is_valid)[..., None]
         of_logits.scatter_add_(-1, index, -(gradient * is_here)[..., None])
-        return of_logits.to(ctx.dtype), None, None, None
+        return of_logits.to(ctx.dtype), None, None, None, None
 
 
 class VocabularyEmbedding:

@@ -17,6 +17,7 @@ from slipstream.model.stage import Stage
 from slipstream.parallel.tensor_parallel import TensorParallel
 from slipstream.parallel.tensor_plan import TensorPlan, find_tensor_plan
 from slipstream.parallel.vocabulary import vocabulary_cross_entropy
+from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.executor import LossFunction
 from slipstream.pipeline.layout import Layout
 from slipstream.pipeline.loss import causal_cross_entropy
@@ -126,7 +127,7 @@ def choose_loss(given: LossFunction | None, ranks: Ranks, tensor: TensorParallel
             "loss_fn with tensor parallelism: no rank has all logits, only those of its part of the vocabulary. "
             "Leave it out for cross-entropy, or use a mesh with tp=1."
         )
-    return vocabulary_cross_entropy(ranks.tensor, tensor.first_id)
+    return vocabulary_cross_entropy(ranks.tensor, tensor.first_id, IGNORED)
 
 
 def tied_ends(layout: Layout, ranks: Ranks) -> tuple[int, int]:

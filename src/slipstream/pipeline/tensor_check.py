@@ -70,7 +70,7 @@ def _first_wrong(
     parallel.install(shared, lambda: None, lambda: None)
     parallel.begin(inputs.shape[1])
     expected = _step(whole, inputs, labels, causal_cross_entropy)
-    found = _step(shared, inputs, labels, vocabulary_cross_entropy(group, parallel.first_id))
+    found = _step(shared, inputs, labels, vocabulary_cross_entropy(group, parallel.first_id, IGNORED))
     if not abs(found - expected) < TOLERANCE * abs(expected):
         return f"its loss differs from the whole model's by {float(abs(found - expected)):.1e}"
     return _first_wrong_gradient(whole, shared, parallel)
