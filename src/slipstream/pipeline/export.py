@@ -44,9 +44,8 @@ class _Part:
 def gather_state(stages: list[Stage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
     """The unsplit model's state by its own names, on the leader; empty on the others."""
     own = {name: _whole(tensor) for stage in stages for name, tensor in stage.state().items()}
-    shares = parameters.shares()
     parts = [
-        _Part(name, shares.get(name) or Share.whole(tuple(tensor.shape)), tensor.shape, tensor.dtype)
+        _Part(name, parameters.shares.get(name) or Share.whole(tuple(tensor.shape)), tensor.shape, tensor.dtype)
         for name, tensor in own.items()
     ]
     mine = [part for part in parts if ranks.data.rank == 0 and part.share.copy == 0]

@@ -64,6 +64,7 @@ class Parameters:
                 self._masters,
                 whole=self._tied.names,
             )
+        self._shares = {name: self._share(name, parameter) for name, parameter in self._own()}
         self._is_stale = False  # the masters may have been updated since the parameters were
 
     def begin(self, loss_scale: float = 1.0) -> None:
@@ -103,21 +104,18 @@ class Parameters:
         """What this rank's optimizer updates, under the unsplit model's names, each once."""
         return self._masters.named_parameters()
 
-    def shares(self) -> dict[str, Share]:
+    @property
+    def shares(self) -> Mapping[str, Share]:
         """Which part of each of the unsplit model's parameters this rank holds."""
-        copy = self._ranks.tensor.rank
-        if self._tensor is None:
-            return {name: Share.whole(tuple(p.shape), copy) for name, p in self._own()}
-        return {name: self._tensor.share(name) for name, _ in self._own()}
+        return self._shares
 
     def pieces(self) -> Iterator[Piece]:
         """What `named` yields, each with its place in the unsplit model's parameter."""
-        shares = self.shares()
         for name, parameter in self.named():
             rows = self._masters.rows(name)
-            is_copy = shares[name].copy > 0 or name in self._tied.copies
+            is_copy = self._shares[name].copy > 0 or name in self._tied.copies
             is_own = self._ranks.data.rank == 0 or self._masters.is_spread(name)
-            yield Piece(name, parameter, shares[name], rows.start, is_own and not is_copy)
+            yield Piece(name, parameter, self._shares[name], rows.start, is_own and not is_copy)
 
     def bytes_of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
         """Of some of this rank's parameters: copies that the optimizer updates, and all that it updates."""
@@ -136,9 +134,8 @@ class Parameters:
         was. Each weight counts once, wherever it has copies."""
         named = [(name, p.grad) for name, p in self.named() if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        shares = self.shares()
         for name, gradient in named:
-            if name not in self._tied.copies and shares[name].copy == 0:
+            if name not in self._tied.copies and self._shares[name].copy == 0:
                 square += gradient.double().square().sum().to(square.device)
         self._ranks.tensor.sum(self._ranks.pipeline.sum(square))
         norm = (self._ranks.data.sum(square) if self._shard else square).sqrt()
@@ -155,6 +152,11 @@ class Parameters:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield name, parameter
+
+    def _share(self, name: str, parameter: nn.Parameter) -> Share:
+        if self._tensor is None:
+            return Share.whole(tuple(parameter.shape), self._ranks.tensor.rank)
+        return self._tensor.share(name)
 
     def _added_over(self, name: str) -> tuple[int, ...]:
         return () if self._tensor is None else self._tensor.added_over(name)

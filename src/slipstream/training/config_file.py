@@ -63,8 +63,7 @@ def _fill_mesh(values: dict[str, Any]) -> None:
             f"--{automatic[0]}=auto and --{automatic[1]}=auto: one axis can take what the others leave. Give the other "
             "one, or let `slipstream plan` choose all three."
         )
-    defaults = {"pp": 2, "dp": 1, "tp": 1}
-    others = prod(int(size or defaults[axis]) for axis, size in given.items() if axis not in automatic)
+    others = prod(int(size or _default(*_MESH[axis])) for axis, size in given.items() if axis not in automatic)
     world = _num_processes(automatic[0])
     if world % others:
         raise SlipstreamError(
@@ -73,6 +72,12 @@ def _fill_mesh(values: dict[str, Any]) -> None:
         )
     section, name = _MESH[automatic[0]]
     values.setdefault(section, {})[name] = world // others
+
+
+def _default(section: str, name: str) -> int:
+    """Of a setting that is a number."""
+    settings: Any = Config.model_fields[section].annotation
+    return int(settings.model_fields[name].default)
 
 
 def _num_processes(axis: str) -> int:
