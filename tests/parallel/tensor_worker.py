@@ -1,4 +1,4 @@
-"""What each process of test_tensor_parallel runs under torchrun: one case after the other, in one process group."""
+"""What each process of test_tensor_parallel runs: one case after the other, in one process group."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Data parallelism and ZeRO-1 through torchrun: real processes, gloo, and the sums of one process."""
+"""Data parallelism and ZeRO-1: real processes, gloo, and the sums of one process."""
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import launch
 
 pytestmark = pytest.mark.timeout(300)  # the first test of each fixture starts the processes and runs all cases
 WORKER = Path(__file__).with_name("data_worker.py")
@@ -28,16 +28,10 @@ CASES = [
 ]
 
 
-def torchrun(num_processes: int) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[1]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, str(WORKER)], capture_output=True, text=True, timeout=280, env=environment)
-
-
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     """All cases in the same processes, which take longer to start than to run them; the first that fails ends them."""
-    return torchrun(request.param)
+    return launch(request.param, WORKER, timeout=280)
 
 
 @pytest.mark.parametrize("case", CASES)

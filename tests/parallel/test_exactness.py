@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from forked import launch
 
 WORKER = Path(__file__).with_name("exactness.py")
 BOUND = 1e-9
@@ -16,24 +16,20 @@ BOUND = 1e-9
 
 def test_pipelines_of_three_ranks_beside_each_other_connect() -> None:
     """The middle rank is in more groups than the others, so groups can't be told apart by how many a rank is in."""
-    results = [json.loads(line) for line in torchrun(6, "3", "1", "2", "llama, tied")]
+    results = run(6, "3", "1", "2", "llama, tied")
     assert len(results) == 3
     assert max(result["error"] for result in results) < BOUND
 
 
-def torchrun(num_processes: int, *arguments: str, timeout: int = 110) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[1]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*launcher, str(WORKER), *arguments], capture_output=True, text=True, timeout=timeout, env=environment
-    )
+def run(num_processes: int, *arguments: str) -> list[dict[str, Any]]:
+    ended = launch(num_processes, WORKER, *arguments)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout.splitlines()
+    return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=lambda mesh: "pp{} dp{} tp{}".format(*mesh))
 def test_a_mesh_trains_as_one_process(mesh: tuple[int, int, int]) -> None:
-    results = [json.loads(line) for line in torchrun(4, *map(str, mesh))]
+    results = run(4, *map(str, mesh))
     assert len(results) >= 10
     for result in results:
         assert result["error"] < BOUND, result

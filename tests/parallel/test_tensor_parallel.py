@@ -1,13 +1,13 @@
-"""Tensor parallelism through torchrun: real models shared by 2 and 4 processes, and the gradients of one."""
+"""Tensor parallelism in real processes: real models shared by 2 and 4 processes, and the gradients of one."""
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import launch
 
 WORKER = Path(__file__).with_name("tensor_worker.py")
 CASES = [
@@ -49,9 +49,7 @@ MODELS = [
 @pytest.fixture(scope="module", params=[2, 4])
 def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     """All cases in the same processes, which take longer to start than to run them; the first that fails ends them."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[1]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, str(WORKER)], capture_output=True, text=True, timeout=290, env=environment)
+    return launch(request.param, WORKER, timeout=290)
 
 
 @pytest.mark.timeout(300)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forked import launch
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("zero3_worker.py")
@@ -24,10 +25,7 @@ SHARDED = [
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     """All cases in the same processes; the first that fails ends them."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, str(WORKER)], capture_output=True, text=True, timeout=280, env=environment)
+    return launch(request.param, WORKER, timeout=280)
 
 
 @pytest.mark.timeout(300)  # the first case of each fixture starts the processes and runs all of them

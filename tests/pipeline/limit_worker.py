@@ -1,4 +1,4 @@
-"""What each process of test_memory_limit runs under torchrun: a run under a limit, its tensors counted."""
+"""What each process of test_memory_limit runs: a run under a limit, its tensors counted."""
 
 from __future__ import annotations
 

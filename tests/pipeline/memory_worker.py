@@ -1,4 +1,4 @@
-"""What each process of test_memory runs under torchrun: steps, their peaks measured and simulated."""
+"""What each process of test_memory runs: steps, their peaks measured and simulated."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from torch import nn
 
 from architectures import ARCHITECTURES, labels_of, tokens
+from forked import launch
 from slipstream import Pipeline
 from slipstream.memory import Kind, memory_of, send_windows
 from slipstream.pipeline.live_memory import LiveMemory, memory_meter, tensors_alive
@@ -105,9 +103,7 @@ def test_one_rank(name: str, settings: dict[str, Any]) -> None:
 
 def test_processes() -> None:
     """With the buffers of messages."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[1]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*launcher, str(WORKER)], capture_output=True, text=True, timeout=110, env=environment)
+    ended = launch(2, WORKER)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor
 
 from architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, llama, tokens, unsplit_step
+from forked import launch
 from slipstream import Pipeline, SlipstreamError, make_schedule
 
 WORKER = Path(__file__).with_name("limit_worker.py")
@@ -43,9 +41,7 @@ def settle(pipe: Pipeline, inputs: Tensor) -> int:
 
 def test_processes_hold_less_than_the_limit() -> None:
     """Tensors are counted by another meter than the one that rehearses."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[1]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*launcher, str(WORKER)], capture_output=True, text=True, timeout=200, env=environment)
+    ended = launch(2, WORKER, timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("held") == 1
 

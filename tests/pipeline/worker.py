@@ -1,4 +1,4 @@
-"""What each process of test_processes runs under torchrun: a step, compared with the unsplit model."""
+"""What each process of test_processes runs: a step, compared with the unsplit model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process of test_checkpoint_processes runs under torchrun."""
+"""What each process of test_checkpoint_processes runs."""
 
 from __future__ import annotations
 

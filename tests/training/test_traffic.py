@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from forked import launch
 from slipstream.parallel.group import Group
 from slipstream.training.traffic import Traffic
 
@@ -16,11 +14,7 @@ WORKER = Path(__file__).with_name("traffic_worker.py")
 
 def test_collectives_send_what_a_ring_sends() -> None:
     """A layer of tensor parallelism sends 8 b s h (t-1)/t elements (PTD-P section 3.2), replicas (d-1)/d of theirs."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*launcher, str(WORKER)], capture_output=True, text=True, timeout=110, env=environment, check=False
-    )
+    ended = launch(2, WORKER)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout)
     layer = 8 * (2 * 24 * 8) * (2 - 1) // 2 * 4
