@@ -24,6 +24,8 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     [
         "slipstream.pipeline.pipeline",
+        "slipstream.planner.ordering",
+        "slipstream.training.rank",
         "transformers.models.auto.modeling_auto",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mixtral", "qwen3")),
     ]
@@ -77,11 +79,13 @@ def _run(script: Path, arguments: tuple[str, ...], place: dict[str, str], texts:
 def _end(ranks: list[BaseProcess], deadline: float) -> int | None:
     """The code of the first that failed, 0 where all end well, None where the time is over; then all have ended."""
     running, code = list(ranks), 0
-    while running and code == 0 and time.monotonic() < deadline:
-        wait([rank.sentinel for rank in running], deadline - time.monotonic())
-        code = next((rank.exitcode for rank in running if rank.exitcode), 0)
-        running = [rank for rank in running if rank.exitcode is None]
-    for rank in ranks:
-        rank.kill()
-        rank.join()
+    try:
+        while running and code == 0 and time.monotonic() < deadline:
+            wait([rank.sentinel for rank in running], deadline - time.monotonic())
+            code = next((rank.exitcode for rank in running if rank.exitcode), 0)
+            running = [rank for rank in running if rank.exitcode is None]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
     return None if running and code == 0 else code

@@ -22,7 +22,6 @@ def succeed(num_processes: int, *arguments: str) -> None:
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 4), (4, 2)])
 def test_another_number_of_ranks_loads_to_the_bit(tmp_path: Path, saved_by: int, loaded_by: int) -> None:
     succeed(saved_by, "save", str(tmp_path))
@@ -55,7 +54,6 @@ def test_all_ranks_are_told_alike_what_went_wrong(tmp_path: Path) -> None:
     succeed(2, "trouble", str(tmp_path / "checkpoints"))
 
 
-@pytest.mark.slow
 def test_one_process_goes_on_to_the_bit_where_two_were(tmp_path: Path) -> None:
     """Parameters, moments and the steps taken, of a real model, from two ranks' rows."""
     succeed(2, "train", str(tmp_path))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import yaml
 
+import slipstream
+from forked import launch
 from slipstream.errors import SlipstreamError
 from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.config_file import load_config
 
+COMMAND = Path(slipstream.__file__).with_name("__main__.py")
 STEPS, HALF = 6, 3
 SETTINGS: dict[str, Any] = {
     "model": {
@@ -39,17 +40,12 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def train(folder: Path, text: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def train(num_processes: int, folder: Path, text: Path, *more: str) -> CompletedProcess[str]:
+    """As torchrun starts its ranks, only sooner."""
     config = folder.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(SETTINGS))
     places = [f"--training.output={folder}", f"--data.files=[{text}]"]
-    return subprocess.run(
-        [sys.executable, "-m", "slipstream", "train", str(config), *places, *more],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    return launch(num_processes, COMMAND, "train", str(config), *places, *more)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -75,14 +71,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A run that nothing interrupted, with dropout, on two stages and two replicas that share the optimizer."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    ended = train(folder, text, "--dp=2", "--parallel.shard_optimizer=true")
+    ended = train(4, folder, text, "--dp=2", "--parallel.shard_optimizer=true")
     assert ended.returncode == 0, ended.stderr
     return folder
 
 
 def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Path) -> None:
     again = half_of(whole, tmp_path / "again")
-    ended = train(again, text, "--dp=2", "--parallel.shard_optimizer=true", "--checkpoint.resume=latest")
+    ended = train(4, again, text, "--dp=2", "--parallel.shard_optimizer=true", "--checkpoint.resume=latest")
     assert ended.returncode == 0, ended.stderr
     assert f"going on after step {HALF}" in ended.stdout
     models = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, again)]
@@ -96,7 +92,7 @@ def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Pat
 def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: Path) -> None:
     here = half_of(whole, tmp_path / "tp")
     settings = ["--pp=1", "--tp=2", "--parallel.sequence=true", "--pipeline.slices=2", "--training.batch_size=2"]
-    ended = train(here, text, *settings, "--checkpoint.resume=latest", "--training.steps=4")
+    ended = train(2, here, text, *settings, "--checkpoint.resume=latest", "--training.steps=4")
     assert ended.returncode == 0, ended.stderr
     facts = Manifest.read(here / "checkpoints" / "step-00000004").facts
     assert facts["num_samples"] == HALF * 4 + 2
@@ -113,7 +109,7 @@ def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: P
 )
 def test_another_run_is_refused(whole: Path, text: Path, tmp_path: Path, settings: list[str], reason: str) -> None:
     here = half_of(whole, tmp_path / "other")
-    ended = train(here, text, "--checkpoint.resume=latest", *settings)
+    ended = train(1, here, text, "--pp=1", "--checkpoint.resume=latest", *settings)
     assert ended.returncode == 2, ended.stderr
     assert reason in ended.stderr
     assert len(ended.stderr.splitlines()) <= 6  # no traceback
@@ -126,7 +122,7 @@ def test_a_damaged_checkpoint_is_named(whole: Path, text: Path, tmp_path: Path) 
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    refused = train(here, text, "--dp=2", "--checkpoint.resume=latest")
+    refused = train(4, here, text, "--dp=2", "--checkpoint.resume=latest")
     assert refused.returncode == 2
     assert "rank-00001.safetensors" in refused.stderr
     assert f"step {HALF}" in refused.stderr  # the one that is good
