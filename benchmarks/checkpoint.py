@@ -4,12 +4,14 @@
 
 Two ranks train with AdamW. Three ways take turns, each over the same number of steps: no checkpoint, one that is
 written beside the steps (and waited for at their end, where it isn't ready), one that is waited for before them.
-Each save has the same bytes: parameters and both moments. Differences are of medians.
+Each save has the same bytes: parameters and both moments. Differences are of medians. The stall is what a rank spends
+in `save` and `keep`, when training stands still.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,9 +39,10 @@ class Training:
         self.inputs = torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
         self.step()  # makes the optimizer's state
 
-    def step(self) -> None:
+    def step(self, before_update: Callable[[], None] = lambda: None) -> None:
         self.optimizer.zero_grad()
         self.pipe.step(self.inputs, self.inputs)
+        before_update()
         self.optimizer.step()
 
     def pieces(self) -> Iterator[Piece]:
@@ -58,7 +61,7 @@ class Saves:
         self.checkpoints = Checkpoints(folder, Group(dist.group.WORLD), keep=1)
         self.checkpoints.prepare()
         self.num_saved = 0
-        self.calls: list[float] = []  # seconds until `save` returned
+        self.stalls: list[float] = []  # seconds in which a rank did nothing but copy: in `save`, and before the update
 
     def run(self, save: Callable[[], None] | None, wait: bool) -> float:
         """Seconds of all steps, from and to a moment when both ranks are there."""
@@ -68,8 +71,9 @@ class Saves:
             save()
             if wait:
                 self.checkpoints.wait()
+                self.stalls.pop()
         for _ in range(self.steps):
-            self.training.step()
+            self.training.step(self.keep)
         self.checkpoints.wait()
         dist.barrier()
         return time.perf_counter() - began
@@ -78,11 +82,17 @@ class Saves:
         self.num_saved += 1
         began = time.perf_counter()
         self.checkpoints.save(self.num_saved, list(self.training.pieces()), {})
-        self.calls.append(time.perf_counter() - began)
+        self.stalls.append(time.perf_counter() - began)
+
+    def keep(self) -> None:
+        began = time.perf_counter()
+        self.checkpoints.keep()
+        if self.stalls:  # after the first update there is nothing left to copy
+            self.stalls[-1] += time.perf_counter() - began
 
 
 def measure(folder: Path, length: int, steps: int, repeats: int) -> dict[str, object]:
-    """The same on both ranks but for `calls`."""
+    """The same on both ranks but for the stall."""
     training = Training(length)
     saves = Saves(training, folder, steps)
     contenders: dict[str, Callable[[], float]] = {
@@ -93,12 +103,14 @@ def measure(folder: Path, length: int, steps: int, repeats: int) -> dict[str, ob
     seconds = interleaved(contenders, repeats, warmups=1)
     found = medians(seconds)
     background, waiting = found[BACKGROUND] - found[NONE], found[WAITING] - found[NONE]
+    stall = statistics.median(saves.stalls[1:])
     checkpoint = saves.checkpoints.find()
     assert checkpoint is not None
     return {
         "checkpoint_bytes": sum(file.size for file in checkpoint.manifest.files.values()),
         "seconds_of_all_steps": {name: round(value, 4) for name, value in found.items()},
-        "call_seconds": round(sorted(saves.calls[2:])[len(saves.calls[2:]) // 2], 4),
+        "stall_seconds": round(stall, 4),
+        "stall_over_a_save_that_training_waits_for": round(stall / waiting, 4),
         "a_save_costs_in_the_background": round(background, 4),
         "a_save_costs_when_training_waits": round(waiting, 4),
         "background_over_waiting": round(background / waiting, 4),

@@ -30,6 +30,7 @@ def save(folder: Path, checkpoints: Checkpoints) -> None:
     for seed in SEEDS:
         pieces = layout(seed, tensors(seed), *meshes[seed % len(meshes)])[dist.get_rank()]
         checkpoints.save(seed, pieces, {"seed": seed})
+        checkpoints.keep()
         for piece in pieces:
             piece.tensor.zero_()
     checkpoints.close()
@@ -111,6 +112,7 @@ def train_on(folder: Path, checkpoints: Checkpoints) -> None:
     del folder
     run = start()
     for step in range(4):
+        checkpoints.keep()
         train(run, step)
         if step % 2:
             checkpoints.save(step, pieces_of(run, dist.get_rank(), dist.get_world_size()), {"next": step + 1})

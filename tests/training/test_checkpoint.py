@@ -79,6 +79,7 @@ def test_saves_the_values_of_the_call_while_training_goes_on(run: Run) -> None:
     large = pieces(1.0, size=2_500_000)
     facts = {"samples": 1}
     run.checkpoints.save(1, large, facts)
+    run.checkpoints.keep()
     assert run.names() == ["step-00000001.part"]
     for piece in large:
         piece.tensor.fill_(5.0)
@@ -222,6 +223,27 @@ def test_a_folder_that_is_gone_is_told_and_training_goes_on(run: Run, tmp_path: 
     run.folder.unlink()
     (tmp_path / "away").rename(run.folder)
     assert loaded(run.checkpoints) == 1
+
+
+def test_what_changes_before_it_is_written(run: Run) -> None:
+    """Once it is kept it may; before, the save fails rather than hold half of each."""
+    large = pieces(2.0, size=2_500_000)
+    run.checkpoints.save(2, large, {})
+    run.checkpoints.keep()
+    for piece in large:
+        piece.tensor.fill_(3.0)
+    run.checkpoints.wait()
+    found = run.checkpoints.find()
+    assert found is not None
+    run.checkpoints.load(found, large)
+    assert all((piece.tensor == 2.0).all() for piece in large)
+    run.checkpoints.save(4, large, {})
+    for piece in large:
+        piece.tensor.fill_(4.0)
+    run.checkpoints.wait()
+    assert "step 4 was not saved: " in run.said[0]
+    assert "was changed before it was kept" in run.said[0]
+    assert run.names() == ["step-00000002"]
 
 
 def test_a_folder_that_goes_while_it_is_written(run: Run) -> None:

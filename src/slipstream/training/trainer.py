@@ -176,7 +176,16 @@ class Trainer:
         batch = self._mine(progression.num_samples)
         lr = float(self.scheduler.get_last_lr()[0])
         started = time.perf_counter()
-        updated = update(self.pipe, self.optimizer, self.scheduler, batch, self.config, self.device, self.loss_scale)
+        updated = update(
+            self.pipe,
+            self.optimizer,
+            self.scheduler,
+            batch,
+            self.config,
+            self.device,
+            self.loss_scale,
+            before_update=self.checkpoints.keep,
+        )
         seconds = time.perf_counter() - started
         if training.precision != "fp16" and not math.isfinite(updated.loss + updated.grad_norm):
             raise SlipstreamError(

@@ -26,8 +26,9 @@ class Checkpoints:
     Of the checkpoints the newest `keep` stay and, unless `keep_every` is 0, those whose step it divides. `say` gets
     a line of text, the same on every rank, for what went wrong without ending the run.
 
-    A save is copied to host memory and written from there while training goes on: the memory is as large as all the
-    pieces that this rank writes. One that fails is told by the next `save`, `wait` or `close`; the checkpoints before
+    A save is written while training goes on. Before the optimizer next changes what is saved, call `keep`: it copies to
+    host memory what isn't written by then, which takes as much memory as all the pieces that this rank writes. A save
+    that fails is told by the next `save`, `wait` or `close`; the checkpoints before
     stay as they are. After an exception, when not all ranks come to `close`, leave it out: the threads end with the
     process, and what they had written isn't taken for a checkpoint.
     """
@@ -56,7 +57,8 @@ class Checkpoints:
             )
 
     def save(self, step: int, pieces: Sequence[Piece], facts: Mapping[str, Any]) -> None:
-        """Copies what the pieces hold now and returns; they are written behind the caller's back.
+        """Returns at once; what the pieces hold now is written behind the caller's back. They stay as they are until
+        `keep`, `wait` or `close` has returned: otherwise the save fails.
 
         Waits first for the save before. `facts`, those of rank 0, are anything that JSON holds. Each element of each
         tensor is to be written by one rank: ValueError where this rank has one twice, a warning where others do.
@@ -70,6 +72,10 @@ class Checkpoints:
         rank = self._world.rank
         self._snapshot.take(pieces, f"{rank_name(rank)}.safetensors")
         self._saving = Saving(self._folder, step, kept_facts, self._snapshot, rank, self._world.size, self._retire)
+
+    def keep(self) -> None:
+        """The pieces of the last save may change from now on. Not collective."""
+        self._snapshot.keep()
 
     def wait(self) -> None:
         """Until what is being saved is a checkpoint, or has failed and is said to have."""

@@ -1,9 +1,11 @@
-"""A rank's tensors as they were at one moment, in host memory and laid out as the safetensors file they become."""
+"""A rank's tensors as they were at one moment, laid out as the safetensors file they become."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,10 +38,15 @@ class _Entry(NamedTuple):
     key: str
     box: Box
     view: Tensor
+    version: int  # of the tensor when it was taken
 
 
 class Snapshot:
-    """Memory that is used again from save to save: it is paged in (and pinned, for tensors of a GPU) once.
+    """What `take` was given, until `write` has written it or `keep` has copied the rest of it.
+
+    Contiguous tensors of the CPU are read where they are: until the optimizer's next update nothing changes them, and
+    that is most of the time. Others are copied at once. The memory of copies is used again from save to save: it is
+    paged in (and pinned, for tensors of a GPU) once.
 
     +--------+---------------------------+-----------+----+
     | header | float64 boxes             | float32   | …  |     no gaps; each box aligned to its elements
@@ -48,53 +55,91 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._size = 0
+        self._entries: list[_Entry] = []
+        self._num_written = 0  # entries
+        self._is_copied = False  # all that isn't written
+        self._lock = threading.Lock()  # a block is read under it, by another thread
         self._header = b""
         self._tensors: dict[str, StoredTensor] = {}
         self._file = ""
 
     def take(self, pieces: Sequence[Piece], file: str) -> None:
-        """Copies the pieces that are to be written; when it returns they may change.
+        """The pieces that are to be written; before any of them changes `keep` is to be called.
 
         SlipstreamError for a dtype that can't be saved, ValueError where two pieces are the same elements.
         """
         self._file = file
         pieces = [piece for piece in pieces if piece.writes]
-        entries = [_Entry(piece.key, box, view) for piece in pieces for box, view in piece.boxes()]
+        boxes = [(piece.key, box, view.detach().contiguous()) for piece in pieces for box, view in piece.boxes()]
+        entries = [_Entry(key, box, view, view._version) for key, box, view in boxes]
         entries.sort(key=lambda entry: -entry.view.itemsize)
         self._header = _header(entries)
         self._tensors = _tensors(pieces, entries, file)
-        self._reserve(entries)
-        position = 0
-        for entry in entries:
-            memory = self._memory[position : position + entry.view.nbytes]
-            memory.view(entry.view.dtype).view(entry.view.shape).copy_(entry.view, non_blocking=True)
-            position += entry.view.nbytes
-        for device in {entry.view.device for entry in entries if entry.view.is_cuda}:
-            torch.cuda.synchronize(device)
+        self._entries, self._num_written, self._is_copied = entries, 0, False
+        if any(entry.view.is_cuda for entry in entries):
+            self.keep()
+
+    def keep(self) -> None:
+        """Copies what isn't written yet; when it returns all tensors may change."""
+        with self._lock:
+            if self._is_copied or self._num_written == len(self._entries):
+                return
+            self._reserve()
+            places = list(zip(self._entries, self._places(), strict=True))
+            for entry, memory in places[self._num_written :]:
+                memory.view(entry.view.dtype).view(entry.view.shape).copy_(entry.view, non_blocking=True)
+            for device in {entry.view.device for entry in self._entries if entry.view.is_cuda}:
+                torch.cuda.synchronize(device)
+            self._is_copied = True
 
     def write(self, folder: Path) -> Part:
-        """The file, on the disk when this returns."""
-        return Part(file=self._file, written=write(folder / self._file, self._blocks()), tensors=self._tensors)
+        """The file, on the disk when this returns. RuntimeError where a tensor has changed without `keep`."""
+        with closing(self._blocks()) as blocks:  # where writing fails, the lock is free again at once
+            written = write(folder / self._file, blocks)
+        return Part(file=self._file, written=written, tensors=self._tensors)
 
-    def _reserve(self, entries: Sequence[_Entry]) -> None:
-        self._size = sum(entry.view.nbytes for entry in entries)
-        if self._size > len(self._memory):
-            pinned = any(entry.view.is_cuda for entry in entries)
-            self._memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned)
+    def _reserve(self) -> None:
+        size = sum(entry.view.nbytes for entry in self._entries)
+        if size > len(self._memory):
+            pinned = any(entry.view.is_cuda for entry in self._entries)
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
-    def _blocks(self) -> Iterator[bytes | memoryview]:
+    def _places(self) -> Iterator[Tensor]:
+        """Of the entries in memory."""
+        position = 0
+        for entry in self._entries:
+            yield self._memory[position : position + entry.view.nbytes]
+            position += entry.view.nbytes
+
+    def _blocks(self) -> Generator[bytes | memoryview]:
         yield self._header
-        elements = self._memory.numpy().data[: self._size]
-        for start in range(0, self._size, _BLOCK):
-            yield elements[start : start + _BLOCK]
+        position = 0
+        for entry in self._entries:
+            for start in range(0, entry.view.nbytes, _BLOCK):
+                with self._lock:
+                    yield self._block(entry, position, start)
+                    self._check(entry)
+            position += entry.view.nbytes
+            self._num_written += 1
+
+    def _block(self, entry: _Entry, position: int, start: int) -> memoryview:
+        end = min(start + _BLOCK, entry.view.nbytes)
+        if self._is_copied:
+            block: memoryview = self._memory.numpy().data[position + start : position + end]
+            return block
+        live: memoryview = entry.view.view(-1).view(torch.uint8).numpy().data[start:end]
+        return live
+
+    def _check(self, entry: _Entry) -> None:
+        if not self._is_copied and entry.view._version != entry.version:
+            raise RuntimeError(f"{entry.key} was changed before it was kept")
 
 
 def _header(entries: Sequence[_Entry]) -> bytes:
     """The length of the rest (8 bytes, little-endian), then JSON, padded so that the elements are aligned."""
     table: dict[str, object] = {}
     position = 0
-    for key, box, view in entries:
+    for key, box, view, _ in entries:
         name, stop = entry_name(key, box), position + view.nbytes
         if name in table:
             raise ValueError(f"two pieces of this rank are the elements {name}")
@@ -109,7 +154,7 @@ def _header(entries: Sequence[_Entry]) -> bytes:
 
 def _tensors(pieces: Sequence[Piece], entries: Sequence[_Entry], file: str) -> dict[str, StoredTensor]:
     boxes: dict[str, list[StoredBox]] = {piece.key: [] for piece in pieces}  # also of those without elements
-    for key, box, _ in entries:
+    for key, box, *_ in entries:
         boxes[key].append(StoredBox(file, box))
     return {
         piece.key: StoredTensor(dtype=piece.dtype, shape=piece.share.shape, boxes=tuple(boxes[piece.key]))
