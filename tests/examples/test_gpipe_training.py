@@ -1,0 +1,112 @@
+"""The scripts of examples/gpipe train: the loss falls and more held-out samples are right, also under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from examples.gpipe.image_task import SHAPES, draw
+from examples.gpipe.translation_task import END, decode, encode, sentences, translate
+
+pytestmark = pytest.mark.timeout(300)  # processes of their own, slow to start on a busy machine
+FOLDER = Path(__file__).parents[2] / "examples" / "gpipe"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run(launcher: list[str], script: str, *arguments: str) -> tuple[list[float], list[float]]:
+    """The losses that a script prints, and the held-out samples that are right before and after, in percent."""
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(FOLDER / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    right = re.findall(r"^(?:before|after): ([\d.]+)%", ended.stdout, re.MULTILINE)
+    losses = re.findall(r"loss ([\d.]+)", ended.stdout)
+    return [float(loss) for loss in losses], [float(share) for share in right]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [
+        ([], ["--ranks", "3", "--schedule", "1f1b"]),
+        (TORCHRUN, ["--recompute", "full", "--microbatches", "2"]),
+    ],
+    ids=["one process", "two processes"],
+)
+def test_images_are_learned(launcher: list[str], arguments: list[str]) -> None:
+    losses, (before, after) = run(launcher, "train_images.py", "--model", "resnet", "--steps", "40", *arguments)
+    assert len(losses) == 20
+    assert losses[-1] < 0.85 * losses[0]
+    assert after > before + 15
+
+
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["one process", "two processes"])
+def test_translation_is_learned_in_token_slices(launcher: list[str]) -> None:
+    """As without them: the losses that are printed are the same."""
+    arguments = ["--steps", "40", "--layers", "1", "--microbatches", "2", "--schedule", "1f1b"]
+    whole, _ = run([], "train_translation.py", *arguments)
+    sliced, _ = run(launcher, "train_translation.py", *arguments, "--slices", "3")
+    assert len(sliced) == 20
+    assert sliced[-1] < 0.8 * sliced[0]
+    assert sliced == pytest.approx(whole, abs=0.02)  # in float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["one process", "two processes"])
+def test_amoebanet_learns_images(launcher: list[str], tmp_path: Path) -> None:
+    picture = tmp_path / "timeline.png"
+    losses, (before, after) = run(launcher, "train_images.py", "--steps", "60", "--timeline", str(picture))
+    assert losses[-1] < 0.6 * losses[0]
+    assert after > before + 40
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_vit_learns_images() -> None:
+    losses, (before, after) = run([], "train_images.py", "--model", "vit", "--steps", "200", "--ranks", "2")
+    assert losses[-1] < 0.7 * losses[0]
+    assert after > before + 25
+
+
+def test_translation_is_learned() -> None:
+    losses, _ = run(TORCHRUN, "train_translation.py", "--steps", "60", "--schedule", "1f1b")
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+def test_most_names_are_translated_to_the_last_letter() -> None:
+    _, (before, after) = run([], "train_translation.py", "--steps", "250")
+    assert before == 0
+    assert after > 50
+
+
+def test_translations_are_right() -> None:
+    names = sentences()
+    assert len(set(names)) == len(names) > 1000
+    assert translate("open_code_page") == "openCodePage"
+    (source, target), predicted = encode(["open_code_page", "a_b"])
+    assert source.shape == (2, 14)
+    assert target.shape == predicted.shape == (2, 13)
+    assert [decode(row) for row in predicted] == ["openCodePage", "aB"]
+    assert torch.equal(target[0, 1:], predicted[0, :-1])  # what is to be predicted is the target's next letter
+    assert predicted[1].tolist() == [3, 30, END, *[-100] * 10]
+
+
+def test_each_image_shows_its_shape() -> None:
+    """Disc and ring differ in the middle, and a square fills more than a cross, whatever the colours."""
+    images, labels = draw(600, torch.Generator().manual_seed(0))
+    assert images.shape == (600, 3, 32, 32)
+    assert set(labels.tolist()) == set(range(len(SHAPES)))
+    bright = {shape: images[labels == i].mean() for i, shape in enumerate(SHAPES)}
+    assert bright["ring"] < bright["disc"]
+    assert bright["cross"] < bright["square"]
+    again, _ = draw(600, torch.Generator().manual_seed(0))
+    assert torch.equal(images, again)
