@@ -21,6 +21,10 @@ ALL = [
     "checkpoint",
     "zero3",
     "fused",
+    "gpipe.memory",
+    "gpipe.throughput",
+    "gpipe.breakdown",
+    "gpipe.peers",
 ]
 
 

@@ -17,6 +17,8 @@ from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Action, Op, Pipeline, simulate
 from slipstream.cost import MeasuredCost
+from slipstream.model.tensor_spec import TensorSpec
+from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.transport import DistributedTransport
 from slipstream.schedule.lowering import Channel
 from slipstream.timeline import Timeline
@@ -41,21 +43,21 @@ class MeasuredWithLinks(MeasuredCost):
 def ping(num_bytes: int, repeats: int = 40) -> float:
     """Seconds of one message of that size, both ends waiting: half of there and back, the median."""
     there, back = Channel("activations", 0, 1), Channel("activations", 1, 0)
-    transport = DistributedTransport({there: 8, back: 8}, torch.device("cpu"), [0, 1], timedelta(minutes=1))
+    transport = DistributedTransport({there: 8, back: 8}, torch.device("cpu"), Ranks(), timedelta(minutes=1))
     payload = torch.zeros(num_bytes // 4)
     out, home = Action(Op.SEND_F, 0), Action(Op.SEND_F, 1)
     mine, theirs = ((there, out), (back, home)) if dist.get_rank() == 0 else ((back, home), (there, out))
     seconds = []
     for _ in range(repeats):
         dist.barrier()
-        transport.post_receive(*theirs, payload.shape, payload.dtype)
+        transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
         began = time.perf_counter()
         if dist.get_rank() == 0:
-            transport.send(*mine, payload)
+            transport.send(*mine, (payload,))
             transport.receive(theirs[1])
         else:
             transport.receive(theirs[1])
-            transport.send(*mine, payload)
+            transport.send(*mine, (payload,))
         seconds.append((time.perf_counter() - began) / 2)
         transport.release(theirs[1])
         transport.finish()

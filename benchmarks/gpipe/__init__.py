@@ -1,0 +1,1 @@
+"""GPipe's tables, measured and simulated here: balance, throughput, memory, a step's breakdown, and peers."""
