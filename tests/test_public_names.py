@@ -11,11 +11,14 @@ import slipstream
 
 NAMES = [
     "Action",
+    "CutTokens",
     "Op",
     "Pipeline",
     "Schedule",
+    "Skip",
     "SlipstreamError",
     "Timeline",
+    "causal_attention",
     "check_sliceable",
     "gpipe",
     "make_mesh",
@@ -23,6 +26,7 @@ NAMES = [
     "one_f_one_b",
     "partition_layers",
     "plan",
+    "sequence_of",
     "simulate",
     "slice_tokens",
     "validate",

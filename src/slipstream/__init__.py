@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError
+    from slipstream.model.cut_tokens import CutTokens, causal_attention
+    from slipstream.model.hf_sequence import sequence_of
     from slipstream.model.self_check import check_sliceable
+    from slipstream.model.skips import Skip
     from slipstream.parallel.mesh import make_mesh
     from slipstream.pipeline.pipeline import Pipeline
     from slipstream.planner.partition import partition_layers
@@ -24,11 +27,14 @@ __version__ = "0.1.0"
 # Loaded on first use: schedules and simulation work, and the command line answers, without importing torch.
 _HOMES = {
     "Action": "slipstream.schedule.action",
+    "CutTokens": "slipstream.model.cut_tokens",
     "Op": "slipstream.schedule.action",
     "Pipeline": "slipstream.pipeline.pipeline",
     "Schedule": "slipstream.schedule.action",
+    "Skip": "slipstream.model.skips",
     "SlipstreamError": "slipstream.errors",
     "Timeline": "slipstream.timeline",
+    "causal_attention": "slipstream.model.cut_tokens",
     "check_sliceable": "slipstream.model.self_check",
     "gpipe": "slipstream.schedule.generators",
     "make_mesh": "slipstream.parallel.mesh",
@@ -36,6 +42,7 @@ _HOMES = {
     "one_f_one_b": "slipstream.schedule.generators",
     "partition_layers": "slipstream.planner.partition",
     "plan": "slipstream.profiler.planning",
+    "sequence_of": "slipstream.model.hf_sequence",
     "simulate": "slipstream.simulator",
     "slice_tokens": "slipstream.planner.slicing",
     "validate": "slipstream.schedule.dependencies",
@@ -43,11 +50,14 @@ _HOMES = {
 
 __all__ = [
     "Action",
+    "CutTokens",
     "Op",
     "Pipeline",
     "Schedule",
+    "Skip",
     "SlipstreamError",
     "Timeline",
+    "causal_attention",
     "check_sliceable",
     "gpipe",
     "make_mesh",
@@ -55,6 +65,7 @@ __all__ = [
     "one_f_one_b",
     "partition_layers",
     "plan",
+    "sequence_of",
     "simulate",
     "slice_tokens",
     "validate",

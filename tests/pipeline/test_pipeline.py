@@ -300,7 +300,7 @@ class TestRefusals:
             self.pipeline(loss_fn=mean_of_means).step(tokens(), tokens())
 
     def test_other_models(self) -> None:
-        with pytest.raises(SlipstreamError, match="model is a Linear; this version takes causal LMs"):
+        with pytest.raises(SlipstreamError, match="model is a Linear; give a causal LM of transformers"):
             Pipeline(nn.Linear(2, 2))  # type: ignore[arg-type]
 
     def test_a_model_without_weights(self) -> None:

@@ -168,10 +168,10 @@ def forward_and_replay(run: Callable[[Tensor], Tensor], what: Recompute) -> tupl
     expected = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
     run(expected).sum().backward()
     hidden = expected.detach().clone().requires_grad_()
-    replay, store = Replay(SavedTensors(set()), what, 0, hidden), ContextStore(3)
+    replay, store = Replay(SavedTensors(set()), what, 0, (hidden,), [True]), ContextStore(3)
     with replay.forward(store):
         output = run(hidden)
-    replay.replay(run, store)
+    replay.replay(lambda inputs: run(*inputs), store)
     output.sum().backward()
     return expected.grad, hidden.grad
 
@@ -202,7 +202,7 @@ def test_selective_runs_no_product_twice() -> None:
     weight = torch.randn(4, 4)
     for what, expected in ((Recompute(keeps_products=True), 0), (Recompute(), 2)):
         hidden = torch.randn(3, 4, requires_grad=True)
-        replay, store = Replay(SavedTensors(set()), what, 0, hidden), ContextStore(3)
+        replay, store = Replay(SavedTensors(set()), what, 0, (hidden,), [True]), ContextStore(3)
 
         def run(hidden: Tensor) -> Tensor:
             return ((hidden @ weight).tanh() @ weight).sigmoid().exp()
@@ -211,7 +211,7 @@ def test_selective_runs_no_product_twice() -> None:
             output = run(hidden)
         count = 0
         with Count():
-            replay.replay(run, store)
+            replay.replay(lambda inputs: run(*inputs), store)
         assert count == expected
         output.sum().backward()
 
@@ -237,7 +237,7 @@ def test_a_model_that_does_not_repeat_itself_is_found_out() -> None:
 
 def test_backward_without_recomputation_is_named() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
-    replay, store = Replay(SavedTensors(set()), Recompute(), 0, hidden), ContextStore(3)
+    replay, store = Replay(SavedTensors(set()), Recompute(), 0, (hidden,), [True]), ContextStore(3)
     with replay.forward(store):
         output = hidden.exp().sum()
     with pytest.raises(RecomputationError, match="before what its forward dropped is recomputed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from slipstream.attention.ranges import KeyRanges
 
 Attended = tuple[Tensor, Tensor]  # output (B, H, T, Dv) and log-sum-exp (B, H, T) of one slice
 Attending = Callable[[Callable[[], Attended]], Attended]
+
+
+class Shared(Protocol):
+    """What else the slices of a microbatch have in common on a stage, besides keys and values."""
+
+    def close(self) -> None:
+        """No slice needs it any more. Raises ContextError where something is left in it."""
+        ...
 
 
 class ContextError(RuntimeError):
@@ -60,6 +69,7 @@ class ContextStore:
         self.length = length
         self._contexts: dict[Hashable, _Context] = {}
         self._reads: dict[Hashable, list[tuple[int, int]]] = {}
+        self.shared: Shared | None = None  # whoever runs the slices puts it there
         self._replaying = False
         self._attending: Attending | None = None
 
@@ -85,6 +95,13 @@ class ContextStore:
     def free(self) -> None:
         """Drop all buffers; needed where no backward does it."""
         self._contexts.clear()
+        shared, self.shared = self.shared, None
+        if shared is not None:
+            shared.close()
+
+    @property
+    def is_replaying(self) -> bool:
+        return self._replaying
 
     @contextmanager
     def replay(self) -> Iterator[None]:

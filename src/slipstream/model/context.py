@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,10 @@ class TokenSlice:
     @property
     def end(self) -> int:
         return self.start + self.input_ids.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.input_ids, self.position_ids
 
 
 @dataclass
@@ -74,11 +79,20 @@ class SliceContext:
 
     def seed(self, *place: object) -> int:
         """Random state is keyed by (step, place, microbatch, slice), so every split and schedule draws the same."""
-        key = (self.token_slice.seed, place, self.token_slice.microbatch, self.token_slice.index)
-        return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
+        return keyed_seed(self.token_slice.seed, place, self.token_slice.microbatch, self.token_slice.index)
 
 
-_current: ContextVar[SliceContext | None] = ContextVar("slipstream_slice", default=None)
+def keyed_seed(*key: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
+
+
+class RunningLayers(Protocol):
+    """A stage's forward."""
+
+    layer: int  # that runs, counted over the whole model
+
+
+_current: ContextVar[RunningLayers | None] = ContextVar("slipstream_slice", default=None)
 
 
 def running_layer() -> int:
@@ -89,7 +103,7 @@ def running_layer() -> int:
 
 def current_slice() -> SliceContext:
     context = _current.get()
-    if context is None:
+    if not isinstance(context, SliceContext):
         raise RuntimeError(
             "attention 'slipstream' was called outside a pipeline. The Pipeline takes a model over: train and "
             "evaluate it through Pipeline.step and Pipeline.evaluate, or load the exported folder for other use."
@@ -97,8 +111,13 @@ def current_slice() -> SliceContext:
     return context
 
 
+def running() -> RunningLayers | None:
+    """What runs a forward at the moment, if anything does."""
+    return _current.get()
+
+
 @contextmanager
-def active_slice(context: SliceContext) -> Iterator[SliceContext]:
+def active_slice(context: RunningLayers) -> Iterator[RunningLayers]:
     token = _current.set(context)
     try:
         yield context

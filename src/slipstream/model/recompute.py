@@ -6,7 +6,7 @@ that recomputing a slice never recomputes the slices before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.context import running_layer
 from slipstream.model.saved_tensors import SavedTensors, Slot
+from slipstream.model.tensor_spec import Tensors
 
 
 @dataclass(frozen=True)
@@ -36,28 +37,37 @@ class Recompute:
     keeps_products: bool = False
 
     @classmethod
-    def parse(cls, setting: str | int, most_layers: int) -> Recompute | None:
-        """From the Pipeline's setting; None for "none". `most_layers` are those of the largest stage."""
+    def parse(cls, setting: str | int, most_layers: int, besides: str = "") -> Recompute | None:
+        """From the Pipeline's setting; None for "none". `most_layers` are those of the largest stage; `besides` is what
+        else the caller knows."""
         if isinstance(setting, int) and not isinstance(setting, bool) and 1 <= setting <= most_layers:
             return cls(num_layers=setting)
         known = {"none": None, "selective": cls(keeps_products=True), "full": cls()}
         if isinstance(setting, str) and setting in known:
             return known[setting]
         raise SlipstreamError(
-            f"recompute={setting!r}: give 'none', 'selective', 'full', or the number of each stage's layers to "
-            f"recompute, 1 to {most_layers} here."
+            f"recompute={setting!r}: give 'none', 'selective', 'full', {besides}or the number of each stage's layers "
+            f"to recompute, 1 to {most_layers} here."
         )
 
 
 class Replay:
     """One slice's forward on one stage that can be run again: `forward` once, `replay` once before the backward."""
 
-    def __init__(self, saved: SavedTensors, what: Recompute | None, first_layer: int, hidden: Tensor | None) -> None:
-        """`hidden` is the forward's input. `what` is None where nothing is recomputed, only moved to the host."""
+    def __init__(
+        self,
+        saved: SavedTensors,
+        what: Recompute | None,
+        first_layer: int,
+        inputs: Tensors,
+        needs_gradient: Sequence[bool],
+    ) -> None:
+        """`inputs` are the forward's. `what` is None where nothing is recomputed, only moved to the host."""
         self.saved = saved
         self._what = what
         self._first_layer = first_layer
-        self._input = None if what is None or hidden is None else saved.hold(hidden)
+        self._inputs = [] if what is None else [saved.hold(tensor) for tensor in inputs]
+        self._needs_gradient = needs_gradient
         self._products: list[Slot | None] = []  # in the order in which they ran; None: changed in place, so not kept
 
     @contextmanager
@@ -73,16 +83,17 @@ class Replay:
         if products is not None:
             self._products = products.kept
 
-    def replay(self, run: Callable[[Tensor | None], object], store: ContextStore) -> None:
-        """R: `run` is F's own call on the input, under F's autocast and modes. Afterwards nothing is missing."""
-        hidden = None if self._input is None else _tensor(self._input).requires_grad_()
+    def replay(self, run: Callable[[Tensors], object], store: ContextStore) -> None:
+        """R: `run` is F's own call on the inputs, under F's autocast and modes. Afterwards nothing is missing."""
+        pairs = zip(self._inputs, self._needs_gradient, strict=True)
+        inputs = tuple(_tensor(held).requires_grad_(needed) for held, needed in pairs)
         with ExitStack() as stack:
             stack.enter_context(store.replay())
             if self._products:
                 products = stack.enter_context(_ReplayProducts(self._products))
                 stack.enter_context(store.attending(products.attention))
-            self.saved.refill(partial(run, hidden))
-        self._products, self._input = [], None
+            self.saved.refill(partial(run, inputs))
+        self._products, self._inputs, self._needs_gradient = [], [], []
 
     def _keeps(self, products: _KeepProducts | None) -> Callable[[Tensor], bool]:
         if self._what is None:
@@ -97,7 +108,7 @@ class Replay:
 
 _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name)
-    for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 )
 _Attended = tuple[Tensor, Tensor]  # output and log-sum-exp
 

@@ -55,15 +55,23 @@ class SavedTensors:
         self._held: list[weakref.ref[Slot]] = []
         self._moved: list[_Moved] = []
 
-    def saving(self, keeps: Callable[[Tensor], bool]) -> AbstractContextManager[object]:
-        """Around the forward: of what autograd saves, keep the tensors that `keeps` is true of."""
+    def saving(
+        self, keeps: Callable[[Tensor], bool], recompute: Callable[[], None] | None = None
+    ) -> AbstractContextManager[object]:
+        """Around the forward: of what autograd saves, keep the tensors that `keeps` is true of. A backward that needs
+        another calls `recompute`, if that is given, which must `refill` them all."""
 
         def pack(tensor: Tensor) -> Slot:
             slot = Slot(tensor.detach() if keeps(tensor) else None, tensor.shape)
             self._slots.append(weakref.ref(slot))
             return slot
 
-        return saved_tensors_hooks(pack, _unpack)
+        def unpack(slot: Slot) -> Tensor:
+            if slot.tensor is None and recompute is not None:
+                recompute()
+            return _unpack(slot)
+
+        return saved_tensors_hooks(pack, unpack)
 
     def hold(self, tensor: Tensor) -> Slot:
         """A slot of the caller's own, for a tensor that its replay needs: moved and counted like the graph's."""

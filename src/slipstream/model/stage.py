@@ -18,6 +18,7 @@ from slipstream.model.layer_range import LayerRange
 from slipstream.model.masks import MaskTables
 from slipstream.model.rope import fix_length_dependent_rope
 from slipstream.model.split import keep_layers, second_half
+from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.model.weight_gradients import add_weight_gradients_in_place
 
 _SECOND_HALF = 100  # where the parts of a layer's second half are counted from, wherever its first half ran
@@ -106,6 +107,10 @@ class Stage:
     def is_last(self) -> bool:
         return self.owned.stop == self.num_layers
 
+    @property
+    def first_layer(self) -> int:
+        return self.owned.layers.start
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Under the unsplit model's names; a tied weight goes by its canonical one."""
         heads = {id(tied.head) for tied in self.tied}
@@ -125,6 +130,20 @@ class Stage:
     def forward(self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore) -> Tensor:
         """One slice through this stage: (b, T, hidden) in and out; the first takes None, the last gives logits."""
         return self._run(SliceContext(token_slice, store, self.tables, hidden))
+
+    def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Tensor | Tensors:
+        """`forward`, given and giving what travels between stages as a tuple; the last stage gives logits."""
+        output = self.forward(token_slice, inputs[0] if inputs else None, store)
+        return output if self.is_last else (output,)
+
+    def receives(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
+        return () if self.is_first else self._hidden(token_slice)
+
+    def sends(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
+        return () if self.is_last else self._hidden(token_slice)
+
+    def _hidden(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(self.hidden_shape(token_slice), self.hidden_dtype),)
 
     def hidden_shape(self, token_slice: TokenSlice) -> torch.Size:
         """(b, T, hidden_size) of what comes in and goes out; T may be a part of the slice's tokens."""

@@ -47,7 +47,7 @@ def add_weight_gradients_in_place(model: nn.Module) -> None:
 
 def compiled_modules(model: nn.Module) -> list[str]:
     """The names of modules that torch.compile runs: their backward is one piece, so it can't be split into I and W."""
-    return [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
+    return [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
 
 
 def whole_weights(model: nn.Module) -> list[str]:
@@ -58,7 +58,7 @@ def whole_weights(model: nn.Module) -> list[str]:
 
 
 def _splittable(module: nn.Module) -> Iterator[nn.Module]:
-    if _is_compiled(module):
+    if is_compiled(module):
         return
     plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
     if type(module) in (nn.Linear, Conv1D) or plain:
@@ -67,7 +67,7 @@ def _splittable(module: nn.Module) -> Iterator[nn.Module]:
         yield from _splittable(child)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """By `module.compile()`, or wrapped by `torch.compile(module)`."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 

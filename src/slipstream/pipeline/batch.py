@@ -11,16 +11,17 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.context import TokenSlice
+from slipstream.pipeline.stage import Piece
 
 IGNORED = -100  # transformers' label for "predict nothing here"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`slices[microbatch][slice]` and its shifted targets (b, T); `num_valid` targets count in the whole batch, that of
-    other replicas included. Gradients are those of `loss_scale` times the loss."""
+    """`slices[microbatch][slice]` and its targets, of a causal LM (b, T) and shifted; `num_valid` targets count in the
+    whole batch, that of other replicas included. Gradients are those of `loss_scale` times the loss."""
 
-    slices: list[list[TokenSlice]]
+    slices: Sequence[Sequence[Piece]]
     targets: list[list[Tensor]]
     num_valid: int
     loss_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""What a Pipeline is made of on this rank: its stages, cut over the ranks that share them, and their loss."""
+"""What a causal LM is made of on this rank: its stages, cut over the ranks that share them, and their loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from slipstream.pipeline.loss import causal_cross_entropy
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.source import Source, cast
 from slipstream.pipeline.tensor_check import check_tensor_parallel
-from slipstream.schedule.action import Schedule
 
 
 def check_architecture(
@@ -60,22 +59,9 @@ def check_sharding(anatomy: Anatomy, ranks: Ranks, settings: Mapping[str, object
         )
 
 
-def count_ranks(ranks: Ranks, num_ranks: int | None, schedule: str | Schedule) -> int:
-    """Of the pipeline: its processes, or as many as are asked for in this one."""
-    if ranks.size == 1:
-        return num_ranks or (schedule.num_ranks if isinstance(schedule, Schedule) else 1)
-    if num_ranks not in (None, ranks.size):
-        raise SlipstreamError(f"num_ranks={num_ranks}, but {ranks.size} processes run: leave it out, each is a rank.")
-    return ranks.size
-
-
-def ranks_here(layout: Layout, ranks: Ranks) -> list[int]:
-    """The pipeline's ranks that this process is: one, or all."""
-    return [ranks.rank] if ranks.size > 1 else list(range(layout.num_ranks))
-
-
 def load_shares(
     source: Source,
+    anatomy: Anatomy,
     layout: Layout,
     ranks: Ranks,
     dtype: torch.dtype | None,
@@ -84,17 +70,15 @@ def load_shares(
     fused: bool,
 ) -> tuple[PreTrainedModel, TensorParallel | None]:
     """The layers of this process's stages; of every weight this rank's share, where several ranks share them."""
-    here = layout.stages_of(ranks_here(layout, ranks))
-    model = source.load(layout.anatomy, [layer for stage in here for layer in layout.layers[stage]])
+    here = layout.stages_of(ranks.here(layout.num_ranks))
+    model = source.load(anatomy, [layer for stage in here for layer in layout.layers[stage]])
     if dtype is not None:
         cast(model, dtype)
     if fused:  # before it is cut into stages, which then share kernels
         fuse(model)
     if ranks.tensor.size == 1:
         return model, None
-    tensor = TensorParallel(
-        plan_shares(source.config, layout.anatomy, ranks.tensor.size, tensor_plan), ranks.tensor, sequence
-    )
+    tensor = TensorParallel(plan_shares(source.config, anatomy, ranks.tensor.size, tensor_plan), ranks.tensor, sequence)
     tensor.shard(model)
     return model, tensor
 
@@ -108,14 +92,15 @@ def plan_shares(
 
 def make_stages(
     model: PreTrainedModel,
+    anatomy: Anatomy,
     layout: Layout,
     ranks: Ranks,
     device: torch.device,
     tensor: TensorParallel | None,
 ) -> dict[int, Stage]:
     """Those of this process, each its own layers of `model`."""
-    here = layout.stages_of(ranks_here(layout, ranks))
-    return {stage: Stage(share(model), layout.anatomy, layout.layers[stage], device, tensor) for stage in here}
+    here = layout.stages_of(ranks.here(layout.num_ranks))
+    return {stage: Stage(share(model), anatomy, layout.layers[stage], device, tensor) for stage in here}
 
 
 def choose_loss(given: LossFunction | None, ranks: Ranks, tensor: TensorParallel | None) -> LossFunction:
@@ -128,9 +113,3 @@ def choose_loss(given: LossFunction | None, ranks: Ranks, tensor: TensorParallel
             "Leave it out for cross-entropy, or use a mesh with tp=1."
         )
     return vocabulary_cross_entropy(ranks.tensor, tensor.first_id, IGNORED)
-
-
-def tied_ends(layout: Layout, ranks: Ranks) -> tuple[int, int]:
-    """The pipeline's ranks of the first and the last stage, equal where one has both or nothing is tied."""
-    placement = layout.training.placement
-    return (placement[0], placement[-1]) if ranks.size > 1 and layout.anatomy.tied else (0, 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,22 @@ from torch import Tensor
 from slipstream.attention import ContextStore
 from slipstream.model.recompute import Recompute, Replay
 from slipstream.model.saved_tensors import SavedTensors
-from slipstream.model.stage import Stage
+from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.model.weight_gradients import deferring
 from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.flight import Flight, Key, entrance, key_of, root_of
+from slipstream.pipeline.flight import Flight, Key, backward, entrances, key_of, roots_of
+from slipstream.pipeline.message import TransportError
 from slipstream.pipeline.offload import host_of
+from slipstream.pipeline.skip_mail import SkipMail
+from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.stopwatch import Stopwatch
-from slipstream.pipeline.transport import Transport, TransportError
+from slipstream.pipeline.transport import Transport
 from slipstream.schedule.action import Action, Op, Schedule
 from slipstream.schedule.hang import report_wait
 from slipstream.schedule.lowering import channel
 from slipstream.timeline import Span
 
-LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
+LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
 
 
 class Executor:
@@ -34,7 +37,7 @@ class Executor:
     def __init__(
         self,
         rank: int,
-        stages: dict[int, Stage],
+        stages: Mapping[int, Stage],
         transport: Transport,
         loss_function: LossFunction,
         device: torch.device,
@@ -76,13 +79,14 @@ class Executor:
         self._flight = Flight(batch, zero, zero.clone())
         self._stopwatch = Stopwatch(self._rank, self._device)
         self._posted: dict[Action, Any] = {}  # when the message's receive was posted
+        self._skips = SkipMail(self._rank, schedule, self._transport, self._specs)
         self._storages = {number: stage.storages() for number, stage in self._stages.items()} if self._saves() else {}
         return self._actions(schedule.actions[self._rank])
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The (sum, count) of the losses of this rank's slices. Raises if anything of the step is left over."""
         self._transport.finish()
-        leftovers = self._flight.leftovers()
+        leftovers = self._flight.leftovers() + self._skips.leftovers()
         if leftovers:
             raise RuntimeError(f"rank {self._rank} still holds {'; '.join(leftovers)} at the end of a step")
         return self._flight.loss, self._flight.count
@@ -121,55 +125,68 @@ class Executor:
     def _forward(self, action: Action) -> None:
         g, m, i = key = key_of(action)
         stage, flight = self._stages[g], self._flight
-        hidden = self._input(action)
+        inputs = self._inputs(action)
         began = self._stopwatch.mark()
         store = flight.stores.setdefault((g, m), ContextStore(flight.batch.slices[m][i].length))
         if self._schedule.has_backward:
-            with self._keeping(action, hidden, store):
-                leave = partial(flight.input_gradients.__setitem__, key)
-                output = self._compute(action, None if hidden is None else entrance(hidden, leave), store)
+            with self._keeping(action, inputs, store):
+                leave = flight.input_gradients.setdefault(key, {}).__setitem__
+                outputs = self._compute(action, entrances(inputs, self._specs(Op.RECV_F, key), leave), store)
         else:
-            output = self._compute(action, hidden, store)
-        if isinstance(output, tuple):
-            output = self._loss(*output)
+            outputs = self._compute(action, inputs, store)
+        if stage.is_last:
+            outputs = (self._loss(*outputs),)
         self._stopwatch.record(action, began)
         if self._schedule.has_backward:
-            flight.roots[key] = root_of(output)
+            flight.roots[key] = roots_of(outputs)
         else:
+            outputs = _apart(outputs, inputs)
             self._end_forward_only(action)
         if not stage.is_last:
-            self._hand_on(Action(Op.SEND_F, g, m, i), output, flight.handed, (g + 1, m, i))
+            self._hand_on(Action(Op.SEND_F, g, m, i), outputs, flight.handed, (g + 1, m, i))
 
-    def _compute(self, action: Action, hidden: Tensor | None, store: ContextStore) -> Tensor | tuple[Tensor, Tensor]:
-        """What F runs and R repeats: the stage's output, the last one's (sum, count) of losses."""
+    def _compute(self, action: Action, inputs: Tensors, store: ContextStore) -> Tensors:
+        """What F runs and R repeats: the stage's outputs, the last one's (sum, count) of losses."""
         g, m, i = key_of(action)
-        output = self._stages[g].forward(self._flight.batch.slices[m][i], hidden, store)
+        outputs: Tensors = self._stages[g].compute(self._flight.batch.slices[m][i], inputs, store)
         if self._stages[g].is_last:
-            return self._loss_function(output, self._flight.batch.targets[m][i])
-        return output
+            return self._loss_function(outputs, self._flight.batch.targets[m][i])
+        return outputs
 
-    def _input(self, action: Action) -> Tensor | None:
-        """The hidden states F works on: received, or handed on by a stage of this rank; None on the first stage."""
+    def _inputs(self, action: Action) -> Tensors:
+        """What F works on: received, or handed on by stages of this rank; nothing on the first stage."""
+        if action.stage == 0:
+            return ()
         awaited = self._awaited(action)
-        if awaited is None:
-            return None if action.stage == 0 else self._flight.handed.pop(key_of(action))
-        hidden = self._receive(awaited)
+        regular = self._receive(awaited) if awaited else self._flight.handed.pop(key_of(action))
+        inputs = (*regular, *self._skips.take(Op.SEND_F, action))
         if not self._is_scheduled(Op.OFFLOAD, action):
-            return hidden
-        hidden = hidden.clone()  # to be moved to the host, which the transport's buffer can't be
-        self._transport.release(awaited)
-        return hidden
+            return inputs
+        inputs = tuple(tensor.clone() for tensor in inputs)  # to be moved to the host, which no buffer can be
+        self._release(self._received(action))
+        return inputs
 
-    def _keeping(self, action: Action, hidden: Tensor | None, store: ContextStore) -> AbstractContextManager[None]:
+    def _received(self, action: Action) -> list[Action]:
+        """The messages that `action` works on."""
+        awaited = self._awaited(action)
+        regular = [] if awaited is None else [awaited]
+        return regular + self._skips.received(Op.SEND_F if action.op is Op.F else Op.SEND_B, action)
+
+    def _release(self, messages: Sequence[Action]) -> None:
+        for message in messages:
+            self._transport.release(message)
+
+    def _keeping(self, action: Action, inputs: Tensors, store: ContextStore) -> AbstractContextManager[None]:
         """Around a forward: prepare for its R and OFFLOAD. Without them what is saved is autograd's business."""
         recomputed = self._is_scheduled(Op.R, action)
         if not recomputed and not self._is_scheduled(Op.OFFLOAD, action):
             return nullcontext()
         g, m, i = key = key_of(action)
         stage, piece, targets = self._stages[g], self._flight.batch.slices[m][i], self._flight.batch.targets[m][i]
-        tokens = (piece.input_ids, piece.position_ids, targets)
-        shared = self._storages[g] | {tensor.untyped_storage().data_ptr() for tensor in tokens}
-        replay = Replay(SavedTensors(shared), self._recompute if recomputed else None, stage.owned.layers.start, hidden)
+        shared = self._storages[g] | {t.untyped_storage().data_ptr() for t in (*piece.tensors, targets)}
+        needs_gradient = [spec.needs_gradient for spec in self._specs(Op.RECV_F, key)]
+        what = self._recompute if recomputed else None
+        replay = Replay(SavedTensors(shared), what, stage.first_layer, inputs, needs_gradient)
         self._flight.replays[key] = replay
         return replay.forward(store)
 
@@ -192,7 +209,7 @@ class Executor:
         self._await_reload(key)
         began = self._stopwatch.mark()
         store = self._flight.stores[g, m]
-        self._flight.replays[key].replay(lambda hidden: self._compute(action, hidden, store), store)
+        self._flight.replays[key].replay(lambda inputs: self._compute(action, inputs, store), store)
         self._stopwatch.record(action, began)
 
     def _offload(self, action: Action) -> None:
@@ -214,54 +231,55 @@ class Executor:
             offloaded.close()
 
     def _end_forward_only(self, action: Action) -> None:
-        awaited = self._awaited(action)
-        if awaited is not None:
-            self._transport.release(awaited)
+        self._release(self._received(action))
         if action.slice == self._schedule.num_slices - 1:
             self._flight.stores.pop((action.stage, action.microbatch)).free()
 
     def _backward(self, action: Action) -> None:
-        for message in self._differentiate(action):
-            self._transport.release(message)
+        self._release(self._differentiate(action))
 
     def _backward_input(self, action: Action) -> None:
         """I: everything but the weight gradients of linear layers. W needs what came in, so it releases that."""
         with deferring() as work:
             messages = self._differentiate(action)
-        work += [partial(self._transport.release, message) for message in messages]
+        work.append(partial(self._release, messages))
         self._flight.weights[key_of(action)] = work
 
     def _differentiate(self, action: Action) -> list[Action]:
         """The backward of one slice. Returns the messages whose buffers it worked on."""
         g, m, i = key = key_of(action)
         stage, flight = self._stages[g], self._flight
-        gradient = None if stage.is_last else self._output_gradient(action)
+        gradients = () if stage.is_last else self._output_gradients(action)
         self._await_reload(key)
         began = self._stopwatch.mark()
-        root = flight.roots.pop(key)
+        roots = flight.roots.pop(key)
         flight.replays.pop(key, None)
-        if root is not None:
-            torch.autograd.backward(root, gradient)
-        del root  # its graph
+        backward(
+            roots, {0: None} if stage.is_last else dict(zip(self._needing(Op.SEND_F, key), gradients, strict=True))
+        )
+        del roots  # their graph
         if i == 0:
             flight.stores.pop((g, m)).free()
         self._stopwatch.record(action, began)
+        found = flight.input_gradients.pop(key, {})
         if g > 0:
-            sent = flight.input_gradients.pop(key, None)
-            if sent is None:
-                sent = self._zeros(action)
-            if gradient is not None and sent.data_ptr() == gradient.data_ptr():
-                sent = sent.clone()  # a stage that changed nothing: the buffer goes back to the pool before it is sent
-            self._hand_on(Action(Op.SEND_B, g, m, i), sent, flight.gradients, (g - 1, m, i))
-        received = [self._awaited(action)]
+            # taken out, as W may hold the graph that left them
+            sent = [found.pop(index, None) for index in self._needing(Op.RECV_F, key)]
+            full = self._in_full(key, sent)
+            # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
+            self._hand_on(Action(Op.SEND_B, g, m, i), _apart(full, gradients), flight.gradients, (g - 1, m, i))
+        received = self._received(action)
         if not self._is_scheduled(Op.OFFLOAD, action):
-            received.append(self._awaited(Action(Op.F, g, m, i)))
-        return [message for message in received if message is not None]
+            received += self._received(Action(Op.F, g, m, i))
+        return received
 
-    def _zeros(self, action: Action) -> Tensor:
-        """The gradient of an input that nothing depends on."""
-        shape, dtype = self._hidden(action)
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+    def _in_full(self, key: Key, gradients: Sequence[Tensor | None]) -> Tensors:
+        """With zeros for inputs that nothing depends on."""
+        specs = [spec for spec in self._specs(Op.RECV_F, key) if spec.needs_gradient]
+        return tuple(
+            torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if gradient is None else gradient
+            for gradient, spec in zip(gradients, specs, strict=True)
+        )
 
     def _backward_weights(self, action: Action) -> None:
         began = self._stopwatch.mark()
@@ -269,17 +287,20 @@ class Executor:
             add_gradient()
         self._stopwatch.record(action, began)
 
-    def _output_gradient(self, action: Action) -> Tensor:
-        """The gradient B starts from: received, or left by a stage of this rank."""
+    def _output_gradients(self, action: Action) -> Tensors:
+        """The gradients B starts from: received, or left by stages of this rank; of the outputs that need one."""
         awaited = self._awaited(action)
-        return self._receive(awaited) if awaited else self._flight.gradients.pop(key_of(action))
+        regular = self._receive(awaited) if awaited else self._flight.gradients.pop(key_of(action))
+        return (*regular, *self._skips.take(Op.SEND_B, action))
 
-    def _hand_on(self, send: Action, tensor: Tensor, local: dict[Key, Tensor], key: Key) -> None:
-        """To the next stage in the direction of `send`: as a message, or directly where that stage is here too."""
+    def _hand_on(self, send: Action, tensors: Tensors, local: dict[Key, Tensors], key: Key) -> None:
+        """To the next stage in the direction of `send`: as a message, or directly where that stage is here too. Skips
+        go to stages of their own, at once."""
+        tensors = self._skips.hand_on(send, tensors)
         if self._is_here(key[0]):
-            local[key] = tensor.detach()
+            local[key] = tuple(tensor.detach() for tensor in tensors)
         else:
-            self._flight.outgoing[send] = tensor
+            self._flight.outgoing[send] = tensors
 
     def _send(self, action: Action) -> None:
         began = self._stopwatch.mark()
@@ -288,17 +309,25 @@ class Executor:
 
     def _post_receive(self, action: Action) -> None:
         self._posted[action.other_end] = self._stopwatch.mark()
-        self._transport.post_receive(channel(action, self._schedule), action.other_end, *self._hidden(action))
+        specs = [spec for spec in self._specs(action.op, key_of(action)) if spec.peer is None]
+        self._transport.post_receive(channel(action, self._schedule), action.other_end, specs)
 
-    def _hidden(self, action: Action) -> tuple[torch.Size, torch.dtype]:
-        """Shape (b, T, hidden) and dtype of what stages hand on to each other."""
-        piece, stage = self._flight.batch.slices[action.microbatch][action.slice], self._stages[action.stage]
-        return stage.hidden_shape(piece), stage.hidden_dtype
+    def _specs(self, op: Op, key: Key) -> Sequence[TensorSpec]:
+        """What a stage receives or sends in such a message, or for SEND_F and SEND_B of whatever skips go with it."""
+        g, m, i = key
+        stage, piece = self._stages[g], self._flight.batch.slices[m][i]
+        inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward
+        specs = stage.receives(piece) if inwards else stage.sends(piece)
+        return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
 
-    def _receive(self, message: Action) -> Tensor:
-        tensor = self._transport.receive(message)
+    def _needing(self, op: Op, key: Key) -> list[int]:
+        """Which of a stage's inputs or outputs have gradients."""
+        return [index for index, spec in enumerate(self._specs(op, key)) if spec.needs_gradient]
+
+    def _receive(self, message: Action) -> Tensors:
+        tensors = self._transport.receive(message)
         self._stopwatch.record(message.other_end, self._posted.pop(message))
-        return tensor
+        return tensors
 
     def _reduce(self, action: Action) -> None:
         began = self._stopwatch.mark()
@@ -307,19 +336,7 @@ class Executor:
         self._stopwatch.record(action, began)
 
 
-def run_together(executors: list[Executor], schedule: Schedule, batch: Batch) -> None:
-    """Run the ranks of this process in turn, each as far as it gets: one rank, or all of a pipeline in one process."""
-    with ExitStack() as stack:
-        rows = [stack.enter_context(closing(executor.start(schedule, batch))) for executor in executors]
-        _take_turns(rows, schedule)
-
-
-def _take_turns(rows: list[Generator[Action]], schedule: Schedule) -> None:
-    awaiting: dict[Generator[Action], Action | None] = dict.fromkeys(rows)
-    while awaiting:
-        before = dict(awaiting)
-        awaiting = {actions: action for actions in awaiting if (action := next(actions, None)) is not None}
-        if awaiting == before:
-            waiting = [action for action in awaiting.values() if action is not None]
-            reports = [report_wait(schedule, schedule.placement[action.stage], action) for action in waiting]
-            raise RuntimeError("\n".join(["no rank can go on:", *reports]))
+def _apart(tensors: Tensors, buffers: Tensors) -> Tensors:
+    """With copies of those that are in the memory of one of `buffers`, which goes back to a pool."""
+    held = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    return tuple(t.clone() if t.untyped_storage().data_ptr() in held else t for t in tensors)

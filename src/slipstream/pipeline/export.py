@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from slipstream.model.loading import skeleton
-from slipstream.model.stage import Stage
 from slipstream.model.toy import quiet_transformers
 from slipstream.parallel.shares import Share
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.stage import Stage
 
 
 def save_pretrained(

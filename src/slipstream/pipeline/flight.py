@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
 from slipstream.model.recompute import Replay
+from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.model.weight_gradients import WeightGradient
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.offload import Offloaded
 from slipstream.schedule.action import Action
 
 Key = tuple[int, int, int]  # stage, microbatch, slice
+Roots = dict[int, Tensor | GradientEdge]  # by the output
 
 
 def key_of(action: Action) -> Key:
@@ -32,13 +35,13 @@ class Flight:
     batch: Batch
     loss: Tensor  # sum over this rank's slices so far, float64
     count: Tensor
-    input_gradients: dict[Key, Tensor] = field(default_factory=dict)  # for the stage before
-    roots: dict[Key, Tensor | GradientEdge | None] = field(default_factory=dict)  # of the backward; None: all frozen
+    input_gradients: dict[Key, dict[int, Tensor]] = field(default_factory=dict)  # by the input, for the stages before
+    roots: dict[Key, Roots] = field(default_factory=dict)  # of the backward; none: all frozen
     replays: dict[Key, Replay] = field(default_factory=dict)  # of slices that are recomputed or offloaded
     offloaded: dict[Key, Offloaded] = field(default_factory=dict)
-    handed: dict[Key, Tensor] = field(default_factory=dict)  # from a stage of the same rank: its output
-    gradients: dict[Key, Tensor] = field(default_factory=dict)  # of a stage's output, from the same rank
-    outgoing: dict[Action, Tensor] = field(default_factory=dict)  # computed, not yet sent
+    handed: dict[Key, Tensors] = field(default_factory=dict)  # from a stage of the same rank: its outputs
+    gradients: dict[Key, Tensors] = field(default_factory=dict)  # of a stage's outputs, from the same rank
+    outgoing: dict[Action, Tensors] = field(default_factory=dict)  # computed, not yet sent
     weights: dict[Key, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
     stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # by stage and microbatch
 
@@ -47,10 +50,16 @@ class Flight:
         return [f"{name}: {list(value)}" for name, value in held.items()]
 
 
-def entrance(hidden: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
-    """The input of a stage as its graph's beginning: `leave` gets its gradient, and nothing keeps its memory."""
+def entrances(inputs: Tensors, specs: Sequence[TensorSpec], leave: Callable[[int, Tensor], None]) -> Tensors:
+    """The inputs of a stage as its graph's beginnings: `leave` gets their gradients, each with its input's number, and
+    nothing keeps their memory."""
+    numbered = enumerate(zip(inputs, specs, strict=True))
+    return tuple(_entrance(t, partial(leave, n)) if spec.needs_gradient else t for n, (t, spec) in numbered)
+
+
+def _entrance(tensor: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
     token = torch.empty(0, requires_grad=True)
-    found: Tensor = _Entrance.apply(token, hidden, leave)  # type: ignore[no-untyped-call]
+    found: Tensor = _Entrance.apply(token, tensor, leave)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -69,8 +78,22 @@ class _Entrance(torch.autograd.Function):
         return None, None, None
 
 
-def root_of(output: Tensor) -> Tensor | GradientEdge | None:
-    """Where the backward of a forward's output begins: not the hidden states, whose memory the next stage needs."""
-    if not output.requires_grad:
-        return None
-    return output if output.dim() == 0 else get_gradient_edge(output)
+def roots_of(outputs: Tensors) -> Roots:
+    """Where the backward of a forward's outputs begins: not the tensors, whose memory the next stage needs."""
+    return {
+        number: output if output.dim() == 0 else get_gradient_edge(output)
+        for number, output in enumerate(outputs)
+        if output.requires_grad
+    }
+
+
+def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
+    """`gradients` are those of the outputs that something depends on; a loss has None.
+
+    The last output comes first: where several are one tensor, their gradients are added up in the order in which
+    autograd adds those of its users, the last first.
+    """
+    numbers = [number for number in sorted(roots, reverse=True) if number in gradients]
+    if numbers:
+        chosen: Any = [roots[number] for number in numbers]
+        torch.autograd.backward(chosen, [gradients[number] for number in numbers])

@@ -24,7 +24,6 @@ class Layout:
     training: Schedule
     evaluation: Schedule
     layers: tuple[LayerRange, ...]
-    anatomy: Anatomy  # of the model whose layers they are
     recompute: Recompute | None = None  # what the R's of `training` recompute
     offload: float = 0.0  # the share of slices that wait in host memory
     reduces: bool = False  # whether gradients are summed over replicas, or over ranks that share layers
@@ -34,7 +33,6 @@ class Layout:
         cls,
         schedule: Schedule,
         layers: tuple[LayerRange, ...],
-        anatomy: Anatomy,
         recompute: Recompute | None,
         offload: float,
         reduces: bool,
@@ -46,11 +44,11 @@ class Layout:
         lowered = schedule if schedule.is_lowered else add_communication(schedule)
         check_communication(lowered)
         evaluation = add_communication(forward_only(schedule))  # its order within a rank is that of training
-        return cls(lowered, evaluation, layers, anatomy, recompute, offload, reduces)
+        return cls(lowered, evaluation, layers, recompute, offload, reduces)
 
     def with_schedule(self, schedule: Schedule) -> Layout:
         """The same stages in another order, of any number of slices."""
-        return Layout.of(schedule, self.layers, self.anatomy, self.recompute, self.offload, self.reduces)
+        return Layout.of(schedule, self.layers, self.recompute, self.offload, self.reduces)
 
     @property
     def num_ranks(self) -> int:
@@ -61,24 +59,29 @@ class Layout:
         return [stage for stage, rank in enumerate(self.training.placement) if rank in wanted]
 
 
-def plan_layout(
-    config: PretrainedConfig,
-    anatomy: Anatomy,
-    schedule: Schedule,
-    slices: int | Sequence[int],
-    num_ranks: int,
-    partition: str | Sequence[float],
-    recompute: str | int = "none",
-    offload: float = 0.0,
-    seq_len: int | None = None,
-    reduces: bool = False,
-) -> Layout:
-    """Check that everything fits together. Raises SlipstreamError with what was given, allowed, and to type."""
+def check_ranks(schedule: Schedule, num_ranks: int) -> None:
     if schedule.num_ranks != num_ranks:
         raise SlipstreamError(
             f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but there are {num_ranks}. "
             f"Start {schedule.num_ranks} processes or make a schedule for {num_ranks}."
         )
+
+
+def plan_layout(
+    config: PretrainedConfig,
+    anatomy: Anatomy,
+    schedule: Schedule,
+    slices: int | Sequence[int],
+    partition: str | Sequence[float],
+    recompute: str | int = "none",
+    offload: float = 0.0,
+    seq_len: int | None = None,
+    reduces: bool = False,
+) -> tuple[Layout, Anatomy]:
+    """Of a causal LM: check that everything fits together; the anatomy comes back with `halves` if they are needed.
+
+    Raises SlipstreamError with what was given, allowed, and to type.
+    """
     if not isinstance(slices, int) and len(slices) != schedule.num_slices:
         raise SlipstreamError(
             f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
@@ -88,7 +91,7 @@ def plan_layout(
         seq_len = sum(slices)
     layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement, seq_len)
     most_layers = max(len(stage) for stage in layers)
-    return Layout.of(schedule, layers, anatomy, Recompute.parse(recompute, most_layers), offload, reduces)
+    return Layout.of(schedule, layers, Recompute.parse(recompute, most_layers), offload, reduces), anatomy
 
 
 def _with_less_memory(schedule: Schedule, recompute: Recompute | None, offload: float) -> Schedule:

@@ -67,7 +67,7 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def _add(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
+        if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):  # a trace's: without memory
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()

@@ -16,7 +16,7 @@ from slipstream.schedule.action import Op, Schedule
 from slipstream.simulator import simulate
 
 if TYPE_CHECKING:
-    from slipstream.pipeline.pipeline import Pipeline
+    from slipstream.pipeline.engine import Engine
 
 _BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
 _ATTEMPTS = 6  # orders that are searched for
@@ -38,7 +38,7 @@ class Gauge:
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a batch, and slices
         self._fitting: set[tuple[Schedule, tuple[int, ...]]] = set()
 
-    def check(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> None:
+    def check(self, pipeline: Engine, inputs: Tensor, targets: Tensor) -> None:
         """Collective. Raises SlipstreamError where the next step would hold more than the limit, before it runs."""
         if self.limit is None:
             return
@@ -50,14 +50,14 @@ class Gauge:
                 raise SlipstreamError(_too_much(pipeline, worst, held[worst], self.limit, inputs))
             self._fitting.add(ran)
 
-    def holdings(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Holdings:
+    def holdings(self, pipeline: Engine, inputs: Tensor, targets: Tensor) -> Holdings:
         """Collective: of the order that the pipeline has adopted."""
         held = self._memory(pipeline, inputs, targets)
         schedule, table = pipeline.layout.training, self._tables[_key(pipeline, inputs)]
         units = {(unit.stage, unit.slice): _held(unit, table, schedule) for unit in _units(schedule)}
         return Holdings(tuple(rank.peak + _token_bytes(inputs) for rank in held), units)
 
-    def _memory(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> tuple[RankMemory, ...]:
+    def _memory(self, pipeline: Engine, inputs: Tensor, targets: Tensor) -> tuple[RankMemory, ...]:
         from slipstream.pipeline.rehearsal import rehearse
 
         key, schedule = _key(pipeline, inputs), pipeline.layout.training
@@ -68,7 +68,7 @@ class Gauge:
         return memory_of(schedule, table)
 
 
-def _key(pipeline: Pipeline, inputs: Tensor) -> tuple[int, ...]:
+def _key(pipeline: Engine, inputs: Tensor) -> tuple[int, ...]:
     return (inputs.shape[0], *pipeline.slices(inputs.shape[1]))
 
 
@@ -109,7 +109,7 @@ def _merged(tables: Sequence[MemoryTable]) -> MemoryTable:
     return MemoryTable(**{field.name: joined(field.name) for field in fields(MemoryTable)})
 
 
-def _too_much(pipeline: Pipeline, rank: int, held: RankMemory, limit: float, inputs: Tensor) -> str:
+def _too_much(pipeline: Engine, rank: int, held: RankMemory, limit: float, inputs: Tensor) -> str:
     most = {str(kind): size for kind, size in held.worst.during.items() if size} | {"tokens": _token_bytes(inputs)}
     parts = ", ".join(f"{kind} {size:.4g}" for kind, size in sorted(most.items(), key=lambda pair: -pair[1]))
     total = sum(most.values())

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.stage import Stage
 from slipstream.parallel.gradients import Gradients
 from slipstream.parallel.masters import Masters
 from slipstream.parallel.sharded_parameters import ShardedParameters
 from slipstream.parallel.shares import Share
 from slipstream.parallel.tensor_parallel import TensorParallel
 from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.tied import TiedGradients
 
 

@@ -13,39 +13,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.fused import check_compiler
-from slipstream.model.limits import check_length, check_token_ids
 from slipstream.model.loading import load_config, pretrained_model, random_model
 from slipstream.parallel.group import Group
-from slipstream.pipeline.batch import Batch, cut_batch
-from slipstream.pipeline.building import (
-    check_architecture,
-    check_sharding,
-    choose_loss,
-    count_ranks,
-    load_shares,
-    make_stages,
-    ranks_here,
-    tied_ends,
-)
-from slipstream.pipeline.executor import Executor, LossFunction, run_together
-from slipstream.pipeline.export import save_pretrained
-from slipstream.pipeline.layout import plan_layout
-from slipstream.pipeline.memory_limit import Gauge
-from slipstream.pipeline.parameters import Parameters, Piece
-from slipstream.pipeline.ranks import Ranks
-from slipstream.pipeline.scatter_gather import ScatterGather
-from slipstream.pipeline.source import Source, in_memory
-from slipstream.pipeline.transport import LocalTransport, Transport, connect
-from slipstream.pipeline.trials import Answer
-from slipstream.pipeline.tuning import Tuner
+from slipstream.pipeline.engine import Engine
+from slipstream.pipeline.executor import LossFunction
+from slipstream.pipeline.export import gather_state
+from slipstream.pipeline.family import Inputs
+from slipstream.pipeline.parameters import Piece
+from slipstream.pipeline.sequence_partition import Balance
+from slipstream.pipeline.settings import Settings
+from slipstream.pipeline.source import Source
 from slipstream.schedule.action import Schedule
 from slipstream.timeline import Timeline
 
 
-class Pipeline:
+class Pipeline(Engine):
     """Trains a Hugging Face causal LM whose layers are split over ranks and whose sequences are cut into slices.
 
     Every rank builds it with an equal model after `init_process_group` and calls `step` with the same batch. Without a
@@ -53,13 +35,15 @@ class Pipeline:
     elsewhere. `step` adds to `.grad`; the loop, the optimizer and `zero_grad` are the caller's.
 
     Args:
-        model: a causal LM of transformers with its weights in memory. `from_config` and `from_pretrained` make one of
-            which each rank holds only its own layers.
+        model: a causal LM of transformers with its weights in memory; `from_config` and `from_pretrained` make one of
+            which each rank holds only its own layers. Or an nn.Sequential of any layers that take and return a tensor
+            or a tuple of tensors (GPipe): see docs/sequences.md.
         schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the first steps are measured, and the order
             chosen that is best for them; or a Schedule, which says how many microbatches, slices and stages there are.
         num_microbatches: the rows of a batch are spread over them.
         slices: the number of token slices of a sequence, their lengths in tokens, or "auto": the first steps are
-            measured, and the lengths chosen that run fastest.
+            measured, and the lengths chosen that run fastest. Default: 8; of an nn.Sequential 1, or with `CutTokens`
+            in it any number, of what follows that layer.
         stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
         partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
             feed-forward half. Or "auto": by the multiplications of each layer and of the head; in halves where that
@@ -99,6 +83,10 @@ class Pipeline:
         fused: whether norms and activations are compiled, each to one kernel: needs a compiler on every machine.
         self_check: whether to compare the architecture at toy size, sliced and whole, before training (a second); with
             tp also cut over its ranks and whole.
+        costs: of an nn.Sequential, what each of its flattened layers costs, for partition="auto".
+        example: of an nn.Sequential, inputs like those of a microbatch, from which costs are counted where they aren't
+            given; needed with slices, whose self-check runs on it.
+        batch_norm_over_replicas: of an nn.Sequential, whether the moving averages of batch norms are of all replicas.
         timeout: how long a rank waits for a message before it gives up.
 
     Raises:
@@ -107,10 +95,10 @@ class Pipeline:
 
     def __init__(
         self,
-        model: PreTrainedModel | Source,
+        model: PreTrainedModel | nn.Sequential | Source,
         schedule: str | Schedule = "1f1b",
         num_microbatches: int = 1,
-        slices: int | Sequence[int] | Literal["auto"] = 8,
+        slices: int | Sequence[int] | Literal["auto"] | None = None,
         stages_per_rank: int = 1,
         partition: str | Sequence[float] = "auto",
         mesh: DeviceMesh | None = None,
@@ -131,57 +119,32 @@ class Pipeline:
         master_dtype: torch.dtype | None = None,
         fused: bool = False,
         self_check: bool = True,
+        costs: Sequence[float] | None = None,
+        example: Inputs | None = None,
+        batch_norm_over_replicas: bool = False,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        source = model if isinstance(model, Source) else in_memory(model)
-        self.config = source.config
-        self._ranks = Ranks(mesh)
-        self.device = self._ranks.device if device is None else torch.device(device)
-        if fused:
-            check_compiler(self.device.type)
-        if self_check:
-            check_architecture(self.config, self._ranks, tensor_plan, sequence_parallel)
-        num_ranks = count_ranks(self._ranks, num_ranks, schedule)
-        self._tuner = Tuner(
-            schedule, num_ranks, num_microbatches, stages_per_rank, slices, num_flushes, source.compiled, memory_limit
-        )
-        self._gauge = Gauge(memory_limit)
-        self._adopted = self._tuner.schedule
-        self.layout = plan_layout(
-            self.config,
-            find_anatomy(self.config),
-            self._tuner.schedule,
-            self._tuner.slices,
-            num_ranks,
-            partition,
-            recompute,
-            offload,
-            seq_len,
-            reduces=self._ranks.world.size > self._ranks.size,
-        )
-        if shard_parameters:
-            excluded = {"shard_optimizer": shard_optimizer, "master_dtype": master_dtype}
-            check_sharding(self.layout.anatomy, self._ranks, excluded)
-        model, tensor = load_shares(source, self.layout, self._ranks, dtype, tensor_plan, sequence_parallel, fused)
-        self._stages = make_stages(model, self.layout, self._ranks, self.device, tensor)
-        self._parameters = Parameters(
-            self._stages,
-            self._ranks,
-            tensor,
-            tied_ends(self.layout, self._ranks),
-            shard=shard_optimizer,
+        settings = Settings(
+            partition=partition,
+            recompute=recompute,
+            loss_fn=loss_fn,
+            dtype=dtype,
+            offload=offload,
+            memory_limit=memory_limit,
+            seq_len=seq_len,
+            sequence_parallel=sequence_parallel,
+            tensor_plan=tensor_plan,
+            shard_optimizer=shard_optimizer,
             shard_parameters=shard_parameters,
             master_dtype=master_dtype,
+            fused=fused,
+            self_check=self_check,
+            costs=costs,
+            example=example,
+            batch_norm_over_replicas=batch_norm_over_replicas,
         )
-        self._num_parts = 1 if sequence_parallel else self._ranks.tensor.size  # of which each rank sends one
-        connected = self._ranks.size > 1
-        self._transport = self._scattered(
-            connect(self.layout.training, self.device, self._ranks, timeout) if connected else LocalTransport()
-        )
-        self._executors = self._make_executors(choose_loss(loss_fn, self._ranks, tensor))
-        self._seed: int = self._ranks.follow(torch.initial_seed())
-        self._num_steps = 0
-        self._ran = ""  # the schedule of the last step or evaluation
+        order = schedule, num_microbatches, slices, stages_per_rank, num_flushes
+        super().__init__(model, settings, order, num_ranks, mesh, device, timeout)
         self.train()
 
     @classmethod
@@ -202,6 +165,11 @@ class Pipeline:
             Source(config, lambda anatomy, layers: pretrained_model(str(path), config, anatomy, layers, dtype)),
             **settings,
         )
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Of a model of transformers; a sequence has none."""
+        return self._family.config
 
     @property
     def rank(self) -> int:
@@ -233,13 +201,9 @@ class Pipeline:
         """Whether "auto" still measures: the next step may run in another order or in other slices."""
         return self._tuner.is_tuning
 
-    def slices(self, length: int) -> list[int]:
-        """The tokens of each slice of such a sequence, as the next step cuts it."""
-        return self._tuner.lengths(length)
-
     def step(
         self,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -258,27 +222,32 @@ class Pipeline:
                 are divided by it at the end. A power of two changes no digit of them.
         """
         self._parameters.publish()
-        self._adopt(self._tuner.begin(inputs.shape[-1]))
+        length = self._family.length(inputs)
+        self._adopt(self._tuner.begin(length))
         self._find_room(inputs, targets)
         batch = replace(self._cut(inputs, targets, position_ids, document_ids), loss_scale=loss_scale)
         self._parameters.begin(loss_scale)
+        self._family.begin()
         loss = self._run(self.layout.training, batch)
         self._parameters.end()
+        self._family.end()
         self._num_steps += 1
-        if self._tuner.listens_to(inputs.shape[-1]):
+        if self._tuner.listens_to(length):
             self._tune(self.timeline)
         return loss
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def evaluate(self, inputs: Inputs, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """The global mean loss of one batch, forward only, in evaluation mode, on every rank."""
         self._parameters.publish()
-        batch = self._cut(inputs, targets, None, document_ids)
         modes = {stage: stage.model.training for stage in self._stages.values()}
         self.eval()
-        with torch.no_grad():
-            loss = self._run(self.layout.evaluation, batch)
-        for stage, training in modes.items():
-            stage.model.train(training)
+        try:
+            batch = self._cut(inputs, targets, None, document_ids)
+            with torch.no_grad():
+                loss = self._run(self.layout.evaluation, batch)
+        finally:
+            for stage, training in modes.items():
+                stage.model.train(training)
         self._parameters.release()
         return loss
 
@@ -337,7 +306,21 @@ class Pipeline:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the whole model as `AutoModelForCausalLM.from_pretrained` reads it. Collective; rank 0 writes."""
         self._parameters.publish()
-        save_pretrained(folder, self.config, [*self._stages.values()], self._ranks, self._parameters)
+        self._family.save_pretrained(folder, self._stages, self._parameters)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state by the unsplit model's names, in host memory on rank 0, which leads; empty on the
+        others. Collective."""
+        self._parameters.publish()
+        return gather_state([*self._stages.values()], self._ranks, self._parameters)
+
+    @property
+    def balance(self) -> Balance:
+        """How evenly the layers of an nn.Sequential are spread over the ranks, and which layer is the reason.
+
+        Raises SlipstreamError where costs aren't known: give `example` or `costs`.
+        """
+        return self._family.balance(self.layout)
 
     def train(self) -> Self:
         """Training mode: dropout is on."""
@@ -350,82 +333,3 @@ class Pipeline:
         for stage in self._stages.values():
             stage.model.eval()
         return self
-
-    def _cut(self, inputs: Tensor, targets: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Batch:
-        check_length(self.config, inputs.shape[-1])
-        check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), targets.max())))
-        tensors = (inputs, targets, position_ids, document_ids)
-        here = [None if tensor is None else tensor.to(self.device) for tensor in tensors]
-        assert here[0] is not None
-        assert here[1] is not None
-        lengths = self.slices(inputs.shape[-1])
-        seed = hash((self._seed, self._num_steps, *([self._ranks.data.rank] if self._ranks.data.rank else [])))
-        batch = cut_batch(here[0], here[1], lengths, self.layout.training.num_microbatches, here[2], here[3], seed=seed)
-        num_valid = self._ranks.data.sum(torch.tensor(batch.num_valid, device=self.device))
-        batch = replace(batch, num_valid=int(num_valid))
-        if batch.num_valid == 0:
-            raise SlipstreamError(
-                "no label of this batch counts: after shifting, all are -100. Leave such batches out."
-            )
-        return batch
-
-    def _tune(self, answer: Answer) -> None:
-        """The leader learns from the step that ran, or from what it would hold, and all follow."""
-        decision, error = None, None
-        if self._ranks.leads:
-            try:
-                decision = self._tuner.decide(answer)
-            except SlipstreamError as found:
-                error = found
-        try:
-            self._ranks.agree(error)
-        except SlipstreamError:
-            self._tuner.forget()
-            raise
-        self._adopt(self._tuner.follow(self._ranks.follow(decision)))
-
-    def _find_room(self, inputs: Tensor, targets: Tensor) -> None:
-        """Until the next step is one to run that keeps to the memory limit, if there is one."""
-        while self._tuner.asks_what_it_holds and self._tuner.listens_to(inputs.shape[-1]):
-            self._tune(self._gauge.holdings(self, inputs, targets))
-        self._gauge.check(self, inputs, targets)
-
-    def _adopt(self, schedule: Schedule) -> None:
-        """From now on run this schedule, whose placement is that of the one before."""
-        if schedule is not self._adopted:
-            self._adopted = schedule
-            self.layout = self.layout.with_schedule(schedule)
-            self._transport.expect(self.layout.training)
-
-    def _scattered(self, transport: Transport) -> Transport:
-        return transport if self._num_parts == 1 else ScatterGather(transport, self._ranks.tensor)
-
-    def _run(self, schedule: Schedule, batch: Batch) -> Tensor:
-        self._ran = schedule.name
-        self._transport.begin()
-        run_together(self._executors, schedule, batch)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for executor in self._executors:
-            sums += torch.stack(executor.finish())
-        total, count = self._ranks.total(sums)
-        if int(count) != batch.num_valid:
-            raise SlipstreamError(
-                f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "
-                "must be that number: gradients are divided by it before the loss is known."
-            )
-        mean: Tensor = total / count
-        return mean
-
-    def _make_executors(self, loss_function: LossFunction) -> list[Executor]:
-        return [
-            Executor(
-                rank,
-                {stage: self._stages[stage] for stage in self.layout.stages_of([rank])},
-                self._transport,
-                loss_function,
-                self.device,
-                self.layout.recompute,
-                self._parameters.reduce,
-            )
-            for rank in ranks_here(self.layout, self._ranks)
-        ]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.mesh import Axes
+from slipstream.schedule.action import Schedule
 
 
 class Ranks:
@@ -41,6 +42,20 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this is the rank that decides and speaks for all."""
         return self.world.rank == 0
+
+    def count(self, num_ranks: int | None, schedule: str | Schedule) -> int:
+        """Of the pipeline: its processes, or as many as are asked for in this one."""
+        if self.size == 1:
+            return num_ranks or (schedule.num_ranks if isinstance(schedule, Schedule) else 1)
+        if num_ranks not in (None, self.size):
+            raise SlipstreamError(
+                f"num_ranks={num_ranks}, but {self.size} processes run: leave it out, each is a rank."
+            )
+        return self.size
+
+    def here(self, num_ranks: int) -> list[int]:
+        """The pipeline's ranks that this process is: one, or all."""
+        return [self.rank] if self.size > 1 else list(range(num_ranks))
 
     def connect(self, ends: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         """Collective over all ranks: a group of these ranks of the pipeline, and of those of each pipeline beside it.

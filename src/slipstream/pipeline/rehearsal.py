@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slipstream.memory import Footprint, MemoryTable, Unit
-from slipstream.model.stage import Stage
+from slipstream.model.stage import Stage as CausalStage
+from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.executor import Executor, run_together
+from slipstream.pipeline.executor import Executor
 from slipstream.pipeline.live_memory import Memory, memory_meter, tensors_alive
+from slipstream.pipeline.message import HEADER_BYTES
 from slipstream.pipeline.scatter_gather import part_size
-from slipstream.pipeline.transport import HEADER_BYTES
+from slipstream.pipeline.stage import Stage
+from slipstream.pipeline.turns import run_together
 from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
 from slipstream.schedule.lowering import Channel
 
 if TYPE_CHECKING:
-    from slipstream.pipeline.pipeline import Pipeline
+    from slipstream.pipeline.engine import Engine
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
 
 
-def rehearse(pipeline: Pipeline, inputs: Tensor, targets: Tensor, optimizer_states: int = ADAMW_STATES) -> MemoryTable:
+def rehearse(pipeline: Engine, inputs: Tensor, targets: Tensor, optimizer_states: int = ADAMW_STATES) -> MemoryTable:
     """The bytes of this process's stages in a step on such a batch, with all that the pipeline's schedule does.
 
     Every stage runs the first microbatch's slices forward and backward, from a made-up input, without weight gradients
@@ -146,7 +149,7 @@ class _Run:
 class _Theatre:
     """Where stages run alone: what other ranks send is made up, what they receive is dropped."""
 
-    def __init__(self, pipeline: Pipeline, batch: Batch) -> None:
+    def __init__(self, pipeline: Engine, batch: Batch) -> None:
         self._pipeline, self._batch = pipeline, batch
         self._schedule = pipeline.layout.training
         self._transport = pipeline._scattered(_MadeUp(pipeline.device))
@@ -155,7 +158,9 @@ class _Theatre:
     def message_bytes(self) -> list[float]:
         """Of every slice."""
         stage = next(iter(self._pipeline._stages.values()))
-        sizes = [stage.hidden_shape(piece).numel() for piece in self._batch.slices[0]]
+        assert isinstance(stage, CausalStage)
+        pieces: Any = self._batch.slices[0]
+        sizes = [stage.hidden_shape(piece).numel() for piece in pieces]
         return [part_size(size, self._pipeline._num_parts) * stage.hidden_dtype.itemsize for size in sizes]
 
     def rehearse(self, number: int) -> Iterator[_Run]:
@@ -263,7 +268,7 @@ class _MadeUp:
     def __init__(self, device: torch.device) -> None:
         self.bytes_sent = 0
         self._device = device
-        self._posted: dict[Action, Tensor] = {}
+        self._posted: dict[Action, Tensors] = {}
         self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def begin(self) -> None:
@@ -272,19 +277,25 @@ class _MadeUp:
     def expect(self, schedule: Schedule) -> None:
         pass
 
-    def send(self, channel: Channel, message: Action, tensor: Tensor) -> None:
+    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
         pass
 
-    def post_receive(self, channel: Channel, message: Action, shape: torch.Size, dtype: torch.dtype) -> None:
+    def settle(self, channel: Channel, message: Action) -> None:
+        pass
+
+    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
+        self._posted[message] = tuple(self._numbers(spec.shape, spec.dtype) for spec in specs)
+
+    def _numbers(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if (shape, dtype) not in self._made:
             numbers = torch.linspace(-1, 1, shape.numel(), dtype=dtype, device=self._device)
             self._made[shape, dtype] = numbers.view(shape)
-        self._posted[message] = self._made[shape, dtype]
+        return self._made[shape, dtype]
 
     def may_receive(self, message: Action) -> bool:
         return True
 
-    def receive(self, message: Action) -> Tensor:
+    def receive(self, message: Action) -> Tensors:
         return self._posted.pop(message)
 
     def release(self, message: Action) -> None:

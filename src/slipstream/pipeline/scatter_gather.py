@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.parallel.group import Group
 from slipstream.pipeline.transport import Transport
 from slipstream.schedule.action import Action, Schedule
@@ -27,37 +29,45 @@ class ScatterGather:
 
     def __init__(self, parts: Transport, tensor: Group) -> None:
         self._parts, self._tensor = parts, tensor
-        self._shapes: dict[Action, torch.Size] = {}  # of messages that are posted
+        self._specs: dict[Action, Sequence[TensorSpec]] = {}  # of messages that are posted
 
     @property
     def bytes_sent(self) -> int:
         return self._parts.bytes_sent
 
     def begin(self) -> None:
-        self._shapes.clear()
+        self._specs.clear()
         self._parts.begin()
 
     def expect(self, schedule: Schedule) -> None:
         self._parts.expect(schedule)
 
-    def send(self, channel: Channel, message: Action, tensor: Tensor) -> None:
+    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
+        self._parts.send(channel, message, tuple(self._part(tensor) for tensor in tensors))
+
+    def _part(self, tensor: Tensor) -> Tensor:
         size = part_size(tensor.numel(), self._tensor.size)
         flat = functional.pad(tensor.detach().reshape(-1), (0, size * self._tensor.size - tensor.numel()))
-        self._parts.send(channel, message, flat.narrow(0, size * self._tensor.rank, size))
+        return flat.narrow(0, size * self._tensor.rank, size)
 
-    def post_receive(self, channel: Channel, message: Action, shape: torch.Size, dtype: torch.dtype) -> None:
-        self._shapes[message] = shape
-        self._parts.post_receive(channel, message, torch.Size([part_size(shape.numel(), self._tensor.size)]), dtype)
+    def settle(self, channel: Channel, message: Action) -> None:
+        self._parts.settle(channel, message)
+
+    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
+        self._specs[message] = specs
+        sizes = [torch.Size([part_size(spec.shape.numel(), self._tensor.size)]) for spec in specs]
+        parts = [spec._replace(shape=size) for spec, size in zip(specs, sizes, strict=True)]
+        self._parts.post_receive(channel, message, parts)
 
     def may_receive(self, message: Action) -> bool:
         return self._parts.may_receive(message)
 
-    def receive(self, message: Action) -> Tensor:
+    def receive(self, message: Action) -> Tensors:
         """Collective over the tensor axis."""
-        shape = self._shapes.pop(message)
-        whole = self._tensor.all_gather(self._parts.receive(message)).view(-1)
+        shapes = [spec.shape for spec in self._specs.pop(message)]
+        whole = [self._tensor.all_gather(part).view(-1) for part in self._parts.receive(message)]
         self._parts.release(message)
-        return whole[: shape.numel()].view(shape)
+        return tuple(flat[: shape.numel()].view(shape) for flat, shape in zip(whole, shapes, strict=True))
 
     def release(self, message: Action) -> None:
         pass

@@ -26,8 +26,8 @@ class Source:
 def in_memory(model: object) -> Source:
     if not isinstance(model, PreTrainedModel):
         raise SlipstreamError(
-            f"model is a {type(model).__name__}; this version takes causal LMs of transformers, for example "
-            "AutoModelForCausalLM.from_pretrained(...)."
+            f"model is a {type(model).__name__}; give a causal LM of transformers, for example "
+            "AutoModelForCausalLM.from_pretrained(...), or an nn.Sequential without a forward or hooks of its own."
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise SlipstreamError(

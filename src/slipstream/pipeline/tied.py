@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.model.stage import Stage, TiedWeight
+from slipstream.model.stage import TiedWeight
 from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.stage import Stage
 
 
 class TiedGradients:

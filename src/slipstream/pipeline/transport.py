@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 from typing import Protocol
 
 import torch
@@ -12,20 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.memory import send_windows
+from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.parallel.group import ends_in_order
+from slipstream.pipeline.message import (
+    TransportError,
+    check_header,
+    header_bytes,
+    header_in,
+    header_of,
+    message_bytes,
+    pack,
+    unpack,
+)
 from slipstream.pipeline.ranks import Ranks
-from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.schedule.action import Action, Schedule
 from slipstream.schedule.lowering import Channel
-
-# gloo accepts a shorter message into a larger buffer without a word, so every message tells what it is.
-_HEADER_WORDS = 16  # int64: op, stage, microbatch, slice, dtype, number of dimensions, shape, padding
-HEADER_BYTES = 8 * _HEADER_WORDS
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_OPS = tuple(Op)
-
-
-class TransportError(RuntimeError):
-    """A message that is not the expected one, or that did not come: names what was expected and what came."""
 
 
 class Transport(Protocol):
@@ -44,11 +47,15 @@ class Transport(Protocol):
         """The messages of this lowered schedule, or its evaluation, come next; its placement stays the same."""
         ...
 
-    def send(self, channel: Channel, message: Action, tensor: Tensor) -> None:
+    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
         """Post the message; returns at once."""
         ...
 
-    def post_receive(self, channel: Channel, message: Action, shape: torch.Size, dtype: torch.dtype) -> None:
+    def settle(self, channel: Channel, message: Action) -> None:
+        """The other end has received this message: what is kept of it, and of those before it, may go."""
+        ...
+
+    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
         """Make room for the message; returns at once."""
         ...
 
@@ -56,8 +63,8 @@ class Transport(Protocol):
         """Whether `receive` may be called now; where other ranks run by themselves it may always wait."""
         ...
 
-    def receive(self, message: Action) -> Tensor:
-        """Wait for a posted message. The tensor is the caller's until `release`."""
+    def receive(self, message: Action) -> Tensors:
+        """Wait for a posted message. The tensors are the caller's until `release`."""
         ...
 
     def release(self, message: Action) -> None:
@@ -74,9 +81,9 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self.bytes_sent = 0  # nothing leaves the process
-        self._sent: defaultdict[Channel, deque[tuple[Action, Tensor]]] = defaultdict(deque)
-        self._posted: defaultdict[Channel, deque[tuple[Action, torch.Size, torch.dtype]]] = defaultdict(deque)
-        self._arrived: dict[Action, Tensor] = {}
+        self._sent: defaultdict[Channel, deque[tuple[Action, Tensors]]] = defaultdict(deque)
+        self._posted: defaultdict[Channel, deque[tuple[Action, Sequence[TensorSpec]]]] = defaultdict(deque)
+        self._arrived: dict[Action, Tensors] = {}
 
     def begin(self) -> None:
         for left in (self._sent, self._posted, self._arrived):
@@ -85,18 +92,21 @@ class LocalTransport:
     def expect(self, schedule: Schedule) -> None:
         pass
 
-    def send(self, channel: Channel, message: Action, tensor: Tensor) -> None:
-        self._sent[channel].append((message, tensor.detach()))
+    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
+        self._sent[channel].append((message, tuple(tensor.detach() for tensor in tensors)))
         self._deliver(channel)
 
-    def post_receive(self, channel: Channel, message: Action, shape: torch.Size, dtype: torch.dtype) -> None:
-        self._posted[channel].append((message, shape, dtype))
+    def settle(self, channel: Channel, message: Action) -> None:
+        pass
+
+    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
+        self._posted[channel].append((message, specs))
         self._deliver(channel)
 
     def may_receive(self, message: Action) -> bool:
         return message in self._arrived
 
-    def receive(self, message: Action) -> Tensor:
+    def receive(self, message: Action) -> Tensors:
         return self._arrived.pop(message)
 
     def release(self, message: Action) -> None:
@@ -111,17 +121,16 @@ class LocalTransport:
         """First in, first out: the oldest send goes to the oldest receive, whoever is waited for first."""
         sent, posted = self._sent[channel], self._posted[channel]
         while sent and posted:
-            (found, tensor), (message, shape, dtype) = sent.popleft(), posted.popleft()
-            _check_header(_header(found, tensor), message, shape, dtype)
-            self._arrived[message] = tensor
+            (found, tensors), (message, specs) = sent.popleft(), posted.popleft()
+            check_header(header_of(found, tensors), message, specs)
+            self._arrived[message] = tensors
 
 
 @dataclass
 class _Posted:
     work: dist.Work
     buffer: Tensor  # bytes: header and payload
-    shape: torch.Size
-    dtype: torch.dtype
+    specs: Sequence[TensorSpec]
 
 
 class DistributedTransport:
@@ -129,22 +138,31 @@ class DistributedTransport:
 
     Buffers come from a pool by size, so there are as many as messages were ever in flight at once. A send waits for the
     send `window` messages before it on its channel: that is less than rendezvous asks, for which the schedule is proven
-    to end, and gloo tells that a send is done only to those who wait.
+    to end, and gloo tells that a send is done only to those who wait. On a channel without a window none waits.
     """
 
-    def __init__(self, windows: dict[Channel, int], device: torch.device, ranks: Ranks, timeout: timedelta) -> None:
-        """Collective: every rank passes the same channels in the same order, each with its window of sends."""
+    def __init__(
+        self,
+        windows: dict[Channel, int],
+        device: torch.device,
+        ranks: Ranks,
+        timeout: timedelta,
+        skips: Sequence[Channel] = (),
+    ) -> None:
+        """Collective: every rank passes the same channels in the same order, each but the skips with its window of
+        sends."""
         self.bytes_sent = 0
         self._device = device
         self._timeout = timeout
         self._global_ranks = ranks.global_ranks
         self._windows = windows
-        self._groups = {channel: ranks.connect([channel.source, channel.destination], timeout) for channel in windows}
+        channels = (*windows, *skips)
+        self._groups = {channel: ranks.connect([channel.source, channel.destination], timeout) for channel in channels}
         self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._posted: dict[Action, _Posted] = {}
         self._held: dict[Action, Tensor] = {}
-        self._sends: defaultdict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
-        self._unchecked: list[tuple[Tensor, Action, torch.Size, torch.dtype]] = []
+        self._sends: defaultdict[Channel, deque[tuple[Action, dist.Work, Tensor]]] = defaultdict(deque)
+        self._unchecked: list[tuple[Tensor, Action, Sequence[TensorSpec]]] = []
         ends_in_order(self)
 
     def let_go(self) -> None:
@@ -156,39 +174,43 @@ class DistributedTransport:
     def expect(self, schedule: Schedule) -> None:
         self._windows = _windows(schedule)
 
-    def send(self, channel: Channel, message: Action, tensor: Tensor) -> None:
-        if len(self._sends[channel]) >= self._windows[channel]:
+    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
+        if len(self._sends[channel]) >= self._windows.get(channel, inf):
             self._complete(channel)
-        self.bytes_sent += tensor.nbytes
-        buffer = self._take(tensor.nbytes)
-        buffer[:HEADER_BYTES].view(torch.int64).copy_(_header(message, tensor))
-        buffer[HEADER_BYTES:].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
+        buffer = self._take([TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
+        pack(message, tensors, buffer)
         work = dist.isend(buffer, self._global_ranks[channel.destination], group=self._groups[channel])
         assert work is not None
-        self._sends[channel].append((work, buffer))
+        self._sends[channel].append((message, work, buffer))
 
-    def post_receive(self, channel: Channel, message: Action, shape: torch.Size, dtype: torch.dtype) -> None:
-        buffer = self._take(shape.numel() * dtype.itemsize)
+    def settle(self, channel: Channel, message: Action) -> None:
+        while any(sent == message for sent, _, _ in self._sends[channel]):
+            self._complete(channel)
+
+    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
+        buffer = self._take(specs)
         work = dist.irecv(buffer, self._global_ranks[channel.source], group=self._groups[channel])
         assert work is not None
-        self._posted[message] = _Posted(work, buffer, shape, dtype)
+        self._posted[message] = _Posted(work, buffer, specs)
 
     def may_receive(self, message: Action) -> bool:
         return True
 
-    def receive(self, message: Action) -> Tensor:
+    def receive(self, message: Action) -> Tensors:
         posted = self._posted.pop(message)
         try:
             posted.work.wait(self._timeout)
         except RuntimeError as error:
             raise TransportError(f"{message} did not arrive: {error}") from error
-        header = posted.buffer[:HEADER_BYTES].view(torch.int64)
+        header = header_in(posted.buffer)
         if self._device.type == "cpu":
-            _check_header(header, message, posted.shape, posted.dtype)
+            check_header(header, message, posted.specs)
         else:  # reading it here would stall the stream: kept until the end of the step
-            self._unchecked.append((header.clone(), message, posted.shape, posted.dtype))
+            length = header_bytes([spec.shape for spec in posted.specs]) // 8
+            self._unchecked.append((header[:length].clone(), message, posted.specs))
         self._held[message] = posted.buffer
-        return posted.buffer[HEADER_BYTES:].view(posted.dtype).view(posted.shape)
+        return unpack(posted.specs, posted.buffer)
 
     def release(self, message: Action) -> None:
         self._give_back(self._held.pop(message))
@@ -197,23 +219,23 @@ class DistributedTransport:
         for channel in list(self._sends):
             while self._sends[channel]:
                 self._complete(channel)
-        for header, message, shape, dtype in self._unchecked:
-            _check_header(header, message, shape, dtype)
+        for header, message, specs in self._unchecked:
+            check_header(header, message, specs)
         self._unchecked.clear()
         if self._posted or self._held:
             raise TransportError(f"messages are left over: {[*self._posted, *self._held]}")
 
     def _complete(self, channel: Channel) -> None:
-        work, buffer = self._sends[channel].popleft()
+        _, work, buffer = self._sends[channel].popleft()
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            message = "the {} from rank {} to rank {}".format(*channel)
-            raise TransportError(f"{message} were not taken: {error}") from error
+            messages = "the {} from rank {} to rank {}".format(*channel)
+            raise TransportError(f"{messages} were not taken: {error}") from error
         self._give_back(buffer)
 
-    def _take(self, payload_bytes: int) -> Tensor:
-        size = HEADER_BYTES + payload_bytes
+    def _take(self, specs: Sequence[TensorSpec]) -> Tensor:
+        size = message_bytes(specs)
         free = self._pool[size]
         return free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self._device)
 
@@ -221,26 +243,12 @@ class DistributedTransport:
         self._pool[buffer.numel()].append(buffer)
 
 
-def connect(schedule: Schedule, device: torch.device, ranks: Ranks, timeout: timedelta) -> DistributedTransport:
-    """Collective: communicators for every channel of a lowered schedule and its evaluation."""
-    return DistributedTransport(_windows(schedule), device, ranks, timeout)
+def connect(
+    schedule: Schedule, device: torch.device, ranks: Ranks, timeout: timedelta, skips: Sequence[Channel] = ()
+) -> DistributedTransport:
+    """Collective: communicators for every channel of a lowered schedule and its evaluation, and for skips."""
+    return DistributedTransport(_windows(schedule), device, ranks, timeout, skips)
 
 
 def _windows(schedule: Schedule) -> dict[Channel, int]:
     return dict(sorted(send_windows(schedule).items()))  # in the same order on every rank
-
-
-def _header(message: Action, tensor: Tensor) -> Tensor:
-    words = [_OPS.index(message.op), message.stage, message.microbatch, message.slice]
-    words += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    return torch.tensor(words + [0] * (_HEADER_WORDS - len(words)), dtype=torch.int64)
-
-
-def _check_header(header: Tensor, message: Action, shape: torch.Size, dtype: torch.dtype) -> None:
-    op, stage, microbatch, index, dtype_index, num_dims, *rest = header.tolist()
-    came = (Action(_OPS[op], stage, microbatch, index), torch.Size(rest[:num_dims]), _DTYPES[dtype_index])
-    if came != (message, shape, dtype):
-        raise TransportError(
-            f"expected {message} of {tuple(shape)} {dtype}, but {came[0]} of {tuple(came[1])} {came[2]} came. Every "
-            "rank must call step with inputs of the same shape, under the same autocast."
-        )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slipstream.model.tensor_spec import TensorSpec
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.transport import DistributedTransport
 from slipstream.planner.measurements import Link
@@ -57,14 +58,14 @@ def _ping(
     mine, theirs = ((there, _OUT), (back, _HOME)) if is_first else ((back, _HOME), (there, _OUT))
     seconds = []
     for _ in range(_WARM_UPS + _REPEATS):
-        transport.post_receive(*theirs, payload.shape, payload.dtype)
+        transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
         began = time.perf_counter()
         if is_first:
-            transport.send(*mine, payload)
+            transport.send(*mine, (payload,))
             transport.receive(theirs[1])
         else:
             transport.receive(theirs[1])
-            transport.send(*mine, payload)
+            transport.send(*mine, (payload,))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append((time.perf_counter() - began) / 2)

@@ -21,6 +21,7 @@ class Channel(NamedTuple):
     direction: Literal["activations", "gradients"]
     source: int
     destination: int
+    stages: tuple[int, ...] = ()  # the two ends of a skip past the stages between, which has a communicator of its own
 
 
 def channel(action: Action, schedule: Schedule) -> Channel:

@@ -1,0 +1,118 @@
+"""Tensors that all token slices of a microbatch read on a stage, and their gradients until slice 0's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.attention import ContextError
+from slipstream.model.tensor_spec import Tensors
+
+
+class SharedTensors:
+    """Some are cut, each slice reading its own tokens of dim 1; all slices read the whole of the others.
+
+        forward    slice 0 brings them        slices 1, 2, ... read them
+        backward   slices ..., 2, 1 leave gradients        slice 0 takes the sums, and its backward goes on from there
+
+    Sums are in float32, or in the tensors' dtype where that is wider.
+    """
+
+    def __init__(self, tensors: Tensors, is_cut: Sequence[bool]) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._is_cut = is_cut
+        self._numbers = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+        self._gradients: dict[int, Tensor] = {}
+
+    def first(self, tensors: Tensors, tokens: range) -> Tensors:
+        """What slice 0 reads, joined to the graph of the tensors that it brings; again where it is recomputed."""
+        views = self._views(tokens)
+        chosen = [tensors[number] for number in self._numbers]
+        if chosen:
+            found: Tensors = _First.apply(self, tokens, *chosen)  # type: ignore[no-untyped-call]
+            self._replace(views, found)
+        return tuple(views)
+
+    def later(self, tokens: range) -> Tensors:
+        """What a later slice reads: a beginning of its graph."""
+        views = self._views(tokens)
+        if self._numbers and torch.is_grad_enabled():
+            token = torch.empty(0, requires_grad=True)
+            found: Tensors = _Later.apply(token, self, tokens)  # type: ignore[no-untyped-call]
+            self._replace(views, found)
+        return tuple(views)
+
+    def close(self) -> None:
+        """Raises ContextError where gradients were never taken: slice 0's backward didn't come by here."""
+        if self._gradients:
+            raise ContextError(
+                "token slices left gradients for what the first of them brought, but its own loss depends on none of "
+                "it. loss_fn must return a sum that depends on the outputs, even where no target counts."
+            )
+
+    def differentiable(self, tokens: range) -> Tensors:
+        return tuple(self._view(number, tokens) for number in self._numbers)
+
+    def add(self, gradients: Sequence[Tensor | None], tokens: range) -> None:
+        for number, gradient in zip(self._numbers, gradients, strict=True):
+            if gradient is not None:
+                like = self._tensors[number]
+                if number not in self._gradients:
+                    wide = torch.promote_types(like.dtype, torch.float32)
+                    self._gradients[number] = torch.zeros_like(like, dtype=wide)
+                self._part(self._gradients[number], number, tokens).add_(gradient)
+
+    def take(self) -> list[Tensor | None]:
+        """The sums, which are complete."""
+        sums = [self._gradients.pop(number, None) for number in self._numbers]
+        dtypes = [self._tensors[number].dtype for number in self._numbers]
+        return [None if sum_ is None else sum_.to(dtype) for sum_, dtype in zip(sums, dtypes, strict=True)]
+
+    def _views(self, tokens: range) -> list[Tensor]:
+        return [self._view(number, tokens) for number in range(len(self._tensors))]
+
+    def _view(self, number: int, tokens: range) -> Tensor:
+        """Contiguous where it is cut, as if it came in a message: layers may `view` it."""
+        part = self._part(self._tensors[number], number, tokens)
+        return part.contiguous() if self._is_cut[number] else part
+
+    def _part(self, tensor: Tensor, number: int, tokens: range) -> Tensor:
+        return tensor[:, tokens.start : tokens.stop] if self._is_cut[number] else tensor.view_as(tensor)
+
+    def _replace(self, views: list[Tensor], found: Tensors) -> None:
+        for number, tensor in zip(self._numbers, found, strict=True):
+            views[number] = tensor
+
+
+class _First(torch.autograd.Function):
+    """All of them at once, so that what is left for one is taken wherever the slice's loss depends on any."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: SharedTensors, tokens: range, *tensors: Tensor) -> Tensors:
+        ctx.shared, ctx.tokens = shared, tokens
+        ctx.set_materialize_grads(False)
+        return shared.differentiable(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.shared.add(gradients, ctx.tokens)
+        return None, None, *ctx.shared.take()
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, shared: SharedTensors, tokens: range) -> Tensors:
+        ctx.shared, ctx.tokens = shared, tokens
+        ctx.set_materialize_grads(False)
+        return shared.differentiable(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.shared.add(gradients, ctx.tokens)
+        return None, None, None

@@ -1,0 +1,111 @@
+"""What a message is made of: tensors of any shapes and dtypes in one buffer, behind a header that tells what they are.
+
+gloo accepts a shorter message into a larger buffer without a word, so every message says what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.schedule.action import Action, Op
+
+_BLOCK = 16  # int64 words that a header is a multiple of: op, stage, microbatch, slice, number of tensors; then of each
+# of them dtype, number of dimensions, shape; padding
+HEADER_BYTES = 8 * _BLOCK  # of a message of one tensor
+_ALIGNMENT = 16  # bytes that every tensor of a message begins at a multiple of
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+_OPS = tuple(Op)
+_Came = tuple[Action, list[tuple[torch.Size, torch.dtype]]]
+
+
+class TransportError(RuntimeError):
+    """A message that is not the expected one, or that did not come: names what was expected and what came."""
+
+
+def header_bytes(shapes: Sequence[torch.Size]) -> int:
+    words = 5 + sum(2 + len(shape) for shape in shapes)
+    return 8 * _BLOCK * -(-words // _BLOCK)
+
+
+def message_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Of the buffer, the header included."""
+    end = header_bytes([spec.shape for spec in specs])
+    for spec in specs:
+        end = _aligned(end) + spec.num_bytes
+    return end
+
+
+def pack(message: Action, tensors: Tensors, buffer: Tensor) -> None:
+    """Fill a buffer of `message_bytes` uint8."""
+    header = header_of(message, tensors)
+    buffer[: 8 * len(header)].view(torch.int64).copy_(header)
+    specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    for place, tensor in zip(unpack(specs, buffer), tensors, strict=True):
+        place.copy_(tensor.detach())
+
+
+def unpack(specs: Sequence[TensorSpec], buffer: Tensor) -> Tensors:
+    """The tensors of a message, in the buffer's own memory."""
+    return tuple(_places(specs, buffer))
+
+
+def _places(specs: Sequence[TensorSpec], buffer: Tensor) -> Iterator[Tensor]:
+    end = header_bytes([spec.shape for spec in specs])
+    for spec in specs:
+        begin = _aligned(end)
+        end = begin + spec.num_bytes
+        yield buffer[begin:end].view(spec.dtype).view(spec.shape)
+
+
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT
+
+
+def header_of(message: Action, tensors: Tensors) -> Tensor:
+    words = [_OPS.index(message.op), message.stage, message.microbatch, message.slice, len(tensors)]
+    for tensor in tensors:
+        words += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    return torch.tensor(words + [0] * (-len(words) % _BLOCK), dtype=torch.int64)
+
+
+def header_in(buffer: Tensor) -> Tensor:
+    """Of a message that came: as many words as there may be of it, whatever was expected."""
+    return buffer[: buffer.numel() // 8 * 8].view(torch.int64)
+
+
+def check_header(header: Tensor, message: Action, specs: Sequence[TensorSpec]) -> None:
+    """Raises TransportError where another message came than `message` of `specs`."""
+    expected = (_plain(message), [(spec.shape, spec.dtype) for spec in specs])
+    length = header_bytes([spec.shape for spec in specs]) // 8
+    if _read(header[:length].tolist()) != expected:
+        came = _read(header.tolist())
+        raise TransportError(
+            f"expected {message} of {_described(expected)}, but {came[0]} of {_described(came)} came. Every "
+            "rank must call step with inputs of the same shape, under the same autocast."
+        )
+
+
+def _plain(message: Action) -> Action:
+    return Action(message.op, message.stage, message.microbatch, message.slice)
+
+
+def _read(words: list[int]) -> _Came:
+    """A header of more tensors than there is room for is read as far as it goes."""
+    op, stage, microbatch, index, num_tensors, *rest = words
+    tensors: list[tuple[torch.Size, torch.dtype]] = []
+    while rest and len(tensors) < num_tensors:
+        dtype, num_dims, *rest = [*rest, 0]
+        tensors.append((torch.Size(rest[:num_dims]), _DTYPES[dtype]))
+        rest = rest[num_dims:]
+    return Action(_OPS[op], stage, microbatch, index), tensors
+
+
+def _described(came: _Came) -> str:
+    return " and ".join(f"{tuple(shape)} {dtype}" for shape, dtype in came[1]) or "nothing"

@@ -1,0 +1,75 @@
+"""What the executor, parameters and export ask of a stage, whatever kind of model it is a part of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from slipstream.attention import ContextStore
+from slipstream.model.stage import TiedWeight
+from slipstream.model.tensor_spec import Tensors, TensorSpec
+
+
+class Piece(Protocol):
+    """What of a batch one F works on: a token slice of a microbatch, or a microbatch."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """What of the batch is in it: memory that isn't a stage's."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequences that it is a part of: what a context store has room for."""
+        ...
+
+
+class Stage(Protocol):
+    """Consecutive layers. `model.stage.Stage` has those of a causal LM, `model.sequence_stage` those of a sequence."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def layers(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def tied(self) -> list[TiedWeight]: ...
+
+    @property
+    def is_first(self) -> bool: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    @property
+    def first_layer(self) -> int: ...
+
+    def compute(self, piece: Any, inputs: Tensors, store: ContextStore) -> Any:
+        """Its forward: what is handed on, a tuple of tensors; of the last stage the model's outputs, for the loss.
+
+        The first stage works on the piece's tensors, all others on what they `receive`.
+        """
+        ...
+
+    def receives(self, piece: Any) -> Sequence[TensorSpec]:
+        """The tensors that come in; none on the first stage."""
+        ...
+
+    def sends(self, piece: Any) -> Sequence[TensorSpec]:
+        """The tensors that `compute` returns; none on the last stage."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the unsplit model's names; a tied weight goes by its canonical one."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What of the unsplit model's state dict lives here, by its names."""
+        ...
+
+    def storages(self) -> set[int]:
+        """Addresses of the memory that holds parameters and buffers."""
+        ...
