@@ -19,11 +19,11 @@ demo: $(INSTALLED)
 	$(BIN)/slipstream train examples/demo.yaml --training.overwrite=true
 
 test: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow" -n 2
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not grid" -n 2 --durations=20
 
 test-slow: $(INSTALLED)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow tests/training # the demo, which needs both cores
-	$(ONE_THREAD) $(BIN)/python -m pytest -m slow -n 2 --ignore=tests/training
+	$(ONE_THREAD) $(BIN)/python -m pytest -m slow -n 2 --ignore=tests/training --durations=20
 
 check: lint types imports docs test
 
@@ -42,6 +42,7 @@ bench: $(INSTALLED)
 
 exactness: $(INSTALLED)
 	$(BIN)/python -m benchmarks.exactness
+	$(ONE_THREAD) $(BIN)/python -m pytest -m grid -n 2
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -75,8 +75,8 @@ def test_gradients_are_those_of_the_sequence(
     check(name, schedule, num_ranks, num_microbatches, recompute)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.grid
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", sorted(GENERATORS))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

@@ -89,6 +89,7 @@ def test_auto_begins_anew_after_it_found_no_room() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
 def test_slices_are_chosen_within_the_limit_and_gradients_stay_exact(schedule: str) -> None:
     config, inputs = llama(attention_dropout=0.0), tokens(batch=4)

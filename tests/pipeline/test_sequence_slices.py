@@ -143,8 +143,8 @@ def test_exact(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.grid
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", sorted(GENERATORS))
 def test_gradients_are_those_of_the_sequence_in_every_way(name: str, schedule: str) -> None:

@@ -65,6 +65,7 @@ class Engine:
             num_flushes,
             family.compiled,
             settings.memory_limit,
+            splits=settings.recompute != "checkpoints",  # W would hold what all segments recompute
         )
         check_ranks(self._tuner.schedule, num_ranks)
         self._gauge = Gauge(settings.memory_limit)

@@ -170,15 +170,16 @@ class _Theatre:
         for like in {Unit.of(action, self._schedule)._replace(slice=0) for action in actions}:
             for split in (False, True):
                 if (Op.I if split else Op.B) in ops:
-                    self._run(like, split)  # fills what is cached from one step to the next
-                    yield _Run(like, self._schedule.num_slices, self._run(like, split))
+                    self._run(like, split, [])  # fills what is cached from one step to the next
+                    yield _Run(like, self._schedule.num_slices, self._run(like, split, tensors_alive()))
 
-    def _run(self, like: Unit, split: bool) -> dict[Action, _Change]:
+    def _run(self, like: Unit, split: bool, present: list[Tensor]) -> dict[Action, _Change]:
+        """What is made and freed: of `present` tensors, and of those that this makes."""
         pipeline, stage = self._pipeline, self._pipeline._stages[like.stage]
         loss_function, recompute = pipeline._executors[0]._loss_function, pipeline.layout.recompute
         stages = {like.stage: stage}
         executor = Executor(like.stage, stages, self._transport, loss_function, pipeline.device, recompute)
-        with _without_gradients(stage), memory_meter(pipeline.device, tensors_alive()) as memory:
+        with _without_gradients(stage), memory_meter(pipeline.device, present) as memory:
             changes = _watch(executor, stage, memory)
             run_together([executor], _alone(like, split, self._schedule), self._batch)
             executor.finish()

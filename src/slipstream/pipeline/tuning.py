@@ -37,9 +37,11 @@ class Tuner:
         num_flushes: int = 1,
         compiled: Sequence[str] = (),
         memory_limit: float | None = None,
+        splits: bool = True,
     ) -> None:
         """`compiled` names modules whose backward is one piece, so that none is split; `memory_limit` is what an order
-        that is chosen keeps to, in bytes of each rank."""
+        that is chosen keeps to, in bytes of each rank; `splits` is whether backwards that the schedule has whole may
+        become I and W."""
         self._reorders = schedule == "auto"
         self._reslices = slices == "auto"
         _check(schedule, slices)
@@ -48,7 +50,7 @@ class Tuner:
             schedule = "1f1b" if stages_per_rank == 1 else "interleaved-1f1b"
         self._counts = (num_ranks, num_microbatches // num_flushes, stages_per_rank)
         self._num_flushes = num_flushes
-        self._given, self._splits, self._limit = schedule, not compiled, memory_limit
+        self._given, self._splits, self._limit = schedule, splits and not compiled, memory_limit
         self.slices: int | Sequence[int] = COUNTS[0] if isinstance(slices, str) else slices
         if isinstance(schedule, Schedule) and isinstance(slices, int):
             self.slices = schedule.num_slices
