@@ -115,7 +115,9 @@ class Masters:
         if not parameter.requires_grad or (dtype == parameter.dtype and not self.is_sharded):
             return parameter
         rows = rows_of(parameter, self._data.rank, self._data.size) if self.is_sharded else rows_of(parameter, 0, 1)
-        return nn.Parameter(take_rows(parameter.detach(), rows).to(dtype)) if rows else None
+        # With a version of its own, by which a save that reads the master sees changes: `publish` makes none, though it
+        # writes to the parameter.
+        return nn.Parameter(take_rows(parameter.data, rows).to(dtype)) if rows else None
 
     def _gather(self, bucket: Sequence[Named]) -> None:
         """Every replica's rows of a bucket's parameters, in these parameters' dtype."""

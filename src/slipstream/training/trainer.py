@@ -160,7 +160,6 @@ class Trainer:
         every = self.config.checkpoint.every
         if every and (step % every == 0 or last):
             self.checkpoints.save(step, list(pieces(self.pipe, self.optimizer)), self.progression.facts())
-            self.checkpoints.keep()  # at once: the next step first publishes to replicas what the optimizer has done
         if training.export_every and step % training.export_every == 0 and not last:
             self.export(self.output.model_at(step))
 
@@ -177,7 +176,16 @@ class Trainer:
         batch = self._mine(progression.num_samples)
         lr = float(self.scheduler.get_last_lr()[0])
         started = time.perf_counter()
-        updated = update(self.pipe, self.optimizer, self.scheduler, batch, self.config, self.device, self.loss_scale)
+        updated = update(
+            self.pipe,
+            self.optimizer,
+            self.scheduler,
+            batch,
+            self.config,
+            self.device,
+            self.loss_scale,
+            before_update=self.checkpoints.keep,
+        )
         seconds = time.perf_counter() - started
         if training.precision != "fp16" and not math.isfinite(updated.loss + updated.grad_norm):
             raise SlipstreamError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,8 +47,10 @@ def update(
     config: Config,
     device: torch.device,
     loss_scale: LossScale | None = None,
+    before_update: Callable[[], None] = lambda: None,
 ) -> Updated:
-    """Forward, backward, clip, update. Where a gradient isn't finite, on whatever rank, none of them updates."""
+    """Forward, backward, clip, `before_update`, update. Where a gradient isn't finite, on whatever rank, none of them
+    updates."""
     optimizer.zero_grad()
     scaled = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
     with autocast(config, device):
@@ -55,6 +58,7 @@ def update(
     began = time.perf_counter()
     norm = float(model.clip_grad_norm_(config.optimizer.clip_norm or math.inf))
     if math.isfinite(norm):
+        before_update()
         optimizer.step()
         scheduler.step()
     if loss_scale is not None:
