@@ -26,6 +26,7 @@ INTERLEAVED_CUT = [2, 2, 2, 2]
 ONE_STAGE = ("torch gpipe", "torch 1f1b")
 INTERLEAVED = "torch interleaved 1f1b"
 ZERO_BUBBLE = "torch interleaved zero-bubble"
+AT_ONCE = "two processes, a sequence each"
 WARM_UPS = 3
 
 
@@ -119,6 +120,7 @@ def one_sequence(length: int, repeats: int) -> dict[str, object]:
     ]
     contenders += alone(1, length, (4,))
     contenders += [
+        Contender(AT_ONCE, Unsliced, 1, length),  # they share no data: what the cores cost each other
         Contender("slipstream, 8 slices, whole layers", Ours, 1, length, {"slices": 8, "partition": CUT}),
         Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto"}),
     ]
@@ -155,6 +157,7 @@ def compare(batch: int, length: int, contenders: list[Contender], repeats: int) 
         "layers": cut,
         "schedule": str(schedule),
         "over": ratios(middle, ours.name),
+        "most over one process": 2 * middle["one process, unsliced"] / middle[AT_ONCE] if AT_ONCE in middle else None,
         "bound": bound(timeline, schedule),
         "of the bound": bound(timeline, schedule) / timeline.makespan,  # of the same step
         "waterfall": waterfall(timeline, schedule, middle["one process, unsliced"], measured[ours.name][-1]),
@@ -185,6 +188,8 @@ def show(row: dict[str, object]) -> None:
         print(f"  {seconds:7.3f} s  {name}")
     for group, ratio in row["over"].items():  # type: ignore[attr-defined]
         print(f"  {ratio:7.3f} x over {group}")
+    if row["most over one process"]:
+        print(f"  {row['most over one process']:7.3f} x over one process is the most that both cores at once can give")
     print(f"  {row['of the bound']:7.3f} of the bound {row['bound']:.3f} s")
     for cause, seconds in row["waterfall"].items():  # type: ignore[attr-defined]
         print(f"  {seconds:7.3f} s  {cause}", flush=True)
