@@ -18,12 +18,13 @@ $(INSTALLED): requirements.lock pyproject.toml
 demo: $(INSTALLED)
 	$(BIN)/slipstream train examples/demo.yaml --training.overwrite=true
 
+# A file's tests on one worker: they share what its fixtures have started.
 test: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not grid" -n 2 --durations=20
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not grid" -n 2 --dist loadfile --durations=20
 
 test-slow: $(INSTALLED)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow tests/training # the demo, which needs both cores
-	$(ONE_THREAD) $(BIN)/python -m pytest -m slow -n 2 --ignore=tests/training --durations=20
+	$(ONE_THREAD) $(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore=tests/training --durations=20
 
 check: lint types imports docs test
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -16,3 +17,10 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HOME=_CACHE,
 )
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported stays: the collector needn't look at it again and again, nor tests that ask it which
+    tensors there are."""
+    gc.collect()
+    gc.freeze()

@@ -6,6 +6,7 @@ from one that has imported everything and does nothing else.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -68,6 +69,7 @@ def _place(rank: int, num_processes: int, port: int) -> dict[str, str]:
 
 
 def _run(script: Path, arguments: tuple[str, ...], place: dict[str, str], texts: tuple[Path, Path]) -> None:
+    gc.freeze()  # see conftest
     for number, text in enumerate(texts, start=1):
         os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.update(place)

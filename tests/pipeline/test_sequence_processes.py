@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked import launch
+
 WORKER = Path(__file__).with_name("sequence_worker.py")
-
-
-def torchrun(num_processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    path = os.pathsep.join([str(WORKER.parents[1]), str(WORKER.parents[2]), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [*launcher, str(WORKER), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.mark.parametrize(
@@ -35,13 +22,13 @@ def torchrun(num_processes: int, *arguments: str) -> subprocess.CompletedProcess
     ],
 )
 def test_processes_change_no_bit(num_processes: int, schedule: str, recompute: str, stages_per_rank: str) -> None:
-    ended = torchrun(num_processes, "split", schedule, recompute, stages_per_rank)
+    ended = launch(num_processes, WORKER, "split", schedule, recompute, stages_per_rank)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @pytest.mark.parametrize("what", ["straight", "buffers"])
 def test_a_skip_goes_past_the_stages_between(what: str) -> None:
-    ended = torchrun(3, what)
+    ended = launch(3, WORKER, what)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
@@ -55,22 +42,22 @@ def test_a_skip_goes_past_the_stages_between(what: str) -> None:
     ],
 )
 def test_token_slices(num_processes: int, name: str, schedule: str, recompute: str, stages_per_rank: str) -> None:
-    ended = torchrun(num_processes, "slices", name, schedule, recompute, stages_per_rank)
+    ended = launch(num_processes, WORKER, "slices", name, schedule, recompute, stages_per_rank)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @pytest.mark.parametrize(("num_processes", "what"), [(2, "sliced_bytes"), (4, "sliced_replicas")])
 def test_slices_share_what_is_whole(num_processes: int, what: str) -> None:
-    ended = torchrun(num_processes, what)
+    ended = launch(num_processes, WORKER, what)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @pytest.mark.parametrize("over", ["all", "own"])
 def test_replicas_share_a_batch_and_its_statistics(over: str) -> None:
-    ended = torchrun(4, "replicas", over)
+    ended = launch(4, WORKER, "replicas", over)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 def test_ranks_with_other_inputs_find_out() -> None:
-    ended = torchrun(2, "mismatch")
+    ended = launch(2, WORKER, "mismatch")
     assert "but 0SEND_F0.0 of (4, 4, 4, 2) torch.float32 came" in ended.stdout, ended.stdout + ended.stderr[-3000:]

@@ -90,7 +90,9 @@ def mismatch() -> None:
     """Ranks that pass batches of different shapes find out, instead of training on garbage."""
     pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, self_check=False)
     inputs = tokens(length=32 if pipe.rank == 0 else 64)
-    reason = r"1SEND_B0.3 did not arrive" if pipe.rank == 0 else r"but 0SEND_F0.0 of \(2, 8, 32\) torch.float32 came"
+    reason = r"but 0SEND_F0.0 of \(2, 8, 32\) torch.float32 came"
+    if pipe.rank == 0:
+        reason = r"1SEND_B0.\d did not arrive|could not be sent"
     with pytest.raises(TransportError, match=reason):
         pipe.step(inputs, inputs)
     print(f"rank {pipe.rank} found the mismatch", flush=True)

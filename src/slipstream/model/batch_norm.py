@@ -7,11 +7,10 @@ evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,19 +47,12 @@ def mixes_batch(module: nn.Module) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Statistics:
+class _Statistics(NamedTuple):
     """Of one microbatch, per channel."""
 
-    count: int
+    size: int  # values per channel
     mean: Tensor
     variance: Tensor  # unbiased
-
-    @property
-    def row(self) -> Tensor:
-        """(3, C): counts, means, sums of squared deviations."""
-        mean, variance = self.mean.double(), self.variance.double()
-        return torch.stack([torch.full_like(mean, self.count), mean, variance * (self.count - 1)])
 
 
 class MiniBatch:
@@ -96,13 +88,8 @@ class MiniBatch:
     def update(self, gather: Gather) -> None:
         """The step's end: move every running mean and variance once, by the whole mini-batch, over the replicas that
         `gather` asks. Collective over these."""
-        sums = {module: self._summed(module) for module in self._modules}
-        if not sums:
-            return
-        sizes = [len(each) for each in sums.values()]
-        gathered = torch.split(gather(torch.cat([*sums.values()])), sizes, dim=1)
-        for module, rows in zip(sums, gathered, strict=True):
-            _move(module, rows.view(len(rows), 3, -1))
+        if self._modules:
+            _move(self._modules, _combined(gather(_combined(self._noted()))))
 
     def _normalise(self, module: _BatchNorm, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """F.batch_norm with averages that forget at once, which are then those of this microbatch."""
@@ -117,14 +104,24 @@ class MiniBatch:
             self._seen.setdefault(module, {})[self._microbatch] = seen
         return output
 
-    def _summed(self, module: _BatchNorm) -> Tensor:
-        """Over the microbatches in order, whatever the schedule: (3 C,) of counts, means, sums of squared "
-        "deviations."""
-        seen = self._seen.get(module, {})
-        rows = [seen[key].row for key in sorted(seen)]
-        assert module.running_mean is not None
-        empty = torch.zeros(1, 3, len(module.running_mean), dtype=torch.float64, device=module.running_mean.device)
-        return _combined(torch.stack(rows) if rows else empty).view(-1)
+    def _noted(self) -> Tensor:
+        """(microbatches in order, 3, channels of all modules): counts, means, sums of squared deviations."""
+        microbatches = sorted({number for seen in self._seen.values() for number in seen})
+        return torch.stack([self._row(number) for number in microbatches or [-1]])
+
+    def _row(self, microbatch: int) -> Tensor:
+        """All modules' at once, as they have few channels each; count 0 where one saw nothing."""
+        of = [self._seen.get(module, {}).get(microbatch) or _nothing(module) for module in self._modules]
+        mean, variance = (torch.cat(tensors).double() for tensors in ([s.mean for s in of], [s.variance for s in of]))
+        counts = [torch.full((len(s.mean),), s.size, dtype=torch.float64) for s in of]
+        count = torch.cat(counts).to(mean.device)
+        return torch.stack([count, mean, variance * (count - 1)])
+
+
+def _nothing(module: _BatchNorm) -> _Statistics:
+    assert module.running_mean is not None
+    zeros = torch.zeros_like(module.running_mean)
+    return _Statistics(0, zeros, zeros)
 
 
 def _combined(rows: Tensor) -> Tensor:
@@ -135,14 +132,18 @@ def _combined(rows: Tensor) -> Tensor:
     return torch.stack([count, mean, (squares + counts * (means - mean) ** 2).sum(0)])
 
 
-def _move(module: _BatchNorm, rows: Tensor) -> None:
-    count, mean, squares = _combined(rows)
-    if not count.any():
-        return  # in evaluation mode
-    assert module.running_mean is not None
-    assert module.running_var is not None
-    assert module.num_batches_tracked is not None
-    module.num_batches_tracked += 1
-    momentum = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
-    for running, new in ((module.running_mean, mean), (module.running_var, squares / (count - 1))):
-        running.copy_((1 - momentum) * running.double() + momentum * new)
+def _move(modules: Sequence[_BatchNorm], rows: Tensor) -> None:
+    """Towards (3, channels of all modules)."""
+    sizes = [module.num_features for module in modules]
+    for module, (count, mean, squares) in zip(
+        modules, (own.unbind() for own in torch.split(rows, sizes, dim=1)), strict=True
+    ):
+        if not count.any():
+            continue  # in evaluation mode
+        assert module.running_mean is not None
+        assert module.running_var is not None
+        assert module.num_batches_tracked is not None
+        module.num_batches_tracked += 1
+        momentum = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
+        for running, new in ((module.running_mean, mean), (module.running_var, squares / (count - 1))):
+            running.copy_((1 - momentum) * running.double() + momentum * new)

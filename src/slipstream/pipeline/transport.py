@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
@@ -180,8 +180,8 @@ class DistributedTransport:
         self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
         buffer = self._take([TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
         pack(message, tensors, buffer)
-        work = dist.isend(buffer, self._global_ranks[channel.destination], group=self._groups[channel])
-        assert work is not None
+        to, group = self._global_ranks[channel.destination], self._groups[channel]
+        work = _started(lambda: dist.isend(buffer, to, group=group), f"{message} could not be sent")
         self._sends[channel].append((message, work, buffer))
 
     def settle(self, channel: Channel, message: Action) -> None:
@@ -190,8 +190,8 @@ class DistributedTransport:
 
     def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
         buffer = self._take(specs)
-        work = dist.irecv(buffer, self._global_ranks[channel.source], group=self._groups[channel])
-        assert work is not None
+        source, group = self._global_ranks[channel.source], self._groups[channel]
+        work = _started(lambda: dist.irecv(buffer, source, group=group), f"{message} did not arrive")
         self._posted[message] = _Posted(work, buffer, specs)
 
     def may_receive(self, message: Action) -> bool:
@@ -241,6 +241,16 @@ class DistributedTransport:
 
     def _give_back(self, buffer: Tensor) -> None:
         self._pool[buffer.numel()].append(buffer)
+
+
+def _started(start: Callable[[], dist.Work | None], problem: str) -> dist.Work:
+    """Where the other rank has gone, not only those who wait are told."""
+    try:
+        work = start()
+    except RuntimeError as error:
+        raise TransportError(f"{problem}: {error}") from error
+    assert work is not None
+    return work
 
 
 def connect(
