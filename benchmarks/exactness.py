@@ -1,6 +1,7 @@
 """Every mesh of up to eight processes against one: gradients, losses and parameters after three steps, in float64.
 
     python -m benchmarks.exactness              # or `make exactness`; writes results/exactness.json
+    python -m benchmarks.exactness --resume     # goes on where one of the same sources was ended
 
 More processes than cores are fine, as nothing is timed; it takes an hour on two.
 """
@@ -16,9 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import setting, write
+import slipstream
+from benchmarks.harness import RESULTS, setting, write
+from slipstream.training.agreement import hash_sources
 
 BOUND = 1e-9
+SOURCES = hash_sources(Path(slipstream.__file__).parent)
 TESTS = Path(__file__).parents[1] / "tests"
 HEADS = 8  # of the models that are trained; ranks that share layers divide them
 
@@ -49,9 +53,13 @@ def run(mesh: tuple[int, int, int]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--most", type=int, default=8, help="processes of the largest meshes")
+    parser.add_argument("--resume", action="store_true", help="keep what was recorded with the same sources")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows = recorded() if options.resume else []
+    done = {tuple(row["mesh"]) for row in rows}
     for mesh in meshes(options.most):
+        if mesh in done:
+            continue
         found = run(mesh)
         rows += found
         largest = max(row["error"] for row in found)
@@ -60,6 +68,14 @@ def main() -> None:
     worst = max(rows, key=lambda row: row["error"])
     if worst["error"] >= BOUND:
         raise SystemExit(f"not exact: {worst}")
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The cases that these very sources ran."""
+    path = RESULTS / "exactness.json"
+    report = json.loads(path.read_text()) if path.exists() else {}
+    rows: list[dict[str, Any]] = report["rows"] if report.get("sources") == SOURCES else []
+    return rows
 
 
 def save(rows: list[dict[str, Any]], most: int) -> None:
@@ -72,7 +88,7 @@ def save(rows: list[dict[str, Any]], most: int) -> None:
         "largest error": max(row["error"] for row in rows),
     }
     kept = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-    write("exactness", {"setting": setting(), "bound": BOUND, "summary": summary, "rows": kept})
+    write("exactness", {"setting": setting(), "sources": SOURCES, "bound": BOUND, "summary": summary, "rows": kept})
 
 
 if __name__ == "__main__":
