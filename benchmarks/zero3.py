@@ -137,8 +137,8 @@ class Ptdp:
         return {"bytes": sum(found.values()), "formula": self.formula(), **found}
 
     def formula(self) -> float:
-        """Messages, the replicas' gradients, and the all-reduces of layers, two a pass, of embedding and head, one each,
-        and of the loss, three numbers a token (PTD-P section 2.3).
+        """Messages, the replicas' gradients, and the all-reduces of layers, two a pass, of embedding and head, one
+        each, and of the loss, three numbers a token (PTD-P section 2.3).
 
         In bytes of float32; a message is sent once by a stage's tensor ranks together, and gathered by the receivers.
         """
@@ -149,9 +149,7 @@ class Ptdp:
         weights = 4 * sum(parameter.numel() for parameter in whole_model(self.config).parameters())
         of_loss = 3 * 4 * dp * self.each * self.length
         return (
-            messages
-            + dp * exchanged(weights, dp, 2)
-            + tp * exchanged((4 * layers + 2) * activations + of_loss, tp, 2)
+            messages + dp * exchanged(weights, dp, 2) + tp * exchanged((4 * layers + 2) * activations + of_loss, tp, 2)
         )
 
 
