@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 
+from hypothesis import settings
+
 _CACHE = tempfile.mkdtemp(prefix="slipstream-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
@@ -17,6 +19,10 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HOME=_CACHE,
 )
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:

@@ -33,7 +33,7 @@ _PROCESSES.set_forkserver_preload(
 )
 
 
-def launch(num_processes: int, script: Path, *arguments: str, timeout: float = 110) -> CompletedProcess[str]:
+def launch(num_processes: int, script: Path, *arguments: str, timeout: float = 250) -> CompletedProcess[str]:
     """Run `script` in so many ranks. One that fails ends the others, and its code is returned; -9 is that of SIGKILL.
 
     Raises TimeoutError, with what was written until then, where they take longer than `timeout` seconds.

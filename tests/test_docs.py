@@ -45,7 +45,7 @@ def test_the_own_loop_runs_on_two_processes() -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=100,
+        timeout=250,
     )
     assert result.returncode == 0, result.stderr
     losses = [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("step")]

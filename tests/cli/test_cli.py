@@ -13,7 +13,7 @@ import pytest
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slipstream", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 def test_help_is_quick_and_loads_nothing_heavy() -> None:

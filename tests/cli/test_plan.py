@@ -46,7 +46,7 @@ CLUSTER: dict[str, Any] = {
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "slipstream", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=110)
+    return subprocess.run(line, capture_output=True, text=True, timeout=250)
 
 
 @pytest.fixture

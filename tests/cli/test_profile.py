@@ -19,7 +19,7 @@ QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4")
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slipstream", "profile", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def settle(pipe: Pipeline, inputs: Tensor) -> int:
 
 def test_processes_hold_less_than_the_limit() -> None:
     """Tensors are counted by another meter than the one that rehearses."""
-    ended = launch(2, WORKER, timeout=200)
+    ended = launch(2, WORKER, timeout=280)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("held") == 1
 

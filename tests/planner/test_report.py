@@ -254,7 +254,7 @@ def browse(page: Path, folder: Path, *options: str) -> str:
     quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
     quiet += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
     command = [program, "--headless", "--no-sandbox", *quiet, *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=90).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
 
 
 @pytest.mark.parametrize(("theme", "page_color"), [("light", "#fbfbfa"), ("dark", "#15171b")])

@@ -155,7 +155,7 @@ def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the same run with two local ranks."""
     folder = tmp_path_factory.mktemp("one-host")
     result = subprocess.run(
-        [*TRAIN, str(write_config(folder))], capture_output=True, text=True, timeout=100, env=clean_environment()
+        [*TRAIN, str(write_config(folder))], capture_output=True, text=True, timeout=250, env=clean_environment()
     )
     assert result.returncode == 0, result.stderr
     return losses_in(folder / "output")
