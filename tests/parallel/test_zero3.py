@@ -46,7 +46,7 @@ def predicted() -> list[dict[str, Any]]:
         sys.path.remove(str(ROOT))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_table_2_is_predicted_with_the_constants_of_table_1(predicted: list[dict[str, Any]]) -> None:
     errors = [abs(row["error"]) for row in predicted if row["scheme"] == "ptdp"]
     assert len(errors) == 6

@@ -88,7 +88,7 @@ def write_config(folder: Path) -> Path:
 
 
 def run(command: list[str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=250)
 
 
 def train(num_ranks: int, config: Path, *changes: str) -> subprocess.CompletedProcess[str]:
