@@ -162,7 +162,7 @@ def test_small_models_and_other_dtypes(num_layers: int, dtype: str) -> None:
     found = profile_model(llama(num_hidden_layers=num_layers), settings, CPU)
     times = found.cost([num_layers], [16, 16]).times  # of a difference, which may be 0 where others use the machine
     assert times.keys() >= {(0, 1, op) for op in OPS}
-    assert max(times.values()) > 0
+    assert times[0, 0, Op.F] + times[0, 1, Op.F] > 0
     assert found.message_bytes(16) == 2 * 16 * 32 * (2 if dtype == "bfloat16" else 4)
     with pytest.raises(SlipstreamError, match="1 to 16 were measured"):
         found.cost([num_layers], [32])

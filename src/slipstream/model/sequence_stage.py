@@ -21,7 +21,7 @@ from slipstream.model.sequential import Layer, Route
 from slipstream.model.shared_tensors import SharedTensors
 from slipstream.model.skips import Pop, Stash
 from slipstream.model.stage import TiedWeight
-from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.model.tensor_spec import Tensors, TensorSpec, apart
 from slipstream.model.weight_gradients import add_weight_gradients_in_place
 
 Skips = dict[str, Tensor]  # on their way, by name
@@ -130,7 +130,7 @@ class SequenceStage:
             brought = tuple(tensors[number] for number in numbers)
             if not store.is_replaying:
                 is_cut = [begins_here and number == 0 for number in numbers]
-                store.shared = SharedTensors(_apart(brought, inputs), is_cut)
+                store.shared = SharedTensors(apart(brought, inputs), is_cut)
             found = _shared(store).first(brought, piece.tokens)
             own = [tensor for number, tensor in enumerate(tensors) if number not in numbers]
         else:
@@ -246,16 +246,6 @@ class SequenceStage:
 def _shared(store: ContextStore) -> SharedTensors:
     assert isinstance(store.shared, SharedTensors)
     return store.shared
-
-
-def _apart(tensors: Tensors, messages: Tensors) -> Tensors:
-    """With copies of those in the memory of a message, which is given back while later slices still run."""
-    held = {message.untyped_storage().data_ptr() for message in messages}
-    return tuple(_copy(t) if t.untyped_storage().data_ptr() in held else t for t in tensors)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _in_order(number: int, ends: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-Tensors = Tensor | tuple[Tensor, ...]
+from slipstream.model.sequence_context import Value, as_tuple
+from slipstream.model.tensor_spec import Tensors
 
 
 class Skip:
@@ -38,7 +39,7 @@ class Stash(nn.Module):
         super().__init__()
         self.skip, self.index = skip, index
 
-    def forward(self, inputs: Tensors) -> Tensors:
+    def forward(self, inputs: Value) -> Value:
         self.skip.tensor = inputs[self.index] if isinstance(inputs, tuple) else inputs
         return inputs
 
@@ -53,11 +54,11 @@ class Pop(nn.Module):
         super().__init__()
         self.skip = skip
 
-    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Value) -> Tensors:
         tensor, self.skip.tensor = self.skip.tensor, None
         if tensor is None:
             raise RuntimeError(f"the skip {self.skip.name!r} is popped before it is stashed")
-        return (*inputs, tensor) if isinstance(inputs, tuple) else (inputs, tensor)
+        return (*as_tuple(inputs), tensor)
 
     def extra_repr(self) -> str:
         return repr(self.skip.name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.attention import ContextStore
 from slipstream.model.recompute import Recompute, Replay
 from slipstream.model.saved_tensors import SavedTensors
-from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.model.tensor_spec import Tensors, TensorSpec, apart
 from slipstream.model.weight_gradients import deferring
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.flight import Flight, Key, backward, entrances, key_of, roots_of
@@ -140,7 +140,7 @@ class Executor:
         if self._schedule.has_backward:
             flight.roots[key] = roots_of(outputs)
         else:
-            outputs = _apart(outputs, inputs)
+            outputs = apart(outputs, inputs)
             self._end_forward_only(action)
         if not stage.is_last:
             self._hand_on(Action(Op.SEND_F, g, m, i), outputs, flight.handed, (g + 1, m, i))
@@ -267,7 +267,7 @@ class Executor:
             sent = [found.pop(index, None) for index in self._needing(Op.RECV_F, key)]
             full = self._in_full(key, sent)
             # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
-            self._hand_on(Action(Op.SEND_B, g, m, i), _apart(full, gradients), flight.gradients, (g - 1, m, i))
+            self._hand_on(Action(Op.SEND_B, g, m, i), apart(full, gradients), flight.gradients, (g - 1, m, i))
         received = self._received(action)
         if not self._is_scheduled(Op.OFFLOAD, action):
             received += self._received(Action(Op.F, g, m, i))
@@ -334,9 +334,3 @@ class Executor:
         assert self._reduce_gradients is not None
         self._reduce_gradients(action.stage)
         self._stopwatch.record(action, began)
-
-
-def _apart(tensors: Tensors, buffers: Tensors) -> Tensors:
-    """With copies of those that are in the memory of one of `buffers`, which goes back to a pool."""
-    held = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-    return tuple(t.clone() if t.untyped_storage().data_ptr() in held else t for t in tensors)

@@ -67,6 +67,14 @@ def check_ranks(schedule: Schedule, num_ranks: int) -> None:
         )
 
 
+def check_lengths(schedule: Schedule, slices: int | Sequence[int]) -> None:
+    if not isinstance(slices, int) and len(slices) != schedule.num_slices:
+        raise SlipstreamError(
+            f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
+            f"{schedule.num_slices} slices. Give {schedule.num_slices} lengths."
+        )
+
+
 def plan_layout(
     config: PretrainedConfig,
     anatomy: Anatomy,
@@ -82,11 +90,7 @@ def plan_layout(
 
     Raises SlipstreamError with what was given, allowed, and to type.
     """
-    if not isinstance(slices, int) and len(slices) != schedule.num_slices:
-        raise SlipstreamError(
-            f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
-            f"{schedule.num_slices} slices. Give {schedule.num_slices} lengths."
-        )
+    check_lengths(schedule, slices)
     if seq_len is None and not isinstance(slices, int):
         seq_len = sum(slices)
     layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement, seq_len)

@@ -23,7 +23,7 @@ from slipstream.model.slice_check import compare_slices
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.pipeline.batch import IGNORED, Batch
 from slipstream.pipeline.executor import LossFunction
-from slipstream.pipeline.layout import Layout
+from slipstream.pipeline.layout import Layout, check_lengths
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
@@ -192,11 +192,7 @@ class SequenceModel:
         if not self._is_sliced:
             return
         assert self._cut is not None
-        if not isinstance(slices, int) and len(slices) != schedule.num_slices:
-            raise SlipstreamError(
-                f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
-                f"{schedule.num_slices} slices. Give {schedule.num_slices} lengths."
-            )
+        check_lengths(schedule, slices)
         if schedule.reach is not None:
             raise SlipstreamError(
                 f"the schedule {schedule.name!r} has a reach, but slices of an nn.Sequential attend to all before "
