@@ -69,6 +69,13 @@ def cuts(draw: st.DrawFn, num_slices: int) -> list[int]:
     return [b - a for a, b in zip([0, *bounds], [*bounds, LENGTH], strict=True)]
 
 
+@st.composite
+def partitions(draw: st.DrawFn, num_stages: int, num_layers: int) -> list[float]:
+    """Whole and half layers to every stage."""
+    bounds = sorted(draw(st.sets(st.integers(1, 2 * num_layers - 1), min_size=num_stages - 1, max_size=num_stages - 1)))
+    return [(b - a) / 2 for a, b in zip([0, *bounds], [*bounds, 2 * num_layers], strict=True)]
+
+
 def run_unsplit(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     whole = copy.deepcopy(model)
     unsplit_step(whole, inputs, labels)
@@ -82,7 +89,9 @@ def check(name: str, data: st.DataObject) -> None:
     labels = labels_of(inputs)
     recompute = data.draw(st.sampled_from(["full", "selective", 1]))
     model = copy.deepcopy(MODELS[name])
-    pipe = Pipeline(model, schedule=schedule, slices=lengths, recompute=recompute, self_check=False)
+    partition = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers))
+    settings = {"schedule": schedule, "slices": lengths, "partition": partition, "recompute": recompute}
+    pipe = Pipeline(model, **settings, self_check=False)
     pipe.step(inputs, labels)
     expected = run_unsplit(MODELS[name], inputs, labels)
     assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND

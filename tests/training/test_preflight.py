@@ -122,6 +122,24 @@ def test_half_layers(refuse: Refuse, values: dict[str, Any], partition: list[flo
     assert reason in refuse(values)
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"parallel": {"shard_optimizer": True}}, "shard_parameters=True with parallel.shard_optimizer=True"),
+        ({"parallel": {"tensor": 2}}, "shard_parameters=True on a mesh with tp=2"),
+        ({"training": {"precision": "bf16-weights"}}, "shard_parameters=True with training.precision=bf16-weights"),
+        ({"model": {"tie_word_embeddings": True}}, "shard_parameters=True with lm_head.weight tied"),
+    ],
+)
+def test_sharded_parameters_beside_what_excludes_them(
+    refuse: Refuse, values: dict[str, Any], given: dict[str, Any], reason: str
+) -> None:
+    values["parallel"] = {"data": 2, "shard_parameters": True} | given.get("parallel", {})
+    values["training"] |= {"batch_size": 2} | given.get("training", {})
+    values["model"]["config"] |= given.get("model", {})
+    assert reason in refuse(values)
+
+
 def test_a_sequence_longer_than_the_positions(refuse: Refuse, values: dict[str, Any]) -> None:
     values["training"]["seq_len"] = 65
     assert "training.seq_len=65 is more than the model's 64 positions" in refuse(values)

@@ -89,6 +89,19 @@ def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Pat
     ]
 
 
+def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Path, text: Path, tmp_path: Path) -> None:
+    """From a checkpoint of a run that spread the optimizer's state alone, and that goes on from theirs."""
+    spread, back = half_of(whole, tmp_path / "spread"), tmp_path / "back"
+    resume = ["--dp=2", "--checkpoint.resume=latest"]
+    ended = train(4, spread, text, *resume, "--parallel.shard_parameters=true", "--checkpoint.every=1")
+    assert ended.returncode == 0, ended.stderr
+    shutil.copytree(spread / "checkpoints" / f"step-{STEPS - 1:08}", back / "checkpoints" / f"step-{STEPS - 1:08}")
+    ended = train(4, back, text, *resume, "--parallel.shard_optimizer=true")
+    assert f"going on after step {STEPS - 1}" in ended.stdout, ended.stderr
+    models = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, spread, back)]
+    assert models[0] == models[1] == models[2]
+
+
 def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: Path) -> None:
     here = half_of(whole, tmp_path / "tp")
     settings = ["--pp=1", "--tp=2", "--parallel.sequence=true", "--pipeline.slices=2", "--training.batch_size=2"]

@@ -41,15 +41,15 @@ def check_architecture(
         check_tensor_parallel(config, tensor_plan, ranks.tensor, sequence)
 
 
-def check_sharding(anatomy: Anatomy, ranks: Ranks, settings: Mapping[str, object]) -> None:
+def check_sharding(anatomy: Anatomy, tensor_parallel: int, settings: Mapping[str, object]) -> None:
     """What can't be exact with parameters spread over replicas; every rank finds the same. `settings` are others of the
     Pipeline that exclude it, by name, where they are used."""
     given = [f"{name}={value}" for name, value in settings.items() if value]
     if given:
         raise SlipstreamError(f"shard_parameters=True with {given[0]}: leave one of the two out.")
-    if ranks.tensor.size > 1:
+    if tensor_parallel > 1:
         raise SlipstreamError(
-            f"shard_parameters=True on a mesh with tp={ranks.tensor.size}: gradients that are partial on tensor ranks "
+            f"shard_parameters=True on a mesh with tp={tensor_parallel}: gradients that are partial on tensor ranks "
             "would not be added up. Use tp=1, or shard_optimizer=True."
         )
     if anatomy.tied:

@@ -73,7 +73,7 @@ class CausalLM:
         )
         if given.shard_parameters:
             excluded = {"shard_optimizer": given.shard_optimizer, "master_dtype": given.master_dtype}
-            check_sharding(self._anatomy, self._ranks, excluded)
+            check_sharding(self._anatomy, self._ranks.tensor.size, excluded)
         return layout
 
     def make_stages(self, layout: Layout, device: torch.device) -> tuple[Mapping[int, Stage], TensorParallel | None]:

@@ -130,6 +130,8 @@ class ParallelSection(Section):
     """How linear layers are cut, for a model that doesn't say it itself."""
     shard_optimizer: bool = False
     """Each replica updates its part of every parameter and keeps the optimizer's state of that alone (ZeRO-1)."""
+    shard_parameters: bool = False
+    """Each replica keeps its part of every parameter alone between steps, and gathers the rest for each (ZeRO-3)."""
 
 
 class OptimizerSection(Section):

@@ -72,6 +72,7 @@ def preflight(config: Config, progress: Progress) -> Inputs:
             check_architecture(model_config)
     check_half_layers(config.pipeline.partition, model_config)
     check_shared_layers(config, model_config)
+    check_sharded_parameters(config, model_config)
     tokenizer, text = prepare_text(config, model_config, progress)
     check_vocabulary(int(text.tokens.max()), model_config)
     train, validation = split_text(config, text)
@@ -181,6 +182,21 @@ def check_shared_layers(config: Config, model_config: Any) -> None:
     from slipstream.pipeline.building import plan_shares
 
     plan_shares(model_config, find_anatomy(model_config), config.parallel.tensor, config.parallel.tensor_plan)
+
+
+def check_sharded_parameters(config: Config, model_config: Any) -> None:
+    """Where replicas spread the parameters, nothing excludes it."""
+    if not config.parallel.shard_parameters:
+        return
+    from slipstream.model.anatomy import find_anatomy
+    from slipstream.pipeline.building import check_sharding
+
+    precision = config.training.precision
+    excluded = {
+        "parallel.shard_optimizer": config.parallel.shard_optimizer,
+        "training.precision": precision if precision == "bf16-weights" else None,
+    }
+    check_sharding(find_anatomy(model_config), config.parallel.tensor, excluded)
 
 
 def check_positions(seq_len: int, model_config: Any) -> None:

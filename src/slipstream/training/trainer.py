@@ -54,6 +54,7 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
         "sequence_parallel": config.parallel.sequence,
         "tensor_plan": config.parallel.tensor_plan,
         "shard_optimizer": config.parallel.shard_optimizer,
+        "shard_parameters": config.parallel.shard_parameters,
         "mesh": _mesh(config, device),
         "self_check": config.parallel.tensor > 1 and config.pipeline.self_check,  # else done before the ranks started
         **changes,
