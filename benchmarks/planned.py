@@ -5,6 +5,10 @@
 Two processes profile the model side by side. Then two others run each configuration. The profile has seen none of them:
 it knows stages of one and two layers, one op at a time. Measured memory is the most bytes of all tensors alive at once,
 AdamW's state included.
+
+A machine that others share is faster in one minute than in the next. So before every step two more processes each take
+one of transformers' own, which is the same all the time: the pace is how long that takes, over how long it took around
+the profile. Predictions are compared after multiplying them by the pace; `unpaced` are the errors without that.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch import nn
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, model_config
+from benchmarks.token_slices import Unsliced
 from slipstream import Pipeline
 from slipstream.pipeline.live_memory import memory_meter, tensors_alive
 from slipstream.planner.configuration import Configuration, Prediction
@@ -52,6 +57,8 @@ CONFIGURATIONS = [
     ("zb-v", 2, 4, "none"),
 ]
 WARM_UPS = 2
+PACES = 8  # steps before the profile, and after it
+PACE_TOKENS = 512
 PROFILE = Path(__file__).parents[1] / "examples" / "profiles" / "xeon-two-processes.json"
 
 
@@ -110,13 +117,35 @@ class Profiled:
         return self.profile
 
 
-def measure(space: Space, configuration: Configuration, repeats: int) -> dict[str, Any]:
+class Pace:
+    """How slow the machine is, beside how slow it was around the profile."""
+
+    def __init__(self) -> None:
+        self._contender = Contender("pace", Unsliced, 1, PACE_TOKENS)
+        self._contender.wait()
+        self._around_profile: list[float] = []
+        for _ in range(WARM_UPS):
+            self._contender.run()
+
+    def note(self) -> None:
+        """Before the profile, and after it."""
+        self._around_profile += [self._contender.run() for _ in range(PACES)]
+
+    def now(self) -> float:
+        return self._contender.run() / statistics.median(self._around_profile)
+
+    def close(self) -> None:
+        self._contender.close()
+
+
+def measure(space: Space, configuration: Configuration, repeats: int, pace: Pace) -> dict[str, Any]:
     candidate = Candidate.of(space, configuration)
     prediction = predict(candidate)
     arguments = (configuration, prediction, space.global_batch, space.seq_len)
     contender = Contender("planned", Planned, *arguments)
     contender.wait()
-    seconds = [contender.run() for _ in range(WARM_UPS + repeats)][WARM_UPS:]
+    rounds = [(pace.now(), contender.run()) for _ in range(WARM_UPS + repeats)][WARM_UPS:]
+    paces, seconds = zip(*rounds, strict=True)
     _, peaks = contender.report()  # type: ignore[misc]
     contender.close()
     return {
@@ -126,6 +155,7 @@ def measure(space: Space, configuration: Configuration, repeats: int) -> dict[st
         "slices": prediction.slices,
         "measured": statistics.median(seconds),
         "seconds": seconds,
+        "pace": statistics.median(paces),
         "predicted": float(simulate(candidate.schedule, candidate.cost).makespan),  # without the optimizer
         "measured bytes": peaks,
         "predicted bytes": [sum(kinds.values()) for kinds in prediction.memory],
@@ -133,11 +163,11 @@ def measure(space: Space, configuration: Configuration, repeats: int) -> dict[st
     }
 
 
-def compare(source: ProfileSource, batch: int, length: int, repeats: int) -> list[dict[str, Any]]:
+def compare(source: ProfileSource, batch: int, length: int, repeats: int, pace: Pace) -> list[dict[str, Any]]:
     space, rows = Space(source, length, batch, Options()), []
     for schedule, stages, slices, recompute in CONFIGURATIONS:
         configuration = Configuration(1, 2, 1, stages, schedule, 1, slices, recompute, 0.0, False)
-        rows.append(measure(space, configuration, repeats))
+        rows.append(measure(space, configuration, repeats, pace))
         print(line(rows[-1]), flush=True)
     return rows
 
@@ -145,22 +175,28 @@ def compare(source: ProfileSource, batch: int, length: int, repeats: int) -> lis
 def line(row: dict[str, Any]) -> str:
     c = row["configuration"]
     memory = [p / m - 1 for p, m in zip(row["predicted bytes"], row["measured bytes"], strict=True)]
-    error = row["predicted"] / row["measured"] - 1
     return (
         f"{row['sequences']} x {row['tokens']:<5} {c['schedule']:17} {c['num_slices']:2} {c['recompute']:5} "
-        f"{row['predicted']:.3f} s predicted, {row['measured']:.3f} measured {error:+6.1%}"
+        f"{row['predicted']:.3f} s predicted at a pace of {row['pace']:.3f}, {row['measured']:.3f} measured "
+        f"{_error(row):+6.1%}"
         f"   memory {' '.join(f'{error:+6.1%}' for error in memory)}"
     )
 
 
+def _error(row: dict[str, Any]) -> float:
+    return float(row["predicted"] * row["pace"] / row["measured"] - 1)
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
+    errors = [abs(_error(row)) for row in rows]
+    unpaced = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
     pairs = [pair for row in rows for pair in zip(row["predicted bytes"], row["measured bytes"], strict=True)]
     memory = [abs(predicted / measured - 1) for predicted, measured in pairs]
     return {
         "configurations": len(rows),
         "mean error of the step": statistics.mean(errors),
         "largest": max(errors),
+        "mean error unpaced": statistics.mean(unpaced),
         "mean error of the memory": statistics.mean(memory),
         "largest of the memory": max(memory),
         "chosen over best measured, worst batch": max(_regret(rows, batch) for batch in BATCHES),
@@ -168,10 +204,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _regret(rows: list[dict[str, Any]], batch: tuple[int, int]) -> float:
-    """How much slower the configuration with the shortest predicted step is than the fastest one measured."""
+    """How much slower the configuration with the shortest predicted step is than the fastest one measured, at equal
+    pace."""
     own = [row for row in rows if (row["sequences"], row["tokens"]) == batch]
     chosen = min(own, key=lambda row: row["predicted"])
-    return chosen["measured"] / min(row["measured"] for row in own) - 1
+    seconds = {id(row): row["measured"] / row["pace"] for row in own}
+    return seconds[id(chosen)] / min(seconds.values()) - 1
 
 
 def main() -> None:
@@ -181,14 +219,18 @@ def main() -> None:
     options = parser.parse_args()
     restart_in_environment()
     longest = max(length for _, length in BATCHES)
+    pace = Pace()
+    pace.note()
     profiled = Contender("profile", Profiled, longest, options.budget)
     profile = profiled.report()
     profiled.close()
+    pace.note()
     assert isinstance(profile, Profile)
     source = ProfileSource(profile, 2, None)
     rows = []
     for batch, length in BATCHES:
-        rows += compare(source, batch, length, options.repeats)
+        rows += compare(source, batch, length, options.repeats, pace)
+    pace.close()
     print(summary(rows))
     report = {
         "setting": setting(repeats=options.repeats, budget=options.budget),

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from architectures import llama
+from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
 from slipstream.memory import Kind, memory_of
 from slipstream.planner.cluster import Cluster, load_cluster, parse_cluster
@@ -22,6 +24,7 @@ from slipstream.planner.search import search
 from slipstream.planner.sources import AnalyticSource
 from slipstream.planner.space import Options, Space
 from slipstream.schedule import Op, make_schedule
+from slipstream.schedule.action import COMMUNICATION
 
 SEQ_LEN = 512
 PLAIN = Options(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
@@ -284,3 +287,27 @@ def test_equal_layers_are_cut_evenly_by_time() -> None:
     layer = np.diff(sorted(per_rank))[0]
     one = sum(float(space.costs(1, 1).seconds(range(2, 3), op, SEQ_LEN, 0)) for op in (Op.F, Op.I, Op.W))
     assert layer <= one
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"), [("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)]
+)
+def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_rank: int, recompute: str) -> None:
+    """Backwards too, which a Pipeline splits where their result goes to another rank."""
+    source = AnalyticSource(SMALL, small_cluster(1), "small")
+    configuration = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 3, recompute, 0.0, False)
+    candidate = Candidate.of(Space(source, SEQ_LEN, 4, Options()), configuration)
+    pipe = Pipeline.from_config(
+        llama(num_hidden_layers=4),
+        schedule=schedule,
+        num_ranks=2,
+        stages_per_rank=stages_per_rank,
+        num_microbatches=4,
+        slices=3,
+        recompute=recompute,
+        self_check=False,
+    )
+    run = pipe.layout.training
+    computed = [[action for action in row if action.op not in COMMUNICATION] for row in run.actions]
+    assert [list(row) for row in candidate.schedule.actions] == computed

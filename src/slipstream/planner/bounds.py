@@ -36,6 +36,11 @@ class Cut:
         """The first stage of every rank."""
         return [self.placement.index(rank) for rank in range(self.num_ranks)]
 
+    @cached_property
+    def sends_back(self) -> NDArray[np.bool_]:
+        """Of every stage, whether the one before is on another rank."""
+        return np.array([False, *(a != b for a, b in pairwise(self.placement))])
+
     def per_rank(self, values: Sequence[float] | Array) -> Array:
         """Sums over the stages of each rank."""
         return np.bincount(self.placement, values, self.num_ranks).astype(np.float64)
@@ -91,7 +96,7 @@ class Shared:
     tails: dict[bool, Tails]  # by whether the optimizer is sharded
     num_microbatches: int
     data_parallel: int
-    splits: bool  # whether backwards are I and W
+    splits: bool  # whether all backwards are I and W; else those that send their result to another rank are
 
 
 class Bounds:
@@ -106,7 +111,7 @@ class Bounds:
         """The longest of the ranks' times: what must come before their first stage's first forward, their work, what
         must follow their first stage's last backward, and the optimizer; or the way to the host and back, if longer.
 
-        Where backwards are split, what follows overlaps with weight gradients that come late: the larger counts.
+        Where a backward is split, what follows overlaps with weight gradients that come late: the larger counts.
         """
         key = recompute, offload, shard
         if key not in self._seconds:
@@ -117,9 +122,9 @@ class Bounds:
         times, cut = self._shared.times, self._shared.cut
         replay = times.replay[recompute].copy()
         replay[-1, -1] = 0  # its backward may follow its forward at once, and then nothing is recomputed
-        splits = self._shared.splits
-        whole = times.input_gradient + times.weight_gradient if splits else times.backward
-        back = times.input_gradient if splits else whole
+        split = (self._shared.splits | cut.sends_back)[:, None]
+        whole = np.where(split, times.input_gradient + times.weight_gradient, times.backward)
+        back = np.where(split, times.input_gradient, times.backward)
         before, after = _before(times.forward[:, 0]), _before(back[:, 0])
         must, everything = (
             cut.per_rank((times.forward + replay + each).sum(axis=1)) * self._shared.num_microbatches

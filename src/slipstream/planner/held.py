@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from slipstream.planner.bounds import Array, Cut
 from slipstream.schedule.action import Action, Op
 from slipstream.schedule.generators import make_schedule
+from slipstream.schedule.lowering import split_backwards
 
 _F, _B, _I, _W = range(4)
 _NUMBERS = {Op.F: _F, Op.B: _B, Op.I: _I, Op.W: _W}
@@ -36,7 +37,7 @@ class Row:
 @lru_cache(maxsize=256)
 def rows(name: str, num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int) -> tuple[Row, ...]:
     """The actions of a schedule by name."""
-    schedule = make_schedule(name, num_ranks, num_microbatches, num_slices, stages_per_rank)
+    schedule = split_backwards(make_schedule(name, num_ranks, num_microbatches, num_slices, stages_per_rank))
     return tuple(_row(actions, num_slices) for actions in schedule.actions)
 
 

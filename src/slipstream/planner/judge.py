@@ -18,6 +18,7 @@ from slipstream.planner.held import Held
 from slipstream.planner.space import Space
 from slipstream.schedule.action import BACKWARDS, Action, Op, Schedule
 from slipstream.schedule.generators import make_schedule
+from slipstream.schedule.lowering import split_backwards
 from slipstream.schedule.memory_passes import add_offload, add_recompute
 from slipstream.simulator import simulate
 from slipstream.timeline import Timeline
@@ -31,14 +32,9 @@ class Candidate:
     configuration: Configuration
     cut: Cut
     times: StageTimes
-    schedule: Schedule  # compute actions, R, OFFLOAD and RELOAD
+    schedule: Schedule  # compute actions, R, OFFLOAD and RELOAD; backwards split as a Pipeline does
     cost: CostModel
     table: MemoryTable
-
-    @property
-    def reducing(self) -> Op:
-        """The op that makes weight gradients."""
-        return Op.W if (0, Op.W) in self.table.gradients else Op.B
 
     @classmethod
     def of(cls, space: Space, configuration: Configuration) -> Candidate:
@@ -46,7 +42,8 @@ class Candidate:
         cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
         times = space.times(c.tensor_parallel, c.microbatch_size, cut, c.num_slices)
         num_microbatches = space.num_microbatches(c.data_parallel, c.microbatch_size)
-        schedule = make_schedule(c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank)
+        named = make_schedule(c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank)
+        schedule = split_backwards(named)
         if c.recompute != "none":
             schedule = add_recompute(schedule)
         if c.offload:
@@ -135,14 +132,13 @@ def _memory_table(
             }
             unit = Unit(g, s, recomputed, offloaded)
             footprints |= {(unit, op): footprint for op, footprint in bytes_by_op.items()}
-    reducing = Op.W if any(action.op is Op.W for action in schedule.positions) else Op.B
-    gradients = {(g, reducing): state.gradients * n for g, n in enumerate(numbers)}
+    splitting = {action.stage for action in schedule.positions if action.op is Op.W}
+    gradients = {(g, Op.W if g in splitting else Op.B): state.gradients * n for g, n in enumerate(numbers)}
     # a stage's first backward makes gradients while its activations go, so the two are never there in full at once
     first = {
-        (unit, op): footprint.peak + made - min(made, -footprint.leaves)
+        (unit, op): footprint.peak + gradient - min(gradient, -footprint.leaves)
         for (unit, op), footprint in footprints.items()
-        if op is reducing
-        for made in (gradients[unit.stage, op],)
+        if (gradient := gradients.get((unit.stage, op))) is not None
     }
     return MemoryTable(
         footprints=footprints,
@@ -170,7 +166,7 @@ def _peaks(row: Sequence[Action], candidate: Candidate) -> tuple[float, float]:
         unit = Unit.of(action, schedule)
         footprint, made = table.footprints[unit, action.op], 0.0
         during = footprint.peak
-        if action.op is candidate.reducing and action.stage in stages:
+        if (action.stage, action.op) in table.gradients and action.stage in stages:
             stages.remove(action.stage)
             made, during = table.gradients[action.stage, action.op], table.first[unit, action.op]
         peak = max(peak, held + during)
