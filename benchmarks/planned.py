@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from scipy.stats import spearmanr
 from torch import nn
 
 from benchmarks.harness import restart_in_environment, setting, write
@@ -183,12 +184,18 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def _paced(row: dict[str, Any]) -> float:
+    """The measured seconds at the profile's pace."""
+    return float(row["measured"] / row["pace"])
+
+
 def _error(row: dict[str, Any]) -> float:
-    return float(row["predicted"] * row["pace"] / row["measured"] - 1)
+    return float(row["predicted"] / _paced(row) - 1)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     errors = [abs(_error(row)) for row in rows]
+    correlation = spearmanr([row["predicted"] for row in rows], [_paced(row) for row in rows]).statistic
     unpaced = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
     pairs = [pair for row in rows for pair in zip(row["predicted bytes"], row["measured bytes"], strict=True)]
     memory = [abs(predicted / measured - 1) for predicted, measured in pairs]
@@ -196,6 +203,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
         "configurations": len(rows),
         "mean error of the step": statistics.mean(errors),
         "largest": max(errors),
+        "too slow on average": statistics.mean(map(_error, rows)),  # below 0: too fast
+        "rank correlation": float(correlation),
         "mean error unpaced": statistics.mean(unpaced),
         "mean error of the memory": statistics.mean(memory),
         "largest of the memory": max(memory),
@@ -208,8 +217,7 @@ def _regret(rows: list[dict[str, Any]], batch: tuple[int, int]) -> float:
     pace."""
     own = [row for row in rows if (row["sequences"], row["tokens"]) == batch]
     chosen = min(own, key=lambda row: row["predicted"])
-    seconds = {id(row): row["measured"] / row["pace"] for row in own}
-    return seconds[id(chosen)] / min(seconds.values()) - 1
+    return _paced(chosen) / min(map(_paced, own)) - 1
 
 
 def main() -> None:

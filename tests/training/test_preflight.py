@@ -16,6 +16,7 @@ from slipstream.training.config_file import dump_config, parse_config
 from slipstream.training.output import Output
 from slipstream.training.preflight import check_world_size, preflight
 from slipstream.training.progress import Progress
+from slipstream.training.trainer import make_pipeline
 
 Refuse = Callable[[dict[str, Any]], str]
 LLAMA = {
@@ -138,6 +139,16 @@ def test_sharded_parameters_beside_what_excludes_them(
     values["training"] |= {"batch_size": 2} | given.get("training", {})
     values["model"]["config"] |= given.get("model", {})
     assert reason in refuse(values)
+
+
+def test_the_pipeline_is_told_to_shard_its_parameters(values: dict[str, Any]) -> None:
+    """It refuses by itself what preflight does, which is passed by here."""
+    values["parallel"] = {"shard_parameters": True}
+    config = parse_config(values)
+    model = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    LlamaConfig(**model, tie_word_embeddings=True).save_pretrained(Output(config.training.output).inputs)
+    with pytest.raises(SlipstreamError, match=r"shard_parameters=True with lm_head\.weight tied"):
+        make_pipeline(config, torch.device("cpu"))
 
 
 def test_a_sequence_longer_than_the_positions(refuse: Refuse, values: dict[str, Any]) -> None:
