@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.group import Group
 from slipstream.parallel.shares import Share
-from slipstream.training.checkpoint import Checkpoints, Piece
+from slipstream.training.checkpoint import CheckpointReader, Checkpoints, Piece
 from slipstream.training.checkpoint.files import read_record, write_record
+from slipstream.training.checkpoint.saving import alone_is_fine
 
 FILE = "rank-00000.safetensors"
 
@@ -306,6 +309,26 @@ def test_manifests_of_other_versions_and_of_other_programs(run: Run) -> None:
     write_record(path, record | {"tensors": {"a": 3}})
     with pytest.raises(SlipstreamError, match=r"manifest.json isn't a manifest: "):
         run.checkpoints.find()
+
+
+def test_pytorch_reads_it_into_tensors_of_any_program(run: Run) -> None:
+    run.save(1)
+    state = {"weight": torch.zeros(300, 10), "step": torch.tensor(0.0)}
+    alone_is_fine()
+    dcp.load(state, storage_reader=CheckpointReader(run.folder / "step-00000001"))
+    assert (state["weight"] == 1.0).all()
+    assert state["step"] == 1.0
+
+
+@pytest.mark.parametrize("name", [FILE, "manifest.json"])
+def test_pytorch_reads_nothing_that_is_damaged(run: Run, name: str) -> None:
+    run.save(1)
+    flip(-9)(run.folder / "step-00000001" / name)
+    state = {"weight": torch.zeros(300, 10)}
+    alone_is_fine()
+    with pytest.raises(CheckpointException, match=f"step-00000001 is damaged: {name} .*altered.* Take another one"):
+        dcp.load(state, storage_reader=CheckpointReader(run.folder / "step-00000001"))
+    assert not state["weight"].any()
 
 
 def test_facts_are_json(run: Run) -> None:

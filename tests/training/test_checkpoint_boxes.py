@@ -11,28 +11,48 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import Metadata, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.group import Group
 from slipstream.parallel.shares import Share
 from slipstream.training.checkpoint import Found, Piece
-from slipstream.training.checkpoint.box import Box
-from slipstream.training.checkpoint.manifest import Manifest, Part
+from slipstream.training.checkpoint.folder import CheckpointFolder
+from slipstream.training.checkpoint.manifest import Manifest
+from slipstream.training.checkpoint.planners import BoxSavePlanner
 from slipstream.training.checkpoint.snapshot import Snapshot
+from slipstream.training.checkpoint.storage import SnapshotWriter
 from training.checkpoint_layouts import bits, emptied, layout, same_bits, tensors
 
 seeds = st.integers(0, 2**32)
 sizes = st.integers(1, 4)
-intervals = st.tuples(st.integers(0, 8), st.integers(1, 5))
 
 
-def save(folder: Path, ranks: list[list[Piece]]) -> Found:
-    """Every rank's file, by the one snapshot."""
-    snapshot, parts = Snapshot(), list[Part]()
+def save(folder: Path, ranks: list[list[Piece]], snapshot: Snapshot | None = None) -> Found:
+    """What every rank plans and writes, and rank 0 commits, one after the other."""
+    plans, results = list[SavePlan](), list[list[WriteResult]]()
     for rank, pieces in enumerate(ranks):
+        snapshot = snapshot if snapshot and len(ranks) == 1 else Snapshot()
         snapshot.take(pieces, f"{rank}.safetensors")
-        parts.append(snapshot.write(folder))
-    Manifest.of(3, {"lr": 0.1}, parts).write(folder)
-    return Found(folder, Manifest.read(folder))
+        planner, writer = BoxSavePlanner(), SnapshotWriter(CheckpointFolder(folder), 3, {"lr": 0.1}, snapshot, nothing)
+        planner.set_up_planner(dict(snapshot.state()))
+        writer.set_up_storage_writer(rank == 0)
+        plans.append(planner.create_local_plan())
+        results.append(writer.write_data(plans[-1], planner).value())
+    _, metadata = planner.create_global_plan(plans)
+    writer.finish(metadata, results)
+    whole = CheckpointFolder(folder).whole(3)
+    return Found(whole, Manifest.read(whole))
+
+
+def nothing() -> None:
+    """Is there to be retired."""
+
+
+def load(found: Found, *pieces: Piece) -> None:
+    assert found.misfits(pieces) == ""
+    found.load(pieces, Group())
 
 
 @given(seeds, sizes, sizes, sizes, sizes)
@@ -43,32 +63,16 @@ def test_any_mesh_loads_what_any_other_saved(seed: int, tp: int, dp: int, later_
         found = save(Path(folder), layout(seed, whole, tp, dp))
         for pieces in layout(seed + 1, whole, later_tp, later_dp):
             targets = emptied(pieces)
-            assert found.misfits(targets) == ""
-            found.fill(targets)
+            load(found, *targets)
             for piece, target in zip(pieces, targets, strict=True):
                 assert same_bits(piece.tensor, target.tensor), piece
-
-
-@given(st.lists(st.tuples(intervals, intervals), max_size=3))
-def test_the_overlap_is_what_both_hold(dims: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
-    whole = torch.zeros([16] * len(dims))
-    one = Box(tuple(a for (a, _), _ in dims), tuple(n for (_, n), _ in dims))
-    other = Box(tuple(a for _, (a, _) in dims), tuple(n for _, (_, n) in dims))
-    everything = Box((0,) * len(dims), (16,) * len(dims))
-    for box in (one, other):
-        whole[box.inside(everything)] += 1
-    common = one.overlap(other)
-    assert (whole == 2).sum() == (0 if common is None else common.num_elements)
-    if common is not None:
-        assert (whole[one.inside(everything)][common.inside(one)] == 2).all()
-        assert (whole[other.inside(everything)][common.inside(other)] == 2).all()
 
 
 def test_a_file_is_safetensors_of_boxes(tmp_path: Path) -> None:
     whole = tensors(0)
     share = Share((24, 8), 1, ((0, 2), (5, 8)))
-    save(tmp_path, [[Piece("packed", share, share.take(whole["packed"]))], [rest(whole, share)]])
-    stored = load_file(tmp_path / "0.safetensors")
+    found = save(tmp_path, [[Piece("packed", share, share.take(whole["packed"]))], [rest(whole, share)]])
+    stored = load_file(found.folder / "0.safetensors")
     assert set(stored) == {"packed@0,0", "packed@0,5"}
     assert same_bits(stored["packed@0,5"], whole["packed"][:, 5:])
 
@@ -81,11 +85,12 @@ def rest(whole: dict[str, torch.Tensor], share: Share) -> Piece:
 
 
 def test_memory_is_used_again_by_smaller_and_larger_saves(tmp_path: Path) -> None:
+    snapshot = Snapshot()
     for size in (100, 30, 200, 199):
         value = torch.arange(size) * size
-        found = save(tmp_path, [[Piece("a", Share.whole((size,)), value)]])
+        found = save(tmp_path, [[Piece("a", Share.whole((size,)), value)]], snapshot)
         target = torch.zeros_like(value)
-        found.fill([Piece("a", Share.whole((size,)), target)])
+        load(found, Piece("a", Share.whole((size,)), target))
         assert bits(target).equal(bits(value))
 
 
@@ -93,7 +98,7 @@ def test_strided_tensors_and_parameters(tmp_path: Path) -> None:
     value = torch.nn.Parameter(torch.randn(6, 4))
     found = save(tmp_path, [[Piece("a", Share.whole((4, 6)), value.t())]])
     target = torch.nn.Parameter(torch.zeros(4, 12))
-    found.fill([Piece("a", Share.whole((4, 6)), target[:, ::2])])
+    load(found, Piece("a", Share.whole((4, 6)), target[:, ::2]))
     assert target[:, ::2].equal(value.t())
     assert not target[:, 1::2].any()
 
@@ -101,20 +106,22 @@ def test_strided_tensors_and_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pieces", "reason"),
     [
-        ([Piece("b", Share.whole((4,)), torch.zeros(4))], "b isn't in it"),
+        ([Piece("c", Share.whole((4,)), torch.zeros(4))], "c isn't in it"),
         ([Piece("a", Share.whole((5,)), torch.zeros(5))], r"a has shape \(4,\) in it and \(5,\) here"),
         ([Piece("a", Share.whole((4,)), torch.zeros(4).double())], "a is float32 in it and float64 here"),
         ([Piece("a", Share.whole((4,)), torch.zeros(4), first_row=1)], "a isn't all in it"),
+        ([Piece("b", Share((4, 2), 1, ((0, 1),)), torch.zeros(4, 1), first_row=1)], "b isn't all in it"),
     ],
 )
 def test_what_does_not_fit_is_told(tmp_path: Path, pieces: list[Piece], reason: str) -> None:
-    found = save(tmp_path, [[Piece("a", Share.whole((4,)), torch.ones(4))]])
+    saved = [Piece("a", Share.whole((4,)), torch.ones(4)), Piece("b", Share.whole((4, 2)), torch.ones(4, 2))]
+    found = save(tmp_path, [saved])
     assert re.fullmatch(reason, found.misfits(pieces))
 
 
 def test_other_models_differ_by_field(tmp_path: Path) -> None:
     model = {"model_type": "llama", "hidden_size": 32, "rope": {"theta": 1e4, "kind": None}, "eos": (1, 2)}
-    Manifest.of(1, {"model": model}, []).write(tmp_path)
+    Manifest.of(1, {"model": model}, Metadata({}), []).write(tmp_path)
     found = Found(tmp_path, Manifest.read(tmp_path))
     found.check_model(model)
     with pytest.raises(

@@ -32,7 +32,8 @@ def test_another_number_of_ranks_loads_to_the_bit(tmp_path: Path, saved_by: int,
         targets = emptied(pieces)
         found = alone.find(seed)
         assert found is not None
-        assert len(found.manifest.files) == saved_by
+        assert {path.name for path in found.folder.glob("*.safetensors")} == set(found.manifest.files)
+        assert 1 < len(found.manifest.files) <= saved_by  # a rank may have nothing to write
         alone.load(found, targets)
         assert all(same_bits(piece.tensor, target.tensor) for piece, target in zip(pieces, targets, strict=True))
 

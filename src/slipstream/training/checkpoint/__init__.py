@@ -3,5 +3,6 @@
 from slipstream.training.checkpoint.checkpoints import Checkpoints
 from slipstream.training.checkpoint.found import Found
 from slipstream.training.checkpoint.piece import Piece
+from slipstream.training.checkpoint.storage import CheckpointReader
 
-__all__ = ["Checkpoints", "Found", "Piece"]
+__all__ = ["CheckpointReader", "Checkpoints", "Found", "Piece"]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.group import Group
@@ -16,21 +17,22 @@ from slipstream.training.checkpoint.folder import CheckpointFolder
 from slipstream.training.checkpoint.found import Found
 from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.checkpoint.piece import Piece
-from slipstream.training.checkpoint.saving import Saving, rank_name
+from slipstream.training.checkpoint.saving import Saving, what_failed
 from slipstream.training.checkpoint.snapshot import Snapshot
+from slipstream.training.checkpoint.storage import SnapshotWriter
 
 
 class Checkpoints:
-    """Of one folder, on a disk that all ranks share. Every method is collective over `world`.
+    """Of one folder, on a disk that all ranks share. Every method is collective over `world`, which is all processes.
 
     Of the checkpoints the newest `keep` stay and, unless `keep_every` is 0, those whose step it divides. `say` gets
     a line of text, the same on every rank, for what went wrong without ending the run.
 
     A save is written while training goes on. Before the optimizer next changes what is saved, call `keep`: it copies to
     host memory what isn't written by then, which takes as much memory as all the pieces that this rank writes. A save
-    that fails is told by the next `save`, `wait` or `close`; the checkpoints before
-    stay as they are. After an exception, when not all ranks come to `close`, leave it out: the threads end with the
-    process, and what they had written isn't taken for a checkpoint.
+    that fails is told by the next `save`, `wait` or `close`; the checkpoints before stay as they are. After an
+    exception, when not all ranks come to `close`, leave it out: the threads end with the process, and what they had
+    written isn't taken for a checkpoint.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class Checkpoints:
         self._keep, self._keep_every = keep, keep_every
         self._snapshot = Snapshot()
         self._saving: Saving | None = None
+        # What a save's ranks tell each other goes beside training's own messages.
+        self._beside = Group(dist.new_group(world.global_ranks, backend="gloo")) if world.size > 1 else world
 
     def prepare(self) -> None:
         """Before training: makes the folder and removes what an interrupted save left.
@@ -69,9 +73,9 @@ class Checkpoints:
         if problem:
             self._say(self._and_the_last_one(f"the checkpoint of step {step} was not saved: {problem}"))
             return
-        rank = self._world.rank
-        self._snapshot.take(pieces, f"{rank_name(rank)}.safetensors")
-        self._saving = Saving(self._folder, step, kept_facts, self._snapshot, rank, self._world.size, self._retire)
+        self._snapshot.take(pieces, f"rank-{self._world.rank:05d}.safetensors")
+        writer = SnapshotWriter(self._folder, step, kept_facts, self._snapshot, self._retire)
+        self._saving = Saving(writer, self._snapshot, self._beside)
 
     def keep(self) -> None:
         """The pieces of the last save may change from now on. Not collective."""
@@ -82,9 +86,7 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        told = self._world.gather(saving.written())
-        problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(told) if problem]
-        warning = self._on_first(lambda: saving.finish(problems))
+        warning = self._world.gather(saving.finish())[0]
         if warning:
             self._on_first(lambda: _try(lambda: self._folder.discard(saving.step)))
             self._say(self._and_the_last_one(warning))
@@ -117,7 +119,10 @@ class Checkpoints:
         another shape or dtype there.
         """
         self._raise_alike(found, found.misfits(pieces))
-        self._raise_alike(found, _try(lambda: found.fill(pieces)))
+        try:
+            found.load(pieces, self._world)
+        except CheckpointException as error:
+            raise self._unfit(found, what_failed(error)) from None
 
     def _candidates(self, wanted: int | str, steps: Sequence[int]) -> list[int]:
         if wanted in ("latest", "last-good"):
@@ -161,10 +166,13 @@ class Checkpoints:
     def _raise_alike(self, found: Found, problem: str) -> None:
         problems = dict.fromkeys(told for told in self._world.gather(problem) if told)
         if problems:
-            raise SlipstreamError(
-                f"{found.folder} can't be loaded: {'; '.join(problems)}. Start with the settings it was saved with, or "
-                "train in another folder."
-            )
+            raise self._unfit(found, "; ".join(problems))
+
+    def _unfit(self, found: Found, problem: str) -> SlipstreamError:
+        return SlipstreamError(
+            f"{found.folder} can't be loaded: {problem}. Start with the settings it was saved with, or train in "
+            "another folder."
+        )
 
     def _retire(self) -> None:
         self._folder.retire(self._keep, self._keep_every)
@@ -182,6 +190,6 @@ def _try(act: Callable[[], object]) -> str:
     """What prevented it, or ""."""
     try:
         act()
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         return str(error)
     return ""

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from safetensors import safe_open
-from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.box import Box
-from slipstream.training.checkpoint.manifest import Manifest, StoredBox, StoredTensor, entry_name
+from slipstream.parallel.group import Group
+from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.checkpoint.piece import Piece
+from slipstream.training.checkpoint.planners import PieceLoadPlanner, by_key
+from slipstream.training.checkpoint.saving import alone_is_fine
+from slipstream.training.checkpoint.storage import CheckpointReader
 
 _MOST_TOLD = 5  # differences in one message
-
-
-class _Read(NamedTuple):
-    """Part of one stored box, and where it goes."""
-
-    key: str
-    stored: StoredBox
-    box: Box
-    target: Tensor
 
 
 @dataclass(frozen=True)
@@ -60,44 +53,28 @@ class Found:
         """What can't be filled from this checkpoint, in words; "" where all can."""
         return _some([f"{piece.key} {why}" for piece in pieces for why in self._misfit(piece)])
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        """Reads all the pieces' elements into their tensors; each file is opened once, and only read where needed."""
-        with ExitStack() as stack:
-            files: dict[str, Any] = {}
-            for piece in pieces:
-                for read in self._reads(piece):
-                    name = read.stored.file
-                    if name not in files:
-                        files[name] = stack.enter_context(safe_open(self.folder / name, framework="pt"))
-                    read.target.copy_(_elements(files[name], read))
+    def load(self, pieces: Sequence[Piece], world: Group) -> None:
+        """Fills the pieces' tensors in place. CheckpointException, on all ranks, where one can't read its files."""
+        alone_is_fine()
+        load(
+            by_key(pieces),
+            storage_reader=CheckpointReader(self.folder, self.manifest),
+            planner=PieceLoadPlanner(),
+            process_group=world.process_group,
+            no_dist=world.size == 1,
+        )
 
     def _misfit(self, piece: Piece) -> Iterator[str]:
         tensor = self.manifest.tensors.get(piece.key)
         if tensor is None:
-            yield "isn't in it"
+            if prod(piece.share.shape):  # of what has no elements nothing is saved
+                yield "isn't in it"
         elif tensor.shape != piece.share.shape:
             yield f"has shape {tensor.shape} in it and {piece.share.shape} here"
         elif tensor.dtype != piece.dtype:
             yield f"is {tensor.dtype} in it and {piece.dtype} here"
-        elif sum(read.box.num_elements for read in self._reads(piece)) != piece.tensor.numel():
+        elif sum(prod(box.sizes) for box, _ in piece.boxes() if box.is_inside(tensor.shape)) != piece.tensor.numel():
             yield "isn't all in it"
-
-    def _reads(self, piece: Piece) -> Iterator[_Read]:
-        tensor: StoredTensor = self.manifest.tensors[piece.key]
-        for box, view in piece.boxes():
-            for stored in tensor.boxes:
-                common = box.overlap(stored.box)
-                if common is not None:
-                    yield _Read(piece.key, stored, common, view[common.inside(box)])
-
-
-def _elements(file: Any, read: _Read) -> Tensor:
-    name = entry_name(read.key, read.stored.box)
-    if read.box == read.stored.box:
-        whole: Tensor = file.get_tensor(name)
-        return whole
-    part: Tensor = file.get_slice(name)[read.box.inside(read.stored.box)]
-    return part
 
 
 def _differences(name: str, saved: Any, here: Any) -> Iterator[str]:

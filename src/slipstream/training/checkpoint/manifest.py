@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.box import Box
 from slipstream.training.checkpoint.files import DamagedError, Written, read_record, write_record
+from slipstream.training.checkpoint.piece import Box, dtype_name
 
 _NAME = "manifest.json"
 _FORMAT = 1
@@ -33,13 +42,11 @@ class StoredTensor(BaseModel):
     boxes: tuple[StoredBox, ...]
 
 
-class Part(BaseModel):
-    """What one rank has written."""
+class StoredFile(NamedTuple):
+    """What a rank has written."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    file: str
+    name: str
     written: Written
-    tensors: dict[str, StoredTensor]
 
 
 class Manifest(BaseModel):
@@ -53,10 +60,24 @@ class Manifest(BaseModel):
     tensors: dict[str, StoredTensor]
 
     @classmethod
-    def of(cls, step: int, facts: Mapping[str, Any], parts: Sequence[Part]) -> Manifest:
-        """Of what the ranks have written. ValueError where the parts of a tensor aren't all of it, each once."""
-        files = {part.file: part.written for part in parts}
-        return cls(format=_FORMAT, step=step, facts=dict(facts), files=files, tensors=_join(parts))
+    def of(
+        cls, step: int, facts: Mapping[str, Any], metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+    ) -> Manifest:
+        """Of what was planned, and what each rank has written, whose `storage_data` are `StoredFile`."""
+        done = [result for of_rank in results for result in of_rank]
+        places = {(result.index.fqn, result.index.offset): result.storage_data.name for result in done}
+        return cls(
+            format=_FORMAT,
+            step=step,
+            facts=dict(facts),
+            files=dict(result.storage_data for result in done),
+            tensors={key: _stored(key, tensor, places) for key, tensor in metadata.state_dict_metadata.items()},
+        )
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether there is one to be read."""
+        return (folder / _NAME).is_file()
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -76,6 +97,16 @@ class Manifest(BaseModel):
             raise DamagedError(f"{_NAME} names files outside the checkpoint")
         return manifest
 
+    def metadata(self) -> Metadata:
+        """As `torch.distributed.checkpoint` has it; the storage data are the files' names by their boxes."""
+        tensors: dict[str, STORAGE_TYPES] = {key: _metadata(tensor) for key, tensor in self.tensors.items()}
+        places = {
+            MetadataIndex(key, stored.box.offsets): stored.file
+            for key, tensor in self.tensors.items()
+            for stored in tensor.boxes
+        }
+        return Metadata(tensors, storage_data=places)
+
     def write(self, folder: Path) -> None:
         """It appears whole, and is on the disk when this returns."""
         write_record(folder / _NAME, self.model_dump())
@@ -86,22 +117,15 @@ def entry_name(key: str, box: Box) -> str:
     return f"{key}@{','.join(map(str, box.offsets))}"
 
 
-def _join(parts: Sequence[Part]) -> dict[str, StoredTensor]:
-    boxes: dict[str, list[StoredBox]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for part in parts:
-        for key, tensor in part.tensors.items():
-            boxes.setdefault(key, []).extend(tensor.boxes)
-            if kinds.setdefault(key, (tensor.dtype, tensor.shape)) != (tensor.dtype, tensor.shape):
-                raise ValueError(f"{key} is {kinds[key]} on one rank and {(tensor.dtype, tensor.shape)} on another")
-    for key, (_, shape) in kinds.items():
-        _check_all_there(key, shape, [stored.box for stored in boxes[key]])
-    return {key: StoredTensor(dtype=kinds[key][0], shape=kinds[key][1], boxes=tuple(boxes[key])) for key in kinds}
+def _stored(key: str, tensor: STORAGE_TYPES, places: Mapping[tuple[str, torch.Size | None], str]) -> StoredTensor:
+    assert isinstance(tensor, TensorStorageMetadata)
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    stored = tuple(StoredBox(places[key, torch.Size(box.offsets)], box) for box in boxes)
+    return StoredTensor(dtype=dtype_name(tensor.properties.dtype), shape=tuple(tensor.size), boxes=stored)
 
 
-def _check_all_there(key: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    if len({box.offsets for box in boxes}) < len(boxes):
-        raise ValueError(f"several ranks write the same elements of {key}")
-    found = sum(box.num_elements for box in boxes)
-    if found != prod(shape):
-        raise ValueError(f"the ranks write {found:,} elements of {key}, which has {prod(shape):,}")
+def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(stored.box.offsets), torch.Size(stored.box.sizes)) for stored in tensor.boxes
+    ]
+    return TensorStorageMetadata(TensorProperties(getattr(torch, tensor.dtype)), torch.Size(tensor.shape), chunks)

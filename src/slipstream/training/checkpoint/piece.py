@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from slipstream.parallel.shares import Share
-from slipstream.training.checkpoint.box import Box
+
+
+class Box(NamedTuple):
+    """A rectangle: where it begins and how long it is along each dim of the whole tensor; () and () for a scalar."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def is_inside(self, shape: tuple[int, ...]) -> bool:
+        """Of the whole tensor's."""
+        return all(start + size <= end for start, size, end in zip(self.offsets, self.sizes, shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -29,10 +41,15 @@ class Piece:
     @property
     def dtype(self) -> str:
         """The tensor's, as torch calls it: `float32`."""
-        return str(self.tensor.dtype).removeprefix("torch.")
+        return dtype_name(self.tensor.dtype)
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """Its rectangles of the whole tensor, each with a view of the tensor's own memory; none is empty."""
         for offsets, view in self.share.boxes(self.tensor.detach(), self.first_row):
             if view.numel():
                 yield Box(offsets, tuple(view.shape)), view
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`."""
+    return str(dtype).removeprefix("torch.")

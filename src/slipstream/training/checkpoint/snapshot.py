@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.box import Box
-from slipstream.training.checkpoint.files import write
-from slipstream.training.checkpoint.manifest import Part, StoredBox, StoredTensor, entry_name
-from slipstream.training.checkpoint.piece import Piece
+from slipstream.training.checkpoint.files import Written, write
+from slipstream.training.checkpoint.manifest import entry_name
+from slipstream.training.checkpoint.piece import Box, Piece
 
 # What the format calls them: https://github.com/huggingface/safetensors#format
 _CODES = {
@@ -34,8 +33,11 @@ _CODES = {
 _BLOCK = 2**23  # bytes written and summed at a time, while they are in the processor's cache
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """A box that this rank writes, of a tensor of `shape`."""
+
     key: str
+    shape: tuple[int, ...]
     box: Box
     view: Tensor
     version: int  # of the tensor when it was taken
@@ -55,26 +57,22 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._entries: list[_Entry] = []
+        self._entries: list[Entry] = []
         self._num_written = 0  # entries
         self._is_copied = False  # all that isn't written
         self._lock = threading.Lock()  # a block is read under it, by another thread
         self._header = b""
-        self._tensors: dict[str, StoredTensor] = {}
-        self._file = ""
+        self.file = ""
 
     def take(self, pieces: Sequence[Piece], file: str) -> None:
         """The pieces that are to be written; before any of them changes `keep` is to be called.
 
         SlipstreamError for a dtype that can't be saved, ValueError where two pieces are the same elements.
         """
-        self._file = file
-        pieces = [piece for piece in pieces if piece.writes]
-        boxes = [(piece.key, box, view.detach().contiguous()) for piece in pieces for box, view in piece.boxes()]
-        entries = [_Entry(key, box, view, view._version) for key, box, view in boxes]
+        self.file = file
+        entries = [entry for piece in pieces if piece.writes for entry in _entries(piece)]
         entries.sort(key=lambda entry: -entry.view.itemsize)
         self._header = _header(entries)
-        self._tensors = _tensors(pieces, entries, file)
         self._entries, self._num_written, self._is_copied = entries, 0, False
         if any(entry.view.is_cuda for entry in entries):
             self.keep()
@@ -92,11 +90,17 @@ class Snapshot:
                 torch.cuda.synchronize(device)
             self._is_copied = True
 
-    def write(self, folder: Path) -> Part:
+    def state(self) -> dict[str, list[Entry]]:
+        """What `write` writes, by the tensors' names."""
+        state: dict[str, list[Entry]] = {}
+        for entry in self._entries:
+            state.setdefault(entry.key, []).append(entry)
+        return state
+
+    def write(self, folder: Path) -> Written:
         """The file, on the disk when this returns. RuntimeError where a tensor has changed without `keep`."""
         with closing(self._blocks()) as blocks:  # where writing fails, the lock is free again at once
-            written = write(folder / self._file, blocks)
-        return Part(file=self._file, written=written, tensors=self._tensors)
+            return write(folder / self.file, blocks)
 
     def _reserve(self) -> None:
         size = sum(entry.view.nbytes for entry in self._entries)
@@ -122,7 +126,7 @@ class Snapshot:
             position += entry.view.nbytes
             self._num_written += 1
 
-    def _block(self, entry: _Entry, position: int, start: int) -> memoryview:
+    def _block(self, entry: Entry, position: int, start: int) -> memoryview:
         end = min(start + _BLOCK, entry.view.nbytes)
         if self._is_copied:
             block: memoryview = self._memory.numpy().data[position + start : position + end]
@@ -130,16 +134,22 @@ class Snapshot:
         live: memoryview = entry.view.view(-1).view(torch.uint8).numpy().data[start:end]
         return live
 
-    def _check(self, entry: _Entry) -> None:
+    def _check(self, entry: Entry) -> None:
         if not self._is_copied and entry.view._version != entry.version:
             raise RuntimeError(f"{entry.key} was changed before it was kept")
 
 
-def _header(entries: Sequence[_Entry]) -> bytes:
+def _entries(piece: Piece) -> Iterator[Entry]:
+    for box, view in piece.boxes():
+        elements = view.detach().contiguous()
+        yield Entry(piece.key, piece.share.shape, box, elements, elements._version)
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
     """The length of the rest (8 bytes, little-endian), then JSON, padded so that the elements are aligned."""
     table: dict[str, object] = {}
     position = 0
-    for key, box, view, _ in entries:
+    for key, _, box, view, _ in entries:
         name, stop = entry_name(key, box), position + view.nbytes
         if name in table:
             raise ValueError(f"two pieces of this rank are the elements {name}")
@@ -150,13 +160,3 @@ def _header(entries: Sequence[_Entry]) -> bytes:
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _tensors(pieces: Sequence[Piece], entries: Sequence[_Entry], file: str) -> dict[str, StoredTensor]:
-    boxes: dict[str, list[StoredBox]] = {piece.key: [] for piece in pieces}  # also of those without elements
-    for key, box, *_ in entries:
-        boxes[key].append(StoredBox(file, box))
-    return {
-        piece.key: StoredTensor(dtype=piece.dtype, shape=piece.share.shape, boxes=tuple(boxes[piece.key]))
-        for piece in pieces
-    }

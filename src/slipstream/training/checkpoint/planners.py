@@ -1,0 +1,151 @@
+"""What `torch.distributed.checkpoint` is to save and to load: planners that know pieces and their boxes.
+
+PyTorch's own planners know tensors and DTensors; a rank's share of a packed weight, or its rows of an optimizer's
+state, is neither, but several boxes of one tensor.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from slipstream.training.checkpoint.piece import Box, Piece, dtype_name
+from slipstream.training.checkpoint.snapshot import Entry
+
+
+class BoxSavePlanner(SavePlanner):
+    """Of a state dict whose values are lists of `Entry`, from every rank those that it writes."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._entries: dict[str, list[Entry]] = state_dict
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_write_item(entry) for entries in self._entries.values() for entry in entries])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """ValueError where the ranks' boxes of a tensor aren't all of it, each element once."""
+        _check_each_once([item for plan in all_plans for item in plan.items])
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        index = write_item.index
+        return next(entry.view for entry in self._entries[index.fqn] if entry.box.offsets == index.offset)
+
+
+class PieceLoadPlanner(LoadPlanner):
+    """Into a state dict whose values are lists of `Piece`: any boxes, whichever were saved."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        self._metadata = metadata
+        self._boxes = {
+            key: [found for piece in pieces for found in piece.boxes()] for key, pieces in state_dict.items()
+        }
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([item for key, boxes in self._boxes.items() if boxes for item in self._reads(key, boxes)])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError("a checkpoint of slipstream holds tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """A view of the piece's own memory."""
+        place = read_item.dest_index.index  # two pieces may be of the same box: its offsets wouldn't tell them apart
+        assert place is not None
+        _, view = self._boxes[read_item.dest_index.fqn][place]
+        part: Tensor = view[indices(read_item.dest_offsets, read_item.lengths)]
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass  # it is in place
+
+    def _reads(self, key: str, boxes: Sequence[tuple[Box, Tensor]]) -> list[ReadItem]:
+        stored = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
+        return create_read_items_for_chunk_list(key, stored, [chunk(box) for box, _ in boxes])
+
+
+def by_key(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The state dict that `PieceLoadPlanner` fills."""
+    state: dict[str, Any] = {}
+    for piece in pieces:
+        state.setdefault(piece.key, []).append(piece)
+    return state
+
+
+def chunk(box: Box) -> ChunkStorageMetadata:
+    """As PyTorch writes it."""
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def indices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    """Of a part of a tensor."""
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+
+
+def _write_item(entry: Entry) -> WriteItem:
+    properties = TensorProperties(dtype=entry.view.dtype)
+    data = TensorWriteData(chunk(entry.box), properties, torch.Size(entry.shape))
+    return WriteItem(MetadataIndex(entry.key, entry.box.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _check_each_once(items: Sequence[WriteItem]) -> None:
+    for key, found in _by_tensor(items).items():
+        kinds = dict.fromkeys((dtype_name(data.properties.dtype), tuple(data.size)) for data in found)
+        if len(kinds) > 1:
+            raise ValueError(f"{key} is {' on one rank and '.join(map(str, kinds))} on another")
+        if len({tuple(data.chunk.offsets) for data in found}) < len(found):
+            raise ValueError(f"several ranks write the same elements of {key}")
+        written, size = sum(prod(data.chunk.sizes) for data in found), prod(found[0].size)
+        if written != size:
+            raise ValueError(f"the ranks write {written:,} elements of {key}, which has {size:,}")
+
+
+def _by_tensor(items: Sequence[WriteItem]) -> Mapping[str, list[TensorWriteData]]:
+    found: dict[str, list[TensorWriteData]] = {}
+    for key, data in _tensor_data(items):
+        found.setdefault(key, []).append(data)
+    return found
+
+
+def _tensor_data(items: Sequence[WriteItem]) -> Iterator[tuple[str, TensorWriteData]]:
+    for item in items:
+        assert item.tensor_data is not None
+        yield item.index.fqn, item.tensor_data

@@ -1,0 +1,182 @@
+"""Where `torch.distributed.checkpoint` puts tensors and finds them: safetensors files beside a manifest.
+
+rank 0   plan | writes its file |  manifest, rename, retention
+rank 1   plan | writes its file |
+              ^ sizes and checksums go to rank 0
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.checkpoint.files import DamagedError, Written, check
+from slipstream.training.checkpoint.folder import CheckpointFolder
+from slipstream.training.checkpoint.manifest import Manifest, StoredFile, entry_name
+from slipstream.training.checkpoint.piece import Box
+from slipstream.training.checkpoint.planners import indices
+from slipstream.training.checkpoint.snapshot import Snapshot
+
+_POLL_SECONDS = 0.05
+_SECONDS_TO_APPEAR = 120.0  # of a file that another rank has written, on a disk of the network
+
+
+class SnapshotWriter(StorageWriter):
+    """Writes the snapshots of all ranks as one checkpoint. `retire` removes older ones after the commit.
+
+    `not_retired` says on rank 0 afterwards what kept it from doing so, or "".
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        step: int,
+        facts: Mapping[str, Any],
+        snapshot: Snapshot,
+        retire: Callable[[], None],
+    ) -> None:
+        self.step = step
+        self.not_retired = ""
+        self._folder, self._facts, self._snapshot, self._retire = folder, facts, snapshot, retire
+        self._part = folder.part(step)
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        assert checkpoint_id is None  # the folder has names of its own
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._part.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, but a network's disk may not show it yet
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's file, if it has anything. Elements are the snapshot's: the planner's may have changed since."""
+        done: Future[list[WriteResult]] = Future()
+        if not plan.items:
+            done.set_result([])
+            return done
+        stored = StoredFile(self._snapshot.file, self._snapshot.write(self._part))
+        done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, stored) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The commit, on rank 0."""
+        manifest = Manifest.of(self.step, self._facts, metadata, results)
+        for name, written in manifest.files.items():
+            _wait_for(self._part / name, written)
+        manifest.write(self._part)
+        self._folder.commit(self.step)
+        try:
+            self._retire()
+        except OSError as error:
+            self.not_retired = str(error)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return False  # a path alone doesn't tell what to write
+
+
+class CheckpointReader(StorageReader):
+    """Reads a checkpoint of `slipstream train` into any state dict, by `torch.distributed.checkpoint` (`dcp`).
+
+        dcp.load(model.state_dict(), storage_reader=CheckpointReader("checkpoints/step-00000012"))
+
+    The state's tensors, plain ones or DTensors, go by the names of the model's parameters, and by
+    `optimizer.exp_avg.NAME` and the like for the optimizer's. Each file that is read from is compared with its size and
+    checksum before: SlipstreamError where it isn't what was written.
+    """
+
+    def __init__(self, folder: str | PathLike[str], manifest: Manifest | None = None) -> None:
+        """`manifest` where all of the checkpoint has been compared already."""
+        self._folder = Path(folder)
+        self._manifest, self._is_verified = manifest, manifest is not None
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder, self._manifest, self._is_verified = Path(checkpoint_id), None, False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._manifest is None:
+            try:
+                self._manifest = Manifest.read(self._folder)
+            except DamagedError as error:
+                raise self._damaged(error) from None
+        return self._manifest.metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Each file is opened once."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._metadata.storage_data[item.storage_index], []).append(item)
+        for name, items in by_file.items():
+            self._verify(name)
+            with safe_open(self._folder / name, framework="pt") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_elements(file, item))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return Manifest.is_in(Path(checkpoint_id))
+
+    def _verify(self, name: str) -> None:
+        assert self._manifest is not None
+        if not self._is_verified:
+            try:
+                check(self._folder / name, self._manifest.files[name])
+            except DamagedError as error:
+                raise self._damaged(error) from None
+
+    def _damaged(self, error: DamagedError) -> SlipstreamError:
+        return SlipstreamError(f"the checkpoint {self._folder} is damaged: {error}. Take another one.")
+
+
+def _elements(file: Any, item: ReadItem) -> Tensor:
+    offsets = item.storage_index.offset
+    assert offsets is not None
+    name = entry_name(item.storage_index.fqn, Box(tuple(offsets), ()))
+    if not offsets:
+        scalar: Tensor = file.get_tensor(name)
+        return scalar
+    part: Tensor = file.get_slice(name)[indices(item.storage_offsets, item.lengths)]
+    return part
+
+
+def _wait_for(path: Path, written: Written) -> None:
+    """Until a file that some rank has written can be seen here."""
+    deadline = time.monotonic() + _SECONDS_TO_APPEAR
+    while not path.exists() or path.stat().st_size < written.size:
+        path.parent.stat()  # FileNotFoundError where the folder has gone
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{path} was written by its rank but hasn't appeared for rank 0 within {_SECONDS_TO_APPEAR:.0f} s; the "
+                "folder must be on a disk that all ranks share"
+            )
+        time.sleep(_POLL_SECONDS)
