@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
 from slipstream.schedule.lowering import Channel, add_communication, channel, receives_in_flight
+
+NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
 
 
 class Kind(StrEnum):
@@ -38,7 +40,9 @@ class Unit(NamedTuple):
 
     @classmethod
     def of(cls, action: Action, schedule: Schedule) -> Unit:
-        recomputed, offloaded = (replace(action, op=op) in schedule.positions for op in (Op.R, Op.OFFLOAD))
+        ops, positions = schedule.ops, schedule.positions
+        recomputed = Op.R in ops and action.with_op(Op.R) in positions
+        offloaded = Op.OFFLOAD in ops and action.with_op(Op.OFFLOAD) in positions
         return cls(action.stage, action.slice, recomputed, offloaded)
 
 
@@ -126,12 +130,15 @@ def memory_of(schedule: Schedule, table: MemoryTable) -> tuple[RankMemory, ...]:
     """
     if not schedule.is_lowered:
         schedule = add_communication(schedule)
-    return tuple(rank_memory(schedule, rank, table) for rank in range(schedule.num_ranks))
+    windows = send_windows(schedule)
+    return tuple(rank_memory(schedule, rank, table, windows) for rank in range(schedule.num_ranks))
 
 
-def rank_memory(schedule: Schedule, rank: int, table: MemoryTable) -> RankMemory:
-    """One rank of a lowered schedule; the table needs to know that rank's stages only."""
-    account = _Account(schedule, rank, table)
+def rank_memory(
+    schedule: Schedule, rank: int, table: MemoryTable, windows: Mapping[Channel, int] | None = None
+) -> RankMemory:
+    """One rank of a lowered schedule; the table needs to know that rank's stages only. `windows`: if known already."""
+    account = _Account(schedule, rank, table, windows)
     row = schedule.actions[rank]
     return RankMemory(tuple(account.run(action) for action in row if action.op not in RECEIVES | {Op.REDUCE_GRAD}))
 
@@ -139,13 +146,15 @@ def rank_memory(schedule: Schedule, rank: int, table: MemoryTable) -> RankMemory
 class _Account:
     """What one rank holds, action by action."""
 
-    def __init__(self, schedule: Schedule, rank: int, table: MemoryTable) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, table: MemoryTable, windows: Mapping[Channel, int] | None
+    ) -> None:
         self.schedule, self.rank, self.table = schedule, rank, table
         stages = [stage for stage, there in enumerate(schedule.placement) if there == rank]
         self.held: dict[Kind, float] = dict.fromkeys(Kind, 0)
         self.held[Kind.PARAMETERS] = sum(table.parameters.get(stage, 0) for stage in stages)
         self.held[Kind.OPTIMIZER] = sum(table.optimizer.get(stage, 0) for stage in stages)
-        self.held[Kind.MESSAGES] = pool_bytes(schedule, rank, table)
+        self.held[Kind.MESSAGES] = pool_bytes(schedule, rank, table, windows)
         self.ran: set[tuple[int, Op]] = set()  # backwards of which a stage has run one
         self.forwards: set[tuple[int, int]] = set()  # (stage, microbatch) that has context
         self.backwards: Counter[tuple[int, int]] = Counter()
@@ -217,15 +226,16 @@ class _Account:
         return self.schedule.placement[stage] == self.rank
 
 
-def pool_bytes(schedule: Schedule, rank: int, table: MemoryTable) -> float:
+def pool_bytes(
+    schedule: Schedule, rank: int, table: MemoryTable, windows: Mapping[Channel, int] | None = None
+) -> float:
     """The transport's buffers on a rank: of each size as many as are ever in use at once.
 
     One for every receive from when it is posted until the backward of its slice is done (W's where it is split, since
     a forward's input and an output's gradient belong to a weight gradient's factors; F's where the input is moved to
-    the host), and one for every send until `send_windows` later ones have gone out on its channel.
+    the host), and one for every send until as many later ones have gone out on its channel as its window is wide.
     """
-    pool = _Pool()
-    windows = send_windows(schedule)
+    pool, windows = _Pool(), windows or send_windows(schedule)
     sent: defaultdict[Channel, deque[float]] = defaultdict(deque)
     posted: set[Action] = set()
     for action in schedule.actions[rank]:
@@ -248,13 +258,13 @@ def pool_bytes(schedule: Schedule, rank: int, table: MemoryTable) -> float:
 
 def send_windows(schedule: Schedule) -> dict[Channel, int]:
     """How many sends of a channel may be on their way before the next one waits for the oldest."""
-    return {line: max(8, 2 * number) for line, number in receives_in_flight(schedule).items()}
+    return {line: max(NARROWEST_WINDOW, 2 * number) for line, number in receives_in_flight(schedule).items()}
 
 
 def _released(action: Action, schedule: Schedule) -> set[Action]:
     """The receives whose buffers are free after an action."""
-    forward, backward = replace(action, op=Op.RECV_F), replace(action, op=Op.RECV_B)
-    offloaded = replace(action, op=Op.OFFLOAD) in schedule.positions
+    forward, backward = action.with_op(Op.RECV_F), action.with_op(Op.RECV_B)
+    offloaded = action.with_op(Op.OFFLOAD) in schedule.positions
     if action.op is Op.F and offloaded:
         return {forward}
     return {forward, backward} if action.op in (Op.B, Op.W) else set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from slipstream.cost import CostModel
 from slipstream.memory import MemoryTable, RankMemory, memory_of
 from slipstream.schedule.action import COMMUNICATION, SENDS, Action, Op, Schedule
@@ -70,9 +68,9 @@ class _Simulation:
 
     def _keep_or_free(self, action: Action, rank: int, start: float, end: float) -> None:
         held = self.memory[rank][-1][1] if self.memory[rank] else 0
-        forward = replace(action, op=Op.F)
+        forward = action.with_op(Op.F)
         whole = self.cost.activation_bytes(forward)
-        recomputed = replace(action, op=Op.R) in self.schedule.positions
+        recomputed = action.with_op(Op.R) in self.schedule.positions
         kept = self.cost.kept_bytes(forward) if recomputed else whole
         if action.op in (Op.F, Op.RELOAD):
             self.memory[rank].append((start, held + kept))

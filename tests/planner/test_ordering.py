@@ -82,7 +82,7 @@ def random_order(problem: Problem, pick: random.Random) -> Schedule:
     backwards = [action for row in problem.whole.actions for action in row if action.op is Op.B]
     chosen = {action for action in backwards if pick.random() < 0.5}
     rows = [
-        [half for a in row for half in ([replace(a, op=Op.I), replace(a, op=Op.W)] if a in chosen else [a])]
+        [half for a in row for half in ([a.with_op(Op.I), a.with_op(Op.W)] if a in chosen else [a])]
         for row in problem.whole.actions
     ]
     unordered = problem.schedule_of(rows)
@@ -212,7 +212,7 @@ def least_peak(problem: Problem, rank: int) -> float:
     actions = [action for row in problem.whole.actions for action in row]
     before = {a: sum(1 << actions.index(b) for b in predecessors(a, problem.whole)) for a in actions}
     here = [action for action in actions if problem.placement[action.stage] == rank]
-    sizes = {a: problem.cost.activation_bytes(replace(a, op=Op.F)) * (1 if a.op is Op.F else -1) for a in here}
+    sizes = {a: problem.cost.activation_bytes(a.with_op(Op.F)) * (1 if a.op is Op.F else -1) for a in here}
     queue, seen = [(0.0, 0.0, 0)], set()  # peak, held, done
     while True:
         most, held, done = heapq.heappop(queue)

@@ -71,8 +71,8 @@ def just_before(schedule: Schedule) -> Schedule:
 
     def rewritten(row: tuple[Action, ...]) -> Iterator[Action]:
         for index, action in enumerate(row):
-            if action.op in (Op.B, Op.I) and row[index - 1] != replace(action, op=Op.F):
-                yield replace(action, op=Op.R)
+            if action.op in (Op.B, Op.I) and row[index - 1] != action.with_op(Op.F):
+                yield action.with_op(Op.R)
             yield action
 
     return replace(schedule, actions=tuple(tuple(rewritten(row)) for row in schedule.actions))
@@ -85,7 +85,7 @@ def most_whole(schedule: Schedule) -> int:
         whole: set[tuple[int, int, int]] = set()
         for action in row:
             unit = (action.stage, action.microbatch, action.slice)
-            if action.op is Op.R or (action.op is Op.F and replace(action, op=Op.R) not in row):
+            if action.op is Op.R or (action.op is Op.F and action.with_op(Op.R) not in row):
                 whole.add(unit)
             elif action.op in (Op.B, Op.I):
                 whole.discard(unit)
@@ -150,11 +150,11 @@ def test_offload_takes_those_that_wait_longest(schedule: Schedule, share: float,
         waits = {}
         for forward in original:
             if forward.op is Op.F:
-                users = [a for a in original if a.op in (Op.R, Op.B, Op.I) and replace(a, op=Op.F) == forward]
+                users = [a for a in original if a.op in (Op.R, Op.B, Op.I) and a.with_op(Op.F) == forward]
                 between = original.index(users[0]) - original.index(forward) - 1
                 if between > ahead:
                     waits[forward] = spans[users[0]].start - spans[forward].end
-        chosen = {replace(a, op=Op.F) for a in row if a.op is Op.OFFLOAD}
+        chosen = {a.with_op(Op.F) for a in row if a.op is Op.OFFLOAD}
         assert chosen <= set(waits)
         assert len(chosen) == min(len(waits), round(share * sum(a.op is Op.F for a in original)))
         stay = [wait for forward, wait in waits.items() if forward not in chosen]

@@ -17,7 +17,7 @@ from slipstream.model.tensor_spec import Tensors, TensorSpec, apart
 from slipstream.model.weight_gradients import deferring
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.flight import Flight, Key, backward, entrances, key_of, roots_of
-from slipstream.pipeline.message import TransportError
+from slipstream.pipeline.message import Message, TransportError
 from slipstream.pipeline.offload import host_of
 from slipstream.pipeline.skip_mail import SkipMail
 from slipstream.pipeline.stage import Stage
@@ -166,13 +166,13 @@ class Executor:
         self._release(self._received(action))
         return inputs
 
-    def _received(self, action: Action) -> list[Action]:
+    def _received(self, action: Action) -> list[Message]:
         """The messages that `action` works on."""
         awaited = self._awaited(action)
-        regular = [] if awaited is None else [awaited]
-        return regular + self._skips.received(Op.SEND_F if action.op is Op.F else Op.SEND_B, action)
+        skips = self._skips.received(Op.SEND_F if action.op is Op.F else Op.SEND_B, action)
+        return [*([] if awaited is None else [awaited]), *skips]
 
-    def _release(self, messages: Sequence[Action]) -> None:
+    def _release(self, messages: Sequence[Message]) -> None:
         for message in messages:
             self._transport.release(message)
 
@@ -245,7 +245,7 @@ class Executor:
         work.append(partial(self._release, messages))
         self._flight.weights[key_of(action)] = work
 
-    def _differentiate(self, action: Action) -> list[Action]:
+    def _differentiate(self, action: Action) -> list[Message]:
         """The backward of one slice. Returns the messages whose buffers it worked on."""
         g, m, i = key = key_of(action)
         stage, flight = self._stages[g], self._flight

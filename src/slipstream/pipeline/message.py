@@ -6,6 +6,7 @@ gloo accepts a shorter message into a larger buffer without a word, so every mes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,22 @@ _OPS = tuple(Op)
 _Came = tuple[Action, list[tuple[torch.Size, torch.dtype]]]
 
 
+class SkipSend(NamedTuple):
+    """A SEND to the stage `to`, which is neither the one before nor the one after."""
+
+    op: Op
+    stage: int
+    microbatch: int
+    slice: int
+    to: int
+
+    def __str__(self) -> str:
+        return f"{Action(self.op, self.stage, self.microbatch, self.slice)} to stage {self.to}"
+
+
+Message = Action | SkipSend  # what a SEND on both ends is known by
+
+
 class TransportError(RuntimeError):
     """A message that is not the expected one, or that did not come: names what was expected and what came."""
 
@@ -42,7 +59,7 @@ def message_bytes(specs: Sequence[TensorSpec]) -> int:
     return end
 
 
-def pack(message: Action, tensors: Tensors, buffer: Tensor) -> None:
+def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
     """Fill a buffer of `message_bytes` uint8."""
     header = header_of(message, tensors)
     buffer[: 8 * len(header)].view(torch.int64).copy_(header)
@@ -68,7 +85,7 @@ def _aligned(position: int) -> int:
     return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
-def header_of(message: Action, tensors: Tensors) -> Tensor:
+def header_of(message: Message, tensors: Tensors) -> Tensor:
     words = [_OPS.index(message.op), message.stage, message.microbatch, message.slice, len(tensors)]
     for tensor in tensors:
         words += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
@@ -80,7 +97,7 @@ def header_in(buffer: Tensor) -> Tensor:
     return buffer[: buffer.numel() // 8 * 8].view(torch.int64)
 
 
-def check_header(header: Tensor, message: Action, specs: Sequence[TensorSpec]) -> None:
+def check_header(header: Tensor, message: Message, specs: Sequence[TensorSpec]) -> None:
     """Raises TransportError where another message came than `message` of `specs`."""
     expected = (_plain(message), [(spec.shape, spec.dtype) for spec in specs])
     length = header_bytes([spec.shape for spec in specs]) // 8
@@ -92,7 +109,7 @@ def check_header(header: Tensor, message: Action, specs: Sequence[TensorSpec]) -
         )
 
 
-def _plain(message: Action) -> Action:
+def _plain(message: Message) -> Action:
     return Action(message.op, message.stage, message.microbatch, message.slice)
 
 

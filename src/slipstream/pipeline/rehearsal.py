@@ -18,7 +18,7 @@ from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.executor import Executor
 from slipstream.pipeline.live_memory import Memory, memory_meter, tensors_alive
-from slipstream.pipeline.message import HEADER_BYTES
+from slipstream.pipeline.message import HEADER_BYTES, Message
 from slipstream.pipeline.scatter_gather import part_size
 from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.turns import run_together
@@ -142,7 +142,7 @@ class _Run:
     def _freed_by_send(self, action: Action) -> int:
         """Below 0: an action's result, which belongs to the messages."""
         op = {Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B}.get(action.op)
-        sent = None if op is None else self.changes.get(replace(action, op=op))
+        sent = None if op is None else self.changes.get(action.with_op(op))
         return 0 if sent is None else sent.total
 
 
@@ -269,7 +269,7 @@ class _MadeUp:
     def __init__(self, device: torch.device) -> None:
         self.bytes_sent = 0
         self._device = device
-        self._posted: dict[Action, Tensors] = {}
+        self._posted: dict[Message, Tensors] = {}
         self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def begin(self) -> None:
@@ -278,13 +278,13 @@ class _MadeUp:
     def expect(self, schedule: Schedule) -> None:
         pass
 
-    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
+    def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
         pass
 
-    def settle(self, channel: Channel, message: Action) -> None:
+    def settle(self, channel: Channel, message: Message) -> None:
         pass
 
-    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
+    def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         self._posted[message] = tuple(self._numbers(spec.shape, spec.dtype) for spec in specs)
 
     def _numbers(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -293,13 +293,13 @@ class _MadeUp:
             self._made[shape, dtype] = numbers.view(shape)
         return self._made[shape, dtype]
 
-    def may_receive(self, message: Action) -> bool:
+    def may_receive(self, message: Message) -> bool:
         return True
 
-    def receive(self, message: Action) -> Tensors:
+    def receive(self, message: Message) -> Tensors:
         return self._posted.pop(message)
 
-    def release(self, message: Action) -> None:
+    def release(self, message: Message) -> None:
         pass
 
     def finish(self) -> None:

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.parallel.group import Group
+from slipstream.pipeline.message import Message
 from slipstream.pipeline.transport import Transport
-from slipstream.schedule.action import Action, Schedule
+from slipstream.schedule.action import Schedule
 from slipstream.schedule.lowering import Channel
 
 
@@ -29,7 +30,7 @@ class ScatterGather:
 
     def __init__(self, parts: Transport, tensor: Group) -> None:
         self._parts, self._tensor = parts, tensor
-        self._specs: dict[Action, Sequence[TensorSpec]] = {}  # of messages that are posted
+        self._specs: dict[Message, Sequence[TensorSpec]] = {}  # of messages that are posted
 
     @property
     def bytes_sent(self) -> int:
@@ -42,7 +43,7 @@ class ScatterGather:
     def expect(self, schedule: Schedule) -> None:
         self._parts.expect(schedule)
 
-    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
+    def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
         self._parts.send(channel, message, tuple(self._part(tensor) for tensor in tensors))
 
     def _part(self, tensor: Tensor) -> Tensor:
@@ -50,26 +51,26 @@ class ScatterGather:
         flat = functional.pad(tensor.detach().reshape(-1), (0, size * self._tensor.size - tensor.numel()))
         return flat.narrow(0, size * self._tensor.rank, size)
 
-    def settle(self, channel: Channel, message: Action) -> None:
+    def settle(self, channel: Channel, message: Message) -> None:
         self._parts.settle(channel, message)
 
-    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
+    def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         self._specs[message] = specs
         sizes = [torch.Size([part_size(spec.shape.numel(), self._tensor.size)]) for spec in specs]
         parts = [spec._replace(shape=size) for spec, size in zip(specs, sizes, strict=True)]
         self._parts.post_receive(channel, message, parts)
 
-    def may_receive(self, message: Action) -> bool:
+    def may_receive(self, message: Message) -> bool:
         return self._parts.may_receive(message)
 
-    def receive(self, message: Action) -> Tensors:
+    def receive(self, message: Message) -> Tensors:
         """Collective over the tensor axis."""
         shapes = [spec.shape for spec in self._specs.pop(message)]
         whole = [self._tensor.all_gather(part).view(-1) for part in self._parts.receive(message)]
         self._parts.release(message)
         return tuple(flat[: shape.numel()].view(shape) for flat, shape in zip(whole, shapes, strict=True))
 
-    def release(self, message: Action) -> None:
+    def release(self, message: Message) -> None:
         pass
 
     def finish(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.pipeline.message import SkipSend
 from slipstream.pipeline.transport import Transport
 from slipstream.schedule.action import Action, Op, Schedule
 from slipstream.schedule.lowering import Channel
@@ -14,16 +14,6 @@ from slipstream.schedule.lowering import Channel
 Specs = Callable[
     [Op, tuple[int, int, int]], Sequence[TensorSpec]
 ]  # of a stage's messages, by (stage, microbatch, slice)
-
-
-@dataclass(frozen=True, slots=True)
-class SkipSend(Action):
-    """A SEND to the stage `to`, which is neither the one before nor the one after."""
-
-    to: int = -1
-
-    def __str__(self) -> str:
-        return f"{Action(self.op, self.stage, self.microbatch, self.slice)} to stage {self.to}"
 
 
 class SkipMail:
@@ -40,7 +30,7 @@ class SkipMail:
 
     def __init__(self, rank: int, schedule: Schedule, transport: Transport, specs: Specs) -> None:
         self._rank, self._schedule, self._transport, self._specs = rank, schedule, transport, specs
-        self._local: dict[Action, Tensors] = {}  # between stages of this rank
+        self._local: dict[SkipSend, Tensors] = {}  # between stages of this rank
         self._due: dict[Channel, deque[SkipSend]] = {}  # receives that are not posted yet
         self._posted: set[SkipSend] = set()
 
@@ -48,7 +38,7 @@ class SkipMail:
         """The skips that F (SEND_F), or the gradients of skips that B or I (SEND_B), works on, in the stage's order."""
         return tuple(tensor for message in self._messages(op, action) for tensor in self._taken(message))
 
-    def received(self, op: Op, action: Action) -> list[Action]:
+    def received(self, op: Op, action: Action) -> list[SkipSend]:
         """Those of them that came as messages."""
         return [message for message in self._messages(op, action) if not self._is_here(message.stage)]
 
@@ -130,8 +120,8 @@ def skip_channel(message: SkipSend, schedule: Schedule) -> Channel:
 
 def skip_channels(routes: Sequence[tuple[int, int]], schedule: Schedule) -> list[Channel]:
     """Both directions of every route (stage of the stash, stage of the pop) between two ranks, in one order."""
-    there = [SkipSend(Op.SEND_F, stash, to=pop) for stash, pop in sorted(routes)]
-    back = [SkipSend(Op.SEND_B, pop, to=stash) for stash, pop in sorted(routes)]
+    there = [SkipSend(Op.SEND_F, stash, 0, 0, to=pop) for stash, pop in sorted(routes)]
+    back = [SkipSend(Op.SEND_B, pop, 0, 0, to=stash) for stash, pop in sorted(routes)]
     channels = [skip_channel(message, schedule) for message in (*there, *back)]
     return [line for line in channels if line.source != line.destination]
 

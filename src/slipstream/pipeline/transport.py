@@ -17,6 +17,7 @@ from slipstream.memory import send_windows
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.parallel.group import ends_in_order
 from slipstream.pipeline.message import (
+    Message,
     TransportError,
     check_header,
     header_bytes,
@@ -27,7 +28,7 @@ from slipstream.pipeline.message import (
     unpack,
 )
 from slipstream.pipeline.ranks import Ranks
-from slipstream.schedule.action import Action, Schedule
+from slipstream.schedule.action import Schedule
 from slipstream.schedule.lowering import Channel
 
 
@@ -47,27 +48,27 @@ class Transport(Protocol):
         """The messages of this lowered schedule, or its evaluation, come next; its placement stays the same."""
         ...
 
-    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
+    def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
         """Post the message; returns at once."""
         ...
 
-    def settle(self, channel: Channel, message: Action) -> None:
+    def settle(self, channel: Channel, message: Message) -> None:
         """The other end has received this message: what is kept of it, and of those before it, may go."""
         ...
 
-    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
+    def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         """Make room for the message; returns at once."""
         ...
 
-    def may_receive(self, message: Action) -> bool:
+    def may_receive(self, message: Message) -> bool:
         """Whether `receive` may be called now; where other ranks run by themselves it may always wait."""
         ...
 
-    def receive(self, message: Action) -> Tensors:
+    def receive(self, message: Message) -> Tensors:
         """Wait for a posted message. The tensors are the caller's until `release`."""
         ...
 
-    def release(self, message: Action) -> None:
+    def release(self, message: Message) -> None:
         """Give the buffer of a received message back to the pool."""
         ...
 
@@ -81,9 +82,9 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self.bytes_sent = 0  # nothing leaves the process
-        self._sent: defaultdict[Channel, deque[tuple[Action, Tensors]]] = defaultdict(deque)
-        self._posted: defaultdict[Channel, deque[tuple[Action, Sequence[TensorSpec]]]] = defaultdict(deque)
-        self._arrived: dict[Action, Tensors] = {}
+        self._sent: defaultdict[Channel, deque[tuple[Message, Tensors]]] = defaultdict(deque)
+        self._posted: defaultdict[Channel, deque[tuple[Message, Sequence[TensorSpec]]]] = defaultdict(deque)
+        self._arrived: dict[Message, Tensors] = {}
 
     def begin(self) -> None:
         for left in (self._sent, self._posted, self._arrived):
@@ -92,24 +93,24 @@ class LocalTransport:
     def expect(self, schedule: Schedule) -> None:
         pass
 
-    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
+    def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
         self._sent[channel].append((message, tuple(tensor.detach() for tensor in tensors)))
         self._deliver(channel)
 
-    def settle(self, channel: Channel, message: Action) -> None:
+    def settle(self, channel: Channel, message: Message) -> None:
         pass
 
-    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
+    def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         self._posted[channel].append((message, specs))
         self._deliver(channel)
 
-    def may_receive(self, message: Action) -> bool:
+    def may_receive(self, message: Message) -> bool:
         return message in self._arrived
 
-    def receive(self, message: Action) -> Tensors:
+    def receive(self, message: Message) -> Tensors:
         return self._arrived.pop(message)
 
-    def release(self, message: Action) -> None:
+    def release(self, message: Message) -> None:
         pass
 
     def finish(self) -> None:
@@ -159,10 +160,10 @@ class DistributedTransport:
         channels = (*windows, *skips)
         self._groups = {channel: ranks.connect([channel.source, channel.destination], timeout) for channel in channels}
         self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._posted: dict[Action, _Posted] = {}
-        self._held: dict[Action, Tensor] = {}
-        self._sends: defaultdict[Channel, deque[tuple[Action, dist.Work, Tensor]]] = defaultdict(deque)
-        self._unchecked: list[tuple[Tensor, Action, Sequence[TensorSpec]]] = []
+        self._posted: dict[Message, _Posted] = {}
+        self._held: dict[Message, Tensor] = {}
+        self._sends: defaultdict[Channel, deque[tuple[Message, dist.Work, Tensor]]] = defaultdict(deque)
+        self._unchecked: list[tuple[Tensor, Message, Sequence[TensorSpec]]] = []
         ends_in_order(self)
 
     def let_go(self) -> None:
@@ -174,7 +175,7 @@ class DistributedTransport:
     def expect(self, schedule: Schedule) -> None:
         self._windows = _windows(schedule)
 
-    def send(self, channel: Channel, message: Action, tensors: Tensors) -> None:
+    def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
         if len(self._sends[channel]) >= self._windows.get(channel, inf):
             self._complete(channel)
         self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
@@ -184,20 +185,20 @@ class DistributedTransport:
         work = _started(lambda: dist.isend(buffer, to, group=group), f"{message} could not be sent")
         self._sends[channel].append((message, work, buffer))
 
-    def settle(self, channel: Channel, message: Action) -> None:
+    def settle(self, channel: Channel, message: Message) -> None:
         while any(sent == message for sent, _, _ in self._sends[channel]):
             self._complete(channel)
 
-    def post_receive(self, channel: Channel, message: Action, specs: Sequence[TensorSpec]) -> None:
+    def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         buffer = self._take(specs)
         source, group = self._global_ranks[channel.source], self._groups[channel]
         work = _started(lambda: dist.irecv(buffer, source, group=group), f"{message} did not arrive")
         self._posted[message] = _Posted(work, buffer, specs)
 
-    def may_receive(self, message: Action) -> bool:
+    def may_receive(self, message: Message) -> bool:
         return True
 
-    def receive(self, message: Action) -> Tensors:
+    def receive(self, message: Message) -> Tensors:
         posted = self._posted.pop(message)
         try:
             posted.work.wait(self._timeout)
@@ -212,7 +213,7 @@ class DistributedTransport:
         self._held[message] = posted.buffer
         return unpack(posted.specs, posted.buffer)
 
-    def release(self, message: Action) -> None:
+    def release(self, message: Message) -> None:
         self._give_back(self._held.pop(message))
 
     def finish(self) -> None:

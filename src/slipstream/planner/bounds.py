@@ -106,6 +106,7 @@ class Bounds:
         self._shared = shared
         self._seconds: dict[tuple[str, float, bool], float] = {}
         self._bytes: dict[tuple[str, float, bool], float] = {}
+        self._ends: dict[str, Array] = {}  # by kind of recomputation
 
     def seconds(self, recompute: str, offload: float, shard: bool) -> float:
         """The longest of the ranks' times: what must come before their first stage's first forward, their work, what
@@ -115,10 +116,14 @@ class Bounds:
         """
         key = recompute, offload, shard
         if key not in self._seconds:
-            self._seconds[key] = max(self._ranks_end(recompute, shard), self._copied(recompute, offload))
+            if recompute not in self._ends:
+                self._ends[recompute] = self._ranks_end(recompute)
+            ends = float((self._ends[recompute] + self._shared.tails[shard].total).max())
+            self._seconds[key] = max(ends, self._copied(recompute, offload))
         return self._seconds[key]
 
-    def _ranks_end(self, recompute: str, shard: bool) -> float:
+    def _ranks_end(self, recompute: str) -> Array:
+        """Of every rank, its last action at the soonest."""
         times, cut = self._shared.times, self._shared.cut
         replay = times.replay[recompute].copy()
         replay[-1, -1] = 0  # its backward may follow its forward at once, and then nothing is recomputed
@@ -130,8 +135,7 @@ class Bounds:
             cut.per_rank((times.forward + replay + each).sum(axis=1)) * self._shared.num_microbatches
             for each in (back, whole)
         )
-        ends = before[cut.firsts] + np.maximum(must + after[cut.firsts], everything)
-        return float((ends + self._shared.tails[shard].total).max())
+        return before[cut.firsts] + np.maximum(must + after[cut.firsts], everything)
 
     def _copied(self, recompute: str, offload: float) -> float:
         """Seconds of a rank's copies to the host; a slice or two of a microbatch may find no time to be away."""

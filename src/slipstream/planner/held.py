@@ -5,20 +5,22 @@ Counted before recomputation and offload are written into the schedule, so most 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.memory import NARROWEST_WINDOW
 from slipstream.planner.bounds import Array, Cut
-from slipstream.schedule.action import Action, Op
-from slipstream.schedule.generators import make_schedule
-from slipstream.schedule.lowering import split_backwards
+from slipstream.planner.quick_run import OPS, ActionArrays, Ints
+from slipstream.planner.written import written
+from slipstream.schedule.action import Op
 
-_F, _B, _I, _W = range(4)
-_NUMBERS = {Op.F: _F, Op.B: _B, Op.I: _I, Op.W: _W}
+_F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
+_OFFLOAD = OPS.index(Op.OFFLOAD)
 _NOT_AWAY = 4  # slices of a rank
 
 
@@ -26,9 +28,9 @@ _NOT_AWAY = 4  # slices of a rank
 class Row:
     """One rank's actions as arrays."""
 
-    op: NDArray[np.int8]
-    stage: NDArray[np.int64]
-    slice: NDArray[np.int64]
+    op: Ints
+    stage: Ints
+    slice: Ints
     opens: NDArray[np.bool_]  # the first forward of a microbatch on the stage
     closes: NDArray[np.bool_]  # the last B or I of one
     reduces: NDArray[np.bool_]  # the stage's first B or W
@@ -37,31 +39,53 @@ class Row:
 @lru_cache(maxsize=256)
 def rows(name: str, num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int) -> tuple[Row, ...]:
     """The actions of a schedule by name."""
-    schedule = split_backwards(make_schedule(name, num_ranks, num_microbatches, num_slices, stages_per_rank))
-    return tuple(_row(actions, num_slices) for actions in schedule.actions)
+    arrays = written(name, num_ranks, num_microbatches, num_slices, stages_per_rank).arrays
+    return tuple(_row(arrays, rank) for rank in range(num_ranks))
 
 
-def _row(actions: tuple[Action, ...], num_slices: int) -> Row:
-    begun: set[tuple[int, int]] = set()
-    backwards: Counter[tuple[int, int]] = Counter()
-    reduced: set[int] = set()
-    opens, closes, reduces = [], [], []
-    for action in actions:
-        key, op = (action.stage, action.microbatch), action.op
-        opens.append(op is Op.F and key not in begun)
-        begun.add(key)
-        backwards[key] += op in (Op.B, Op.I)
-        closes.append(op in (Op.B, Op.I) and backwards[key] == num_slices)
-        reduces.append(op in (Op.B, Op.W) and action.stage not in reduced)
-        reduced |= {action.stage} if op in (Op.B, Op.W) else set()
+def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Array:
+    """Bytes of every rank's buffers for messages, at least (see `slipstream.memory.pool_bytes`).
+
+    What a forward received stays until its slice's backward is done, unless it is moved to the host; and the last few
+    sends of a channel may not be there yet.
+    """
+    awaited, channel, num_channels = arrays.messages
+    received = (arrays.op == _F) & (awaited >= 0)
+    done = (arrays.op == _B) | (arrays.op == _W)
+    key = np.stack([arrays.stage, arrays.microbatch, arrays.slice], axis=1)
+    stays = np.zeros(key.max(axis=0) + 1, bool)
+    stays[tuple(key[received].T)] = True
+    stays[tuple(key[arrays.op == _OFFLOAD].T)] = False
+    changes = (stays[tuple(key.T)] & received).astype(int) - (stays[tuple(key.T)] & done)
+    most = []
+    for first, end in pairwise(arrays.firsts):
+        sent = np.arange(num_channels)[:, None] == channel[first:end]
+        on_their_way = np.minimum(np.cumsum(sent, axis=1), NARROWEST_WINDOW).sum(axis=0)
+        most.append((np.cumsum(changes[first:end]) + on_their_way).max())
+    return np.array(most) * min(message_bytes)
+
+
+def _row(all_ranks: ActionArrays, rank: int) -> Row:
+    here = slice(*all_ranks.firsts[rank : rank + 2])
+    op, stage, chain = all_ranks.op[here], all_ranks.stage[here], all_ranks.microbatch[here]
+    chain = stage * (chain.max() + 1) + chain
+    backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
     return Row(
-        np.array([_NUMBERS[action.op] for action in actions], np.int8),
-        np.array([action.stage for action in actions], np.int64),
-        np.array([action.slice for action in actions], np.int64),
-        np.array(opens),
-        np.array(closes),
-        np.array(reduces),
+        op,
+        stage,
+        all_ranks.slice[here],
+        _firsts(chain, op == _F),
+        _firsts(chain[::-1], backward[::-1])[::-1],
+        _firsts(stage, last),
     )
+
+
+def _firsts(key: Ints, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The first entry of every key, of those among which it is looked for."""
+    places = np.flatnonzero(among)
+    first = np.zeros(len(key), bool)
+    first[places[np.unique(key[places], return_index=True)[1]]] = True
+    return first
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 
 import numpy as np
 
 from slipstream.cost import CostModel
-from slipstream.memory import Footprint, Kind, MemoryTable, RankMemory, Unit, memory_of
-from slipstream.planner.bounds import Cut, StageTimes
+from slipstream.memory import Kind, MemoryTable, RankMemory, Unit, memory_of
+from slipstream.planner.bounds import Array, Cut, StageTimes
 from slipstream.planner.configuration import Configuration, Prediction
-from slipstream.planner.held import Held
+from slipstream.planner.held import Held, least_messages
+from slipstream.planner.plan_memory import memory_table
+from slipstream.planner.quick_run import OPS
 from slipstream.planner.space import Space
-from slipstream.schedule.action import BACKWARDS, Action, Op, Schedule
-from slipstream.schedule.generators import make_schedule
-from slipstream.schedule.lowering import split_backwards
-from slipstream.schedule.memory_passes import add_offload, add_recompute
-from slipstream.simulator import simulate
-from slipstream.timeline import Timeline
+from slipstream.planner.written import Written, written
+from slipstream.schedule.action import Action, Op, Schedule
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Candidate:
     configuration: Configuration
     cut: Cut
     times: StageTimes
-    schedule: Schedule  # compute actions, R, OFFLOAD and RELOAD; backwards split as a Pipeline does
+    written: Written  # its schedule
     cost: CostModel
     table: MemoryTable
 
@@ -42,24 +40,26 @@ class Candidate:
         cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
         times = space.times(c.tensor_parallel, c.microbatch_size, cut, c.num_slices)
         num_microbatches = space.num_microbatches(c.data_parallel, c.microbatch_size)
-        named = make_schedule(c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank)
-        schedule = split_backwards(named)
-        if c.recompute != "none":
-            schedule = add_recompute(schedule)
-        if c.offload:
-            schedule = add_offload(schedule, c.offload)
+        shape = c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank
+        found = written(*shape, c.recompute != "none", c.offload)
         costs = space.costs(c.tensor_parallel, c.microbatch_size)
         cost = costs.cost(_seconds(times, c.recompute), times.slices, c.data_parallel)
-        return cls(space, c, cut, times, schedule, cost, _memory_table(space, c, cut, times, schedule))
+        return cls(space, c, cut, times, found, cost, memory_table(space, c, cut, times, found.schedule))
+
+    @property
+    def schedule(self) -> Schedule:
+        """Compute actions, R, OFFLOAD and RELOAD; backwards split as a Pipeline does."""
+        return self.written.schedule
 
     def fits(self) -> bool:
-        """Whether every device and its host have room; messages aside, whose buffers the lowered schedule decides."""
+        """Whether every device and its host have room, with the fewest buffers for messages that may be needed."""
         host = self.space.source.host()
         return max(self.peaks()) <= self.space.memory and (host is None or max(self._away) <= host[1])
 
     def peaks(self) -> list[float]:
-        """Bytes of every rank, messages aside."""
-        return [peak for peak, _ in self._held]
+        """Bytes of every rank, at least: how many buffers messages need, only the lowered schedule tells."""
+        messages = least_messages(self.written.arrays, self.table.message_bytes)
+        return [peak + buffers for (peak, _), buffers in zip(self._held, messages, strict=True)]
 
     @property
     def _away(self) -> list[float]:
@@ -69,8 +69,13 @@ class Candidate:
     def _held(self) -> list[tuple[float, float]]:
         return [_peaks(row, self) for row in self.schedule.actions]
 
+    @cached_property
+    def run(self) -> tuple[Array, Array]:
+        """When each of its actions ends, and how long it takes."""
+        return self.written.arrays.ends(self.cost)
+
     def step_seconds(self) -> float:
-        return _step(self, simulate(self.schedule, self.cost))[0]
+        return _step(self)[0]
 
 
 def may_fit(space: Space, configuration: Configuration) -> bool:
@@ -100,58 +105,6 @@ def _seconds(times: StageTimes, recompute: str) -> dict[tuple[int, int, Op], flo
     tables[Op.R] = times.replay[recompute]
     stages, slices = times.forward.shape
     return {(g, s, op): float(t[g, s]) for op, t in tables.items() for g, s in product(range(stages), range(slices))}
-
-
-def _memory_table(
-    space: Space, configuration: Configuration, cut: Cut, times: StageTimes, schedule: Schedule
-) -> MemoryTable:
-    c, state = configuration, space.source.state
-    costs = space.costs(c.tensor_parallel, c.microbatch_size)
-    numbers = [costs.num_parameters(layers) for layers in cut.stages]
-    contexts = list(accumulate(times.slices, initial=0))
-    footprints: dict[tuple[Unit, Op], Footprint] = {}
-    for (g, layers), (s, length) in product(enumerate(cut.stages), enumerate(times.slices)):
-        whole = costs.activation_bytes(layers, length, contexts[s])
-        kept = whole if c.recompute == "none" else costs.kept_bytes(layers, c.recompute, length)
-        # what the first slice's forward and the last slice's backward make for the whole microbatch
-        keys = costs.context_bytes(layers, space.seq_len) if s == 0 else 0
-        made = costs.context_gradient_bytes(layers, space.seq_len) if s == len(times.slices) - 1 else 0
-        during_backward = 2 * float(costs.message_bytes(length)) + made
-        for recomputed, offloaded in product((False, True), repeat=2):
-            left = kept if recomputed else whole
-            # a recomputed forward holds one layer's activations at a time
-            during = left + (whole / len(layers) if recomputed else 0) + keys
-            bytes_by_op = {
-                Op.F: Footprint(left, during),
-                Op.R: Footprint(whole - left, whole - left),
-                Op.B: Footprint(-whole, during_backward),
-                Op.I: Footprint(0.0, during_backward),
-                Op.W: Footprint(-whole, 0.0),
-                Op.OFFLOAD: Footprint(-left, 0.0),
-                Op.RELOAD: Footprint(left, left),
-            }
-            unit = Unit(g, s, recomputed, offloaded)
-            footprints |= {(unit, op): footprint for op, footprint in bytes_by_op.items()}
-    splitting = {action.stage for action in schedule.positions if action.op is Op.W}
-    gradients = {(g, Op.W if g in splitting else Op.B): state.gradients * n for g, n in enumerate(numbers)}
-    # a stage's first backward makes gradients while its activations go, so the two are never there in full at once
-    first = {
-        (unit, op): footprint.peak + gradient - min(gradient, -footprint.leaves)
-        for (unit, op), footprint in footprints.items()
-        if (gradient := gradients.get((unit.stage, op))) is not None
-    }
-    return MemoryTable(
-        footprints=footprints,
-        first=first,
-        context={g: costs.context_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)},
-        context_gradients={
-            g: costs.context_gradient_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)
-        },
-        message_bytes=[float(costs.message_bytes(length)) for length in times.slices],
-        parameters={g: state.weights * n for g, n in enumerate(numbers)},
-        gradients=gradients,
-        optimizer={g: state.optimizer / c.optimizer_shards * n for g, n in enumerate(numbers)},
-    )
 
 
 def _peaks(row: Sequence[Action], candidate: Candidate) -> tuple[float, float]:
@@ -189,8 +142,8 @@ def _peaks(row: Sequence[Action], candidate: Candidate) -> tuple[float, float]:
 def predict(candidate: Candidate) -> Prediction:
     """What the configuration does, from its simulation, with all that its ranks hold."""
     space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
-    timeline = simulate(schedule, candidate.cost)
-    step, causes = _step(candidate, timeline)
+    step, causes = _step(candidate)
+    ends, seconds = candidate.run
     num_devices = c.tensor_parallel * c.pipeline_parallel * c.data_parallel
     peak = space.source.peak_seconds(space.global_batch, space.seq_len)
     return Prediction(
@@ -202,24 +155,22 @@ def predict(candidate: Candidate) -> Prediction:
         step_seconds=step,
         tokens_per_second=space.global_batch * space.seq_len / step,
         mfu=None if peak is None else peak / (step * num_devices),
-        idle_fraction=float(timeline.idle_fraction),
+        idle_fraction=float(1 - seconds.sum() / (schedule.num_ranks * ends.max())),
         seconds_by_cause=causes,
         memory=tuple(_by_kind(each) for each in memory_of(schedule, candidate.table)),
         memory_limit=space.memory,
     )
 
 
-def _step(candidate: Candidate, timeline: Timeline) -> tuple[float, dict[str, float]]:
+def _step(candidate: Candidate) -> tuple[float, dict[str, float]]:
     """Seconds of the step, optimizer included, and where they go on the rank that ends last."""
     c = candidate.configuration
     tails = candidate.space.tails(
         c.tensor_parallel, c.microbatch_size, candidate.cut, c.data_parallel, c.optimizer_shards
     )
-    ends = np.zeros(candidate.schedule.num_ranks)
-    for span in timeline.spans:
-        ends[span.rank] = max(ends[span.rank], span.end)
+    ends = candidate.run[0][candidate.written.arrays.firsts[1:] - 1]
     rank = int(np.argmax(ends + tails.total))
-    causes = _causes(candidate, timeline, rank, float(ends[rank]))
+    causes = _causes(candidate, rank, float(ends[rank]))
     causes |= {"gradient reduction": float(tails.gradients[rank]), "optimizer": float(tails.optimizer[rank])}
     return _with_host(candidate, float((ends + tails.total)[rank]), causes)
 
@@ -231,20 +182,19 @@ def _by_kind(memory: RankMemory) -> dict[Kind, float]:
     return {kind: size for kind, size in during.items() if size}
 
 
-def _causes(candidate: Candidate, timeline: Timeline, rank: int, end: float) -> dict[str, float]:
+def _causes(candidate: Candidate, rank: int, end: float) -> dict[str, float]:
     """Where one rank's time until its last action goes."""
-    seconds: defaultdict[Op, float] = defaultdict(float)
+    arrays = candidate.written.arrays
+    here = slice(*arrays.firsts[rank : rank + 2])
+    op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], candidate.run[1][here]
+    chosen = {each: op == OPS.index(each) for each in (Op.F, Op.B, Op.I, Op.R)}
+    recomputed = float(seconds[chosen[Op.R]].sum())
     reduced = 0.0
-    reduce = candidate.times.reduce
-    for span in timeline.spans:
-        if span.rank == rank:
-            seconds[span.action.op] += span.seconds
-            op = Op.I if span.action.op is Op.B else span.action.op
-            if op in reduce:
-                reduced += float(reduce[op][span.action.stage, span.action.slice])
-    work = sum(seconds[op] for op in (Op.F, *BACKWARDS))
-    found = {"compute": work - reduced, "tensor parallel": reduced, "recomputation": seconds[Op.R]}
-    return found | {"waiting": end - work - seconds[Op.R]}
+    for each, like in ((Op.F, Op.F), (Op.B, Op.I), (Op.I, Op.I)):
+        reduced += float(candidate.times.reduce[like][stage[chosen[each]], index[chosen[each]]].sum())
+    work = float(seconds.sum()) - recomputed
+    found = {"compute": work - reduced, "tensor parallel": reduced, "recomputation": recomputed}
+    return found | {"waiting": end - work - recomputed}
 
 
 def _with_host(candidate: Candidate, step: float, causes: Mapping[str, float]) -> tuple[float, dict[str, float]]:

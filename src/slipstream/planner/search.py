@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from heapq import nsmallest
 from itertools import islice
@@ -44,10 +46,25 @@ def search(
         SlipstreamError: where no degrees divide the devices and the batch, or nothing fits the memory: by how much, on
             which rank, and the cheapest change with which it would fit.
     """
+    with _cycles_left_alone():
+        return _search(source, seq_len, global_batch, options or Options(), progress or (lambda *_: None))
+
+
+@contextmanager
+def _cycles_left_alone() -> Iterator[None]:
+    """A schedule is a million tuples, none of them in a cycle: looking for some took a third of the search."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _search(source: Source, seq_len: int, global_batch: int, options: Options, report: Progress) -> Plan:
     began = time.perf_counter()
-    options = options or Options()
     space = Space(source, seq_len, global_batch, options)
-    report = progress or (lambda *_: None)
     fitting, num_all = _bounds(space, report)
     run = _Search(space, fitting, options, report)
     best, alternatives = run.settle()

@@ -174,9 +174,7 @@ class Space:
 
     def _row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Array:
         """F, B, I, W, the all-reduces of F and I, and R of each kind, of one stage; equal stages are computed once."""
-        kinds, num_layers = self.source.kinds, len(self.source.kinds)
-        counts = tuple(sorted(kinds[layer] for layer in layers))
-        key = (tensor, size, counts, layers.start == 0, layers.stop == num_layers, slices)
+        key = (tensor, size, self.kinds_of(layers), slices)
         if key not in self._rows:
             costs = self.costs(tensor, size)
             length = np.array(slices)
@@ -188,6 +186,11 @@ class Space:
                 rows.append(0.0 * length if nothing else costs.replay_seconds(layers, what, length, context))
             self._rows[key] = np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in rows])
         return self._rows[key]
+
+    def kinds_of(self, layers: range) -> tuple[object, ...]:
+        """Stages for which this is equal cost the same."""
+        counts = tuple(sorted(self.source.kinds[layer] for layer in layers))
+        return counts, layers.start == 0, layers.stop == len(self.source.kinds)
 
     def tails(self, tensor: int, size: int, cut: Cut, data: int, shards: int) -> Tails:
         key = (tensor, cut, data, shards)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from slipstream.errors import SlipstreamError
 
@@ -49,9 +50,11 @@ _OPS = "|".join(sorted(Op, key=len, reverse=True))
 _ACTION = re.compile(rf"{_NUMBER}({_OPS})(?:{_NUMBER}(?:\.{_NUMBER})?)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One op of one stage on one slice of one microbatch; REDUCE_GRAD concerns the whole stage."""
+class Action(NamedTuple):
+    """One op of one stage on one slice of one microbatch; REDUCE_GRAD concerns the whole stage.
+
+    A tuple, because planning makes and looks up millions of them.
+    """
 
     op: Op
     stage: int
@@ -79,6 +82,10 @@ class Action:
             )
         stage, op, microbatch, index = match.groups(default="0")
         return cls(Op(op), int(stage), int(microbatch), int(index))
+
+    def with_op(self, op: Op) -> Action:
+        """Another op of the same slice."""
+        return Action(op, self.stage, self.microbatch, self.slice)
 
     @property
     def other_end(self) -> Action:
@@ -146,14 +153,19 @@ class Schedule:
         return {action: (rank, i) for rank, row in enumerate(self.actions) for i, action in enumerate(row)}
 
     @cached_property
+    def ops(self) -> frozenset[Op]:
+        """All there are."""
+        return frozenset(action.op for row in self.actions for action in row)
+
+    @cached_property
     def is_lowered(self) -> bool:
         """Whether sends and receives are written out."""
-        return any(action.op in COMMUNICATION for row in self.actions for action in row)
+        return not self.ops.isdisjoint(COMMUNICATION)
 
     @cached_property
     def has_backward(self) -> bool:
         """False for a schedule of forwards only, as evaluation runs it."""
-        return any(action.op in BACKWARDS for row in self.actions for action in row)
+        return not self.ops.isdisjoint(BACKWARDS)
 
     def text(self, action: Action) -> str:
         """The action's text as this schedule writes it."""

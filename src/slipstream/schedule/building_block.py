@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby, permutations
 from math import inf
@@ -79,8 +80,7 @@ def repeated(name: str, block: list[StageOfBlock], num_microbatches: int, num_sl
             due[action] = stage.backward + 2 * ramp + _PERIOD * k
         for k, action in enumerate(backwards(g, microbatches, num_slices, Op.W), start=limits[g]):
             due[action] = due[forward[k]] - 1 if k < num_units else inf
-    last = len(block) - 1
-    rows = tuple(tuple(a for a in due if a.stage in (rank, last - rank)) for rank in range(len(block) // 2))
+    rows = _by_rank(due, (*range(len(block) // 2), *reversed(range(len(block) // 2))))
     return _by_due_time(on_a_v(name, rows, num_microbatches, num_slices), due, limits)
 
 
@@ -90,7 +90,7 @@ def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) 
     A stage that holds its limit of slices takes no other until a W. The ranks can't get stuck: a limit is
     at least a microbatch's slices, so all of them reach the last stage and the backwards begin.
     """
-    before = {action: predecessors(action, passes) for action in due}
+    before = {action: frozenset(predecessors(action, passes)) for action in due}
     waiting = [
         [deque(kind) for _, kind in groupby(row, key=lambda action: (action.stage, action.op))]
         for row in passes.actions
@@ -100,7 +100,7 @@ def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) 
 
     def can_run(action: Action) -> bool:
         fits = action.op is not Op.F or held[action.stage] < limits[action.stage]
-        return fits and all(other in done for other in before[action])
+        return fits and before[action] <= done.keys()
 
     while len(done) < len(due):
         ready = ([queue for queue in queues if queue and can_run(queue[0])] for queues in waiting)
@@ -108,8 +108,15 @@ def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) 
         for action in [queue.popleft() for queue in first]:
             held[action.stage] += {Op.F: 1, Op.I: 0, Op.W: -1}[action.op]
             done[action] = None
-    rows = (tuple(a for a in done if passes.placement[a.stage] == rank) for rank in range(passes.num_ranks))
-    return replace(passes, actions=tuple(rows))
+    return replace(passes, actions=_by_rank(done, passes.placement))
+
+
+def _by_rank(actions: Iterable[Action], placement: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
+    """In the order given."""
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    for action in actions:
+        rows[placement[action.stage]].append(action)
+    return tuple(map(tuple, rows))
 
 
 def on_a_v(name: str, rows: tuple[tuple[Action, ...], ...], num_microbatches: int, num_slices: int) -> Schedule:

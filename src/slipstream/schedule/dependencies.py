@@ -32,7 +32,7 @@ def predecessors(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _before_forward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    g, m, i = action.stage, action.microbatch, action.slice
+    _, g, m, i = action
     first = max(i - 1, 0) if schedule.reach is None else schedule.reach[m][i]
     context = [Action(Op.F, g, m, j) for j in range(first, i)]
     if g > 0:
@@ -41,7 +41,7 @@ def _before_forward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    g, m, i = action.stage, action.microbatch, action.slice
+    _, g, m, i = action
     if schedule.reach is None:
         attending: Iterable[int] = range(i + 1, min(i + 2, schedule.num_slices))
     else:
@@ -49,8 +49,10 @@ def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     before = [Action(Op.F, g, m, i), *(input_gradient(g, m, j, schedule) for j in attending)]
     if g + 1 < schedule.num_stages:
         before.append(_input(Op.RECV_B, input_gradient(g + 1, m, i, schedule), action, schedule))
-    unit = (Action(op, g, m, i) for op in (Op.R, Op.RELOAD))
-    return (*before, *(action for action in unit if action in schedule.positions))
+    for op in (Op.R, Op.RELOAD):
+        if op in schedule.ops and (helper := Action(op, g, m, i)) in schedule.positions:
+            before.append(helper)
+    return tuple(before)
 
 
 def _before_weight(action: Action, schedule: Schedule) -> tuple[Action, ...]:
@@ -106,8 +108,9 @@ _RULES: Mapping[Op, Callable[[Action, Schedule], tuple[Action, ...]]] = {
 
 def input_gradient(stage: int, microbatch: int, index: int, schedule: Schedule) -> Action:
     """The action that makes the gradient of the stage's input: I where the backward is split, else B."""
-    split = Action(Op.I, stage, microbatch, index)
-    return split if split in schedule.positions else Action(Op.B, stage, microbatch, index)
+    if Op.I in schedule.ops and (split := Action(Op.I, stage, microbatch, index)) in schedule.positions:
+        return split
+    return Action(Op.B, stage, microbatch, index)
 
 
 def _input(receive: Op, producer: Action, consumer: Action, schedule: Schedule) -> Action:
@@ -190,6 +193,8 @@ def _awaited(action: Action, schedule: Schedule, rendezvous: bool) -> tuple[Acti
     before = predecessors(action, schedule)
     if action.op in SENDS:
         return (*before, action.other_end) if rendezvous else before
+    if not schedule.is_lowered:
+        return before
     return before + tuple(a.other_end for a in before if a.op in RECEIVES)
 
 
@@ -223,11 +228,12 @@ def _cycle(schedule: Schedule, awaited: Mapping[int, Action]) -> list[int]:
     return path[path.index(rank) :]
 
 
-def validate(schedule: Schedule) -> None:
+def validate(schedule: Schedule) -> list[Action]:
     """Check that every action stands where it belongs, none is missing or doubled, and the ranks can run it.
 
-    A schedule without any backward is valid too (evaluation). Raises ScheduleError with the rank x step grid,
-    the offending action marked `>2B0.3<`, the rule it breaks and the action it waits for.
+    A schedule without any backward is valid too (evaluation). Returns an order in which the ranks can run it (see
+    `running_order`). Raises ScheduleError with the rank x step grid, the offending action marked `>2B0.3<`, the rule
+    it breaks and the action it waits for.
     """
     seen: set[Action] = set()
     for rank, row in enumerate(schedule.actions):
@@ -242,7 +248,10 @@ def validate(schedule: Schedule) -> None:
         for microbatch in range(schedule.num_microbatches):
             for index in range(schedule.num_slices):
                 _check_complete(stage, microbatch, index, schedule)
-    running_order(schedule)
+    return running_order(schedule)
+
+
+_COMPLETE = (Op.F, Op.B, Op.I, Op.W)
 
 
 def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
@@ -268,7 +277,8 @@ def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
 
 def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
     """Exactly one F, and one B or one I and one W; none of them where the schedule only goes forward."""
-    present = "".join(op for op in "FBIW" if Action(Op(op), stage, microbatch, index) in schedule.positions)
+    ops = [op for op in _COMPLETE if op in schedule.ops]
+    present = "".join(op for op in ops if Action(op, stage, microbatch, index) in schedule.positions)
     if present in (("FB", "FIW") if schedule.has_backward else ("F",)):
         _check_memory_actions(stage, microbatch, index, schedule)
         return
@@ -280,13 +290,13 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
 
 def _check_memory_actions(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
     """R, OFFLOAD and RELOAD serve a backward, and what is moved to the host comes back."""
-    unit = {op: Action(op, stage, microbatch, index) for op in (Op.R, Op.OFFLOAD, Op.RELOAD)}
+    unit = {op: Action(op, stage, microbatch, index) for op in (Op.R, Op.OFFLOAD, Op.RELOAD) if op in schedule.ops}
     present = {op for op, action in unit.items() if action in schedule.positions}
     if present and not schedule.has_backward:
         where = ", ".join(schedule.text(unit[op]) for op in sorted(present))
         raise ScheduleError(f"{where}: the schedule has no backward that needs it; leave it out.\n{grid(schedule, [])}")
     if Op.OFFLOAD in present and Op.RELOAD not in present:
-        offload, reload = schedule.text(unit[Op.OFFLOAD]), schedule.text(unit[Op.RELOAD])
+        offload, reload = (schedule.text(unit[Op.OFFLOAD].with_op(op)) for op in (Op.OFFLOAD, Op.RELOAD))
         raise ScheduleError(
             f"{offload} is never undone: add {reload} after it and before the slice's R or backward.\n"
             f"{grid(schedule, [schedule.positions[unit[Op.OFFLOAD]]])}"

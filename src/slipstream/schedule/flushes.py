@@ -25,7 +25,7 @@ def in_flushes(schedule: Schedule, num_flushes: int) -> Schedule:
         raise ScheduleError(f"{schedule.name} has sends and receives already; repeat it before they are added.")
 
     def numbered_on(action: Action, flush: int) -> Action:
-        return replace(action, microbatch=flush * schedule.num_microbatches + action.microbatch)
+        return action._replace(microbatch=flush * schedule.num_microbatches + action.microbatch)
 
     def row(actions: tuple[Action, ...]) -> tuple[Action, ...]:
         passes = [action for action in actions if action.op is not Op.REDUCE_GRAD]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -13,6 +13,7 @@ from slipstream.schedule.dependencies import input_gradient, predecessors, runni
 from slipstream.schedule.grid import grid
 
 Seconds = Callable[[Action], float]
+_UNITS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}
 
 
 class Channel(NamedTuple):
@@ -66,10 +67,13 @@ def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
     With `everywhere` each B does, whether or not it sends.
     """
 
+    placement = schedule.placement
+    sends = {g for g in range(schedule.num_stages) if everywhere or (g and placement[g - 1] != placement[g])}
+
     def halves(action: Action) -> tuple[Action, ...]:
-        if action.op is not Op.B or (sending(action, schedule) is None and not everywhere):
+        if action.op is not Op.B or action.stage not in sends:
             return (action,)
-        return replace(action, op=Op.I), replace(action, op=Op.W)
+        return action.with_op(Op.I), action.with_op(Op.W)
 
     rows = tuple(tuple(half for action in row for half in halves(action)) for row in schedule.actions)
     return replace(schedule, actions=rows)
@@ -110,8 +114,7 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
         raise ScheduleError(f"{schedule.name} has sends and receives already; lower it before they are added.")
     if ahead < 0:
         raise ScheduleError(f"ahead={ahead}: a number of compute actions, 0 or more.")
-    validate(schedule)
-    receives = _place_receives(schedule, ahead)
+    receives = _place_receives(schedule, ahead, validate(schedule))
     rows = []
     for rank, row in enumerate(schedule.actions):
         lowered: list[Action] = []
@@ -127,9 +130,11 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
     return replace(schedule, actions=tuple(rows))
 
 
-def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, int], list[Action]]:
+def _place_receives(
+    schedule: Schedule, ahead: int, order: Sequence[Action]
+) -> defaultdict[tuple[int, int], list[Action]]:
     """The RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
-    starts, ends = run_times(schedule, unit_seconds)
+    starts, ends = run_times(schedule, unit_seconds, order)
     rank_starts = [[starts[action] for action in row] for row in schedule.actions]
     latest: dict[Channel, int] = {}  # where the channel's next RECV stands
     receives: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -147,15 +152,17 @@ def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, in
 
 def unit_seconds(action: Action) -> float:
     """2 for a whole backward, nothing for what runs beside the computing, else 1."""
-    return {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}.get(action.op, 1)
+    return _UNITS.get(action.op, 1)
 
 
-def run_times(schedule: Schedule, seconds: Seconds) -> tuple[dict[Action, float], dict[Action, float]]:
-    """Start and end of every action of a compute-only schedule where messages take no time."""
+def run_times(
+    schedule: Schedule, seconds: Seconds, order: Sequence[Action]
+) -> tuple[dict[Action, float], dict[Action, float]]:
+    """Start and end of every action of a compute-only schedule, run in `order`, where messages take no time."""
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     free: list[float] = [0] * schedule.num_ranks
-    for action in running_order(schedule):
+    for action in order:
         rank = schedule.placement[action.stage]
         starts[action] = max([free[rank], *(ends[before] for before in predecessors(action, schedule))])
         free[rank] = ends[action] = starts[action] + seconds(action)
@@ -201,10 +208,12 @@ def receives_in_flight(schedule: Schedule) -> Counter[Channel]:
     most: Counter[Channel] = Counter()
     for row in schedule.actions:
         posted: dict[Action, Channel] = {}  # consumer -> channel
+        number: Counter[Channel] = Counter()
         for action in row:
             if action.op in RECEIVES:
                 line = posted[consumer(action, schedule)] = channel(action, schedule)
-                most[line] = max(most[line], sum(other == line for other in posted.values()))
-            else:
-                posted.pop(action, None)
+                number[line] += 1
+                most[line] = max(most[line], number[line])
+            elif action in posted:
+                number[posted.pop(action)] -= 1
     return most

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
-from slipstream.schedule.dependencies import predecessors, running_order, validate
+from slipstream.schedule.dependencies import predecessors, validate
 from slipstream.schedule.lowering import Seconds, run_times, unit_seconds
 
 
@@ -27,13 +27,13 @@ def add_recompute(
 
     Raises ScheduleError if the schedule is not valid, has communication already, or has recomputation already.
     """
-    _check(schedule, Op.R)
+    order = _check(schedule, Op.R)
     if alive < 1:
         raise ScheduleError(f"alive={alive}: a number of slices, 1 or more.")
     chosen = range(schedule.num_stages) if stages is None else stages
     rows = [_Row(row, chosen, alive, seconds) for row in schedule.actions]
     ends: dict[Action, float] = {}
-    for action in running_order(schedule):
+    for action in order:
         row = rows[schedule.placement[action.stage]]
         ready = max((ends[before] for before in predecessors(action, schedule)), default=0)
         while row.has_time(ready) and all(before in ends for before in predecessors(row.waiting[0], schedule)):
@@ -55,17 +55,19 @@ class _Row:
         self._free: float = 0  # when the last action ends
         for before, action in pairwise(row):
             if action.op in (Op.B, Op.I) and action.stage in stages:
-                if before == _with(Op.F, action):
+                if before == action.with_op(Op.F):
                     self._whole.add(before)
                 else:
-                    self.waiting.append(_with(Op.R, action))
-        self._chosen = {_with(Op.F, recompute) for recompute in self.waiting} | self._whole
+                    self.waiting.append(action.with_op(Op.R))
+        self._chosen = {recompute.with_op(Op.F) for recompute in self.waiting} | self._whole
 
     def has_time(self, ready: float) -> bool:
         """Whether the next R fits before an action that can start at `ready`, in time and in memory."""
         if not self.waiting or self._free + self._seconds(self.waiting[0]) > ready:
             return False
-        until_backward = takewhile(lambda a: a.op not in (Op.B, Op.I) or _with(Op.R, a) != self.waiting[0], self._ahead)
+        until_backward = takewhile(
+            lambda a: a.op not in (Op.B, Op.I) or a.with_op(Op.R) != self.waiting[0], self._ahead
+        )
         return self._alive + any(action in self._whole for action in until_backward) < self._most_alive
 
     def recompute(self) -> None:
@@ -75,21 +77,16 @@ class _Row:
     def run(self, action: Action, ready: float) -> float:
         """When it ends."""
         self._ahead.popleft()
-        if action.op in (Op.B, Op.I) and self.waiting and self.waiting[0] == _with(Op.R, action):
+        if action.op in (Op.B, Op.I) and self.waiting and self.waiting[0] == action.with_op(Op.R):
             self.recompute()
         self._alive += action in self._whole
-        self._alive -= action.op in (Op.B, Op.I) and _with(Op.F, action) in self._chosen
+        self._alive -= action.op in (Op.B, Op.I) and action.with_op(Op.F) in self._chosen
         return self._append(action, ready)
 
     def _append(self, action: Action, ready: float) -> float:
         self.actions.append(action)
         self._free = max(self._free, ready) + self._seconds(action)
         return self._free
-
-
-def _with(op: Op, action: Action) -> Action:
-    """The action of the same slice."""
-    return Action(op, action.stage, action.microbatch, action.slice)
 
 
 def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds: Seconds = unit_seconds) -> Schedule:
@@ -103,10 +100,10 @@ def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds:
 
     Raises ScheduleError if the schedule is not valid, has communication already, or has offloading already.
     """
-    _check(schedule, Op.OFFLOAD)
+    order = _check(schedule, Op.OFFLOAD)
     if not 0 <= share <= 1 or ahead < 0:
         raise ScheduleError(f"share={share}, ahead={ahead}: a share from 0 to 1, and 0 or more actions ahead.")
-    starts, ends = run_times(schedule, seconds)
+    starts, ends = run_times(schedule, seconds, order)
     rows = []
     for row in schedule.actions:
         num_chosen = round(share * sum(action.op is Op.F for action in row))
@@ -128,7 +125,7 @@ class _Stay:
 
     @classmethod
     def of(cls, forward: Action, places: Mapping[Action, int], ahead: int) -> _Stay:
-        users = (_with(op, forward) for op in (Op.R, Op.B, Op.I))
+        users = (forward.with_op(op) for op in (Op.R, Op.B, Op.I))
         needed = min(places[user] for user in users if user in places)
         return cls(places[forward], needed - ahead, needed)
 
@@ -139,10 +136,10 @@ class _Stay:
 
 
 def _with_offload(row: tuple[Action, ...], stays: list[_Stay]) -> tuple[Action, ...]:
-    offloads = {stay.forward: _with(Op.OFFLOAD, row[stay.forward]) for stay in stays}
+    offloads = {stay.forward: row[stay.forward].with_op(Op.OFFLOAD) for stay in stays}
     reloads: defaultdict[int, list[Action]] = defaultdict(list)
     for stay in sorted(stays, key=lambda stay: stay.needed):
-        reloads[stay.reload].append(_with(Op.RELOAD, row[stay.forward]))
+        reloads[stay.reload].append(row[stay.forward].with_op(Op.RELOAD))
     actions: list[Action] = []
     for index, action in enumerate(row):
         actions += reloads[index]
@@ -152,8 +149,9 @@ def _with_offload(row: tuple[Action, ...], stays: list[_Stay]) -> tuple[Action, 
     return tuple(actions)
 
 
-def _check(schedule: Schedule, op: Op) -> None:
-    validate(schedule)
+def _check(schedule: Schedule, op: Op) -> list[Action]:
+    """An order in which the schedule runs."""
+    order = validate(schedule)
     if schedule.is_lowered:
         raise ScheduleError(f"{schedule.name} has sends and receives already; add {op} before they are.")
     present = next((action for action in schedule.positions if action.op is op), None)
@@ -161,3 +159,4 @@ def _check(schedule: Schedule, op: Op) -> None:
         raise ScheduleError(f"{schedule.name} has {schedule.text(present)} already, so {op} can't be added.")
     if not schedule.has_backward:
         raise ScheduleError(f"{schedule.name} has no backward that {op} could serve.")
+    return order
