@@ -62,6 +62,7 @@ class Space:
         self._cuts: dict[tuple[int, int, tuple[int, ...]], Cut] = {}
         self._times: dict[tuple[object, ...], StageTimes] = {}
         self._rows: dict[tuple[object, ...], Array] = {}
+        self._kinds: dict[range, tuple[object, ...]] = {}
         self._shares: dict[tuple[int, int], float] = {}
         self._tails: dict[tuple[object, ...], Tails] = {}
         self._sizes: dict[tuple[object, ...], RankSizes] = {}
@@ -189,8 +190,10 @@ class Space:
 
     def kinds_of(self, layers: range) -> tuple[object, ...]:
         """Stages for which this is equal cost the same."""
-        counts = tuple(sorted(self.source.kinds[layer] for layer in layers))
-        return counts, layers.start == 0, layers.stop == len(self.source.kinds)
+        if layers not in self._kinds:
+            counts = tuple(sorted(self.source.kinds[layer] for layer in layers))
+            self._kinds[layers] = counts, layers.start == 0, layers.stop == len(self.source.kinds)
+        return self._kinds[layers]
 
     def tails(self, tensor: int, size: int, cut: Cut, data: int, shards: int) -> Tails:
         key = (tensor, cut, data, shards)

@@ -11,7 +11,7 @@ from slipstream.schedule.generators import make_schedule
 from slipstream.schedule.lowering import split_backwards
 from slipstream.schedule.memory_passes import add_offload, add_recompute
 
-_KEPT = 16  # schedules; a large one takes 50 MB
+_KEPT = 32  # schedules; a large one takes 30 MB
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,6 +96,7 @@ def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) 
         for row in passes.actions
     ]
     held = [0] * len(limits)
+    takes = {Op.F: 1, Op.I: 0, Op.W: -1}
     done: dict[Action, None] = {}  # in order
 
     def can_run(action: Action) -> bool:
@@ -103,10 +104,10 @@ def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) 
         return fits and before[action] <= done.keys()
 
     while len(done) < len(due):
-        ready = ([queue for queue in queues if queue and can_run(queue[0])] for queues in waiting)
-        first = [min(queues, key=lambda queue: due[queue[0]]) for queues in ready if queues]
-        for action in [queue.popleft() for queue in first]:
-            held[action.stage] += {Op.F: 1, Op.I: 0, Op.W: -1}[action.op]
+        by_due = (sorted(filter(None, queues), key=lambda queue: due[queue[0]]) for queues in waiting)
+        ready = (next((queue for queue in queues if can_run(queue[0])), None) for queues in by_due)
+        for action in [queue.popleft() for queue in list(ready) if queue]:
+            held[action.stage] += takes[action.op]
             done[action] = None
     return replace(passes, actions=_by_rank(done, passes.placement))
 

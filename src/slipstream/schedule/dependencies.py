@@ -6,7 +6,7 @@ Validation, lowering, simulation and reports all ask `predecessors`; nothing els
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from slipstream.schedule.action import (
     BACKWARDS,
@@ -33,8 +33,10 @@ def predecessors(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 def _before_forward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     _, g, m, i = action
-    first = max(i - 1, 0) if schedule.reach is None else schedule.reach[m][i]
-    context = [Action(Op.F, g, m, j) for j in range(first, i)]
+    if schedule.reach is None:
+        context = [Action(Op.F, g, m, i - 1)] if i else []
+    else:
+        context = [Action(Op.F, g, m, j) for j in range(schedule.reach[m][i], i)]
     if g > 0:
         context.append(_input(Op.RECV_F, Action(Op.F, g - 1, m, i), action, schedule))
     return tuple(context)
@@ -42,11 +44,12 @@ def _before_forward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     _, g, m, i = action
-    if schedule.reach is None:
-        attending: Iterable[int] = range(i + 1, min(i + 2, schedule.num_slices))
-    else:
+    before = [Action(Op.F, g, m, i)]
+    if schedule.reach is not None:
         attending = (j for j in range(i + 1, schedule.num_slices) if schedule.reach[m][j] <= i)
-    before = [Action(Op.F, g, m, i), *(input_gradient(g, m, j, schedule) for j in attending)]
+        before += [input_gradient(g, m, j, schedule) for j in attending]
+    elif i + 1 < schedule.num_slices:
+        before.append(input_gradient(g, m, i + 1, schedule))
     if g + 1 < schedule.num_stages:
         before.append(_input(Op.RECV_B, input_gradient(g + 1, m, i, schedule), action, schedule))
     for op in (Op.R, Op.RELOAD):
@@ -252,15 +255,16 @@ def validate(schedule: Schedule) -> list[Action]:
 
 
 _COMPLETE = (Op.F, Op.B, Op.I, Op.W)
+_FOR_MEMORY = (Op.R, Op.OFFLOAD, Op.RELOAD)
 
 
 def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
-    counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
-    for what, number, count in zip(
-        ("stage", "microbatch", "slice"), (action.stage, action.microbatch, action.slice), counts, strict=True
-    ):
-        if not 0 <= number < count:
-            return f"has {what} {number}, but the schedule's are 0 to {count - 1}"
+    _, g, m, i = action
+    stages, microbatches, slices = len(schedule.placement), schedule.num_microbatches, schedule.num_slices
+    if not (0 <= g < stages and 0 <= m < microbatches and 0 <= i < slices):
+        counts = (("stage", g, stages), ("microbatch", m, microbatches), ("slice", i, slices))
+        what, number, count = next(each for each in counts if not 0 <= each[1] < each[2])
+        return f"has {what} {number}, but the schedule's are 0 to {count - 1}"
     if schedule.placement[action.stage] != rank:
         placed = schedule.placement[action.stage]
         return f"stands on rank {rank}, but stage {action.stage} is placed on rank {placed}"
@@ -280,7 +284,8 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
     ops = [op for op in _COMPLETE if op in schedule.ops]
     present = "".join(op for op in ops if Action(op, stage, microbatch, index) in schedule.positions)
     if present in (("FB", "FIW") if schedule.has_backward else ("F",)):
-        _check_memory_actions(stage, microbatch, index, schedule)
+        if not schedule.ops.isdisjoint(_FOR_MEMORY):
+            _check_memory_actions(stage, microbatch, index, schedule)
         return
     found = ", ".join(present) or "nothing"
     wanted = "F and B, or F, I and W" if schedule.has_backward else "F"
@@ -290,7 +295,7 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
 
 def _check_memory_actions(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
     """R, OFFLOAD and RELOAD serve a backward, and what is moved to the host comes back."""
-    unit = {op: Action(op, stage, microbatch, index) for op in (Op.R, Op.OFFLOAD, Op.RELOAD) if op in schedule.ops}
+    unit = {op: Action(op, stage, microbatch, index) for op in _FOR_MEMORY if op in schedule.ops}
     present = {op for op, action in unit.items() if action in schedule.positions}
     if present and not schedule.has_backward:
         where = ", ".join(schedule.text(unit[op]) for op in sorted(present))
