@@ -161,6 +161,19 @@ def test_an_offloaded_input_is_a_copy_of_the_stages_own() -> None:
     assert rank.moments[-1].after == 0
 
 
+def test_what_comes_back_from_the_host_is_activations_at_once() -> None:
+    """F leaves 7, which are away for a while."""
+    schedule = Schedule.parse(
+        "schedule: away\nplacement: 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 0OFFLOAD0 0RELOAD0 0B0"
+    )
+    sizes = {Op.F: 7, Op.OFFLOAD: -7, Op.RELOAD: 7, Op.B: -7}
+    (rank,) = memory_of(schedule, MemoryTable(footprints(1, 1, sizes, {Op.RELOAD: 7})))
+    reload = next(moment for moment in rank.moments if moment.action.op is Op.RELOAD)
+    assert reload.during[Kind.ACTIVATIONS] == 7
+    assert reload.during[Kind.WORKSPACE] == 0
+    assert reload.after == 7
+
+
 def test_the_pool_of_two_ranks_by_hand() -> None:
     """1F1B of two ranks and three microbatches. A buffer holds a payload of 10 and a header of 1.
 

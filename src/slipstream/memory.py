@@ -167,7 +167,8 @@ class _Account:
             return Moment(action, during, sum(self.held.values()))
         unit = Unit.of(action, self.schedule)
         footprint = self.table.footprint(unit, action.op)
-        during = self.held | {Kind.WORKSPACE: self._peak(action, unit, footprint)}
+        kind = Kind.ACTIVATIONS if action.op is Op.RELOAD else Kind.WORKSPACE  # what comes back is what it was
+        during = self.held | {kind: self.held[kind] + self._peak(action, unit, footprint)}
         self._leave(action, unit, footprint.leaves)
         self._count_context(action)
         self._hand_over(action, unit)

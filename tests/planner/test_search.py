@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from architectures import llama
 from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
-from slipstream.memory import Kind, memory_of
+from slipstream.memory import Kind, Unit, memory_of
 from slipstream.planner.cluster import Cluster, load_cluster, parse_cluster
 from slipstream.planner.configuration import Configuration
 from slipstream.planner.fit import Window
@@ -287,6 +287,16 @@ def test_equal_layers_are_cut_evenly_by_time() -> None:
     layer = np.diff(sorted(per_rank))[0]
     one = sum(float(space.costs(1, 1).seconds(range(2, 3), op, SEQ_LEN, 0)) for op in (Op.F, Op.I, Op.W))
     assert layer <= one
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(tensor_parallel: int) -> None:
+    """In float32, of the rank's part of the vocabulary. Two equal stages otherwise."""
+    vocabulary = SMALL.head_weight // SMALL.hidden_size
+    configuration = Configuration(tensor_parallel, 2, 1, 1, "1f1b", 2, 4, "none", 0.0, False)
+    candidate = Candidate.of(Space(source(cluster=small_cluster(1)), SEQ_LEN, 4, Options()), configuration)
+    first, last = candidate.table.footprint(Unit(0, 1), Op.B), candidate.table.footprint(Unit(1, 1), Op.I)
+    assert last.peak - first.peak == 4 * 2 * candidate.times.slices[1] * vocabulary / tensor_parallel
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -247,6 +247,13 @@ class Analytic:
         per_token = sum(number * part.context_bytes for number, part in self.model.counted(layers))
         return self.microbatch_size * length * per_token / self.tensor_parallel
 
+    def logits_gradient_bytes(self, layers: range, length: int) -> float:
+        """Of a slice's logits, in float32, on the stage with the head; the vocabulary is divided."""
+        if layers.stop < len(self.model.kinds):
+            return 0.0
+        vocabulary = self.model.head_weight / self.model.hidden_size
+        return 4 * self.microbatch_size * length * vocabulary / self.tensor_parallel
+
     def message_bytes(self, length: Any) -> Any:
         """What a slice sends to the next stage, b T h, and its gradient back."""
         return self.microbatch_size * length * self.model.hidden_size * self.model.dtype_bytes

@@ -69,6 +69,7 @@ def _footprints(
         # what the first slice's forward and the last slice's backward make for the whole microbatch
         keys = costs.context_bytes(layers, space.seq_len) if s == 0 else 0
         made = costs.context_gradient_bytes(layers, space.seq_len) if s == len(slices) - 1 else 0
+        made += costs.logits_gradient_bytes(layers, length)
         during_backward = 2 * float(costs.message_bytes(length)) + made
         for recomputed, offloaded in ways:
             left = kept if recomputed else whole

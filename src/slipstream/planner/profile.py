@@ -96,6 +96,12 @@ class Profile:
         """Bytes of their gradients, which live from a microbatch's first backward to its last."""
         return length * self._total(layers, [stage.context_gradient_bytes for stage in self.stages])
 
+    def logits_gradient_bytes(self, layers: range, length: int) -> float:
+        """Bytes of the gradient of a slice's logits, in float32, on the stage with the head."""
+        if layers.stop < len(self.kinds):
+            return 0.0
+        return 4 * self.microbatch_size * length * self.model.vocab_size
+
     def num_parameters(self, layers: range) -> int:
         """Parameters of a stage."""
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))

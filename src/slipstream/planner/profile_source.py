@@ -91,6 +91,9 @@ class _ProfileStages:
     def context_gradient_bytes(self, layers: range, length: int) -> float:
         return self.profile.context_gradient_bytes(layers, length)
 
+    def logits_gradient_bytes(self, layers: range, length: int) -> float:
+        return self.profile.logits_gradient_bytes(layers, length)
+
     def message_bytes(self, length: Any) -> Any:
         return self.profile.microbatch_size * length * self.profile.model.hidden_size * self.profile.dtype_bytes
 

@@ -42,6 +42,10 @@ class StageCosts(Protocol):
 
     def context_gradient_bytes(self, layers: range, length: int) -> float: ...
 
+    def logits_gradient_bytes(self, layers: range, length: int) -> float:
+        """What the loss's backward makes before anything that F left is free; 0 but for the last stage."""
+        ...
+
     def message_bytes(self, length: Any) -> Any: ...
 
     def num_parameters(self, layers: range) -> float:
@@ -125,6 +129,9 @@ class _AnalyticStages:
 
     def context_gradient_bytes(self, layers: range, length: int) -> float:
         return self.analytic.context_bytes(layers, length) * 4 / self.analytic.model.dtype_bytes  # in float32
+
+    def logits_gradient_bytes(self, layers: range, length: int) -> float:
+        return self.analytic.logits_gradient_bytes(layers, length)
 
     def message_bytes(self, length: Any) -> Any:
         return self.analytic.message_bytes(length)
