@@ -13,10 +13,12 @@ from math import inf
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.configuration import Alternative, Configuration, Plan, Prediction
+from slipstream.planner.held import rows
 from slipstream.planner.judge import Candidate, may_fit, predict
 from slipstream.planner.misfit import explain_misfit
 from slipstream.planner.sources import Source
 from slipstream.planner.space import Options, Space
+from slipstream.planner.written import written
 from slipstream.simulator import simulate
 
 Progress = Callable[[str, int, int], None]  # what, how many, of how many (0: not known)
@@ -46,18 +48,23 @@ def search(
         SlipstreamError: where no degrees divide the devices and the batch, or nothing fits the memory: by how much, on
             which rank, and the cheapest change with which it would fit.
     """
-    with _cycles_left_alone():
+    with _working_memory():
         return _search(source, seq_len, global_batch, options or Options(), progress or (lambda *_: None))
 
 
 @contextmanager
-def _cycles_left_alone() -> Iterator[None]:
-    """A schedule is a million tuples, none of them in a cycle: looking for some took a third of the search."""
+def _working_memory() -> Iterator[None]:
+    """Schedules are millions of tuples, none of them in a cycle: looking for some took a third of the search.
+
+    Those that were kept for other configurations go at the end: they may take a gigabyte.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        written.cache_clear()
+        rows.cache_clear()
         if was_enabled:
             gc.enable()
 
