@@ -9,28 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.cost import TableCost
+from slipstream.memory import MemoryTable, pool_bytes
+from slipstream.planner.held import least_messages
 from slipstream.planner.quick_run import ActionArrays
 from slipstream.planner.written import written
-from slipstream.schedule.action import Op
+from slipstream.schedule.action import Op, Schedule
 from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule.lowering import add_communication
 from slipstream.simulator import simulate
 
 
-@settings(deadline=None, max_examples=150)
-@given(
-    st.sampled_from([name for name in GENERATORS if name != "auto"]),
-    *[st.integers(1, 4)] * 4,
-    st.booleans(),
-    st.sampled_from([0.0, 0.5, 1.0]),
-    st.integers(0, 2**32),
-)
-def test_every_action_ends_when_it_does_in_the_simulator(
-    name: str, ranks: int, microbatches: int, slices: int, stages: int, recompute: bool, offload: float, seed: int
-) -> None:
-    """Random times of stages, slices and links."""
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """As plans have them."""
+    name = draw(st.sampled_from(sorted(GENERATORS)))
+    ranks, microbatches, slices, stages = (draw(st.integers(1, 4)) for _ in range(4))
     stages = stages if stages in STAGES_PER_RANK[name] else STAGES_PER_RANK[name][0]
-    schedule = written(name, ranks, microbatches, slices, stages, recompute, offload).schedule
-    rng = random.Random(seed)
+    ways = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return written(name, ranks, microbatches, slices, stages, *ways).schedule
+
+
+@settings(deadline=None, max_examples=150)
+@given(schedules(), st.integers(0, 2**32))
+def test_every_action_ends_when_it_does_in_the_simulator(schedule: Schedule, seed: int) -> None:
+    """Random times of stages, slices and links."""
+    slices, rng = schedule.num_slices, random.Random(seed)
     cost = TableCost(
         times={(g, s, op): rng.random() for g in range(schedule.num_stages) for s in range(slices) for op in Op},
         message_bytes=[rng.random() for _ in range(slices)],
@@ -43,3 +46,18 @@ def test_every_action_ends_when_it_does_in_the_simulator(
     actions = [action for row in schedule.actions for action in row]
     assert ends.tolist() == pytest.approx([spans[action].end for action in actions], rel=1e-12)
     assert seconds.tolist() == [cost.seconds(action) for action in actions]
+
+
+@settings(deadline=None, max_examples=100)
+@given(schedules())
+def test_no_rank_has_fewer_buffers_for_messages(schedule: Schedule) -> None:
+    table = MemoryTable({}, message_bytes=[7] * schedule.num_slices)
+    lowered = add_communication(schedule)
+    pools = [pool_bytes(lowered, rank, table) for rank in range(schedule.num_ranks)]
+    least = least_messages(ActionArrays.of(schedule), table.message_bytes)
+    assert all(fewest <= pool for fewest, pool in zip(least, pools, strict=True))
+
+
+def test_the_fewest_buffers_by_hand() -> None:
+    """1F1B of two ranks and three microbatches: three sends each, and on rank 1 an input, which I needs."""
+    assert least_messages(written("1f1b", 2, 3, 1, 1).arrays, [7]).tolist() == [21, 28]

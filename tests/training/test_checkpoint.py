@@ -326,9 +326,18 @@ def test_pytorch_reads_nothing_that_is_damaged(run: Run, name: str) -> None:
     flip(-9)(run.folder / "step-00000001" / name)
     state = {"weight": torch.zeros(300, 10)}
     alone_is_fine()
-    with pytest.raises(CheckpointException, match=f"step-00000001 is damaged: {name} .*altered.* Take another one"):
+    refusals = (CheckpointException, SlipstreamError)  # of a file when it is read, of the manifest at once
+    with pytest.raises(refusals, match=f"step-00000001 is damaged: {name} .*altered.* Take another one"):
         dcp.load(state, storage_reader=CheckpointReader(run.folder / "step-00000001"))
     assert not state["weight"].any()
+
+
+def test_a_folder_of_checkpoints_is_none(run: Run, tmp_path: Path) -> None:
+    run.save(1, 2)
+    with pytest.raises(SlipstreamError, match=r"isn't a checkpoint, .* there are: step-00000001, step-00000002\."):
+        CheckpointReader(run.folder)
+    with pytest.raises(SlipstreamError, match=r"isn't a checkpoint, .* no checkpoints either"):
+        CheckpointReader(tmp_path / "nowhere")
 
 
 def test_facts_are_json(run: Run) -> None:

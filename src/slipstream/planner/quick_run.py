@@ -44,10 +44,6 @@ class ActionArrays:
         return cls(schedule, firsts, op, *(np.array(column) for column in columns))
 
     @cached_property
-    def rank(self) -> Ints:
-        return np.array(self.schedule.placement)[self.stage]
-
-    @cached_property
     def _kinds(self) -> tuple[list[Action], Ints]:
         """Actions of microbatch 0 that take different times, and which of them each action is like."""
         stages, slices = self.schedule.num_stages, self.schedule.num_slices

@@ -31,27 +31,6 @@ _MOST_UNITS = 100_000  # slices of stages, over all that is simulated: about a m
 _MOST_TRIED, _MOST_CUT = 400, 8  # configurations of another choice that may turn out too large, quickly and slowly
 
 
-def search(
-    source: Source,
-    seq_len: int,
-    global_batch: int,
-    *,
-    options: Options | None = None,
-    progress: Progress | None = None,
-) -> Plan:
-    """The best plans for training on `global_batch` sequences of `seq_len` tokens a step.
-
-    Bounds are computed for every configuration. The most promising ones are simulated until no other can be faster, or
-    `options.num_simulated` are; `Plan.gap` says what that may have missed.
-
-    Raises:
-        SlipstreamError: where no degrees divide the devices and the batch, or nothing fits the memory: by how much, on
-            which rank, and the cheapest change with which it would fit.
-    """
-    with _working_memory():
-        return _search(source, seq_len, global_batch, options or Options(), progress or (lambda *_: None))
-
-
 @contextmanager
 def _working_memory() -> Iterator[None]:
     """Schedules are millions of tuples, none of them in a cycle: looking for some took a third of the search.
@@ -69,8 +48,27 @@ def _working_memory() -> Iterator[None]:
             gc.enable()
 
 
-def _search(source: Source, seq_len: int, global_batch: int, options: Options, report: Progress) -> Plan:
+@_working_memory()
+def search(
+    source: Source,
+    seq_len: int,
+    global_batch: int,
+    *,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The best plans for training on `global_batch` sequences of `seq_len` tokens a step.
+
+    Bounds are computed for every configuration. The most promising ones are simulated until no other can be faster, or
+    `options.num_simulated` are; `Plan.gap` says what that may have missed.
+
+    Raises:
+        SlipstreamError: where no degrees divide the devices and the batch, or nothing fits the memory: by how much, on
+            which rank, and the cheapest change with which it would fit.
+    """
     began = time.perf_counter()
+    options = options or Options()
+    report = progress or (lambda *_: None)
     space = Space(source, seq_len, global_batch, options)
     fitting, num_all = _bounds(space, report)
     run = _Search(space, fitting, options, report)

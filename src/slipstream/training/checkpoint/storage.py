@@ -93,28 +93,22 @@ class SnapshotWriter(StorageWriter):
 class CheckpointReader(StorageReader):
     """Reads a checkpoint of `slipstream train` into any state dict, by `torch.distributed.checkpoint` (`dcp`).
 
-        dcp.load(model.state_dict(), storage_reader=CheckpointReader("checkpoints/step-00000012"))
+        dcp.load({"model": model.state_dict()}, storage_reader=CheckpointReader("checkpoints/step-00000012"))
 
-    The state's tensors, plain ones or DTensors, go by the names of the model's parameters, and by
-    `optimizer.exp_avg.NAME` and the like for the optimizer's. Each file that is read from is compared with its size and
-    checksum before: SlipstreamError where it isn't what was written.
+    The state's tensors, plain ones or DTensors, go by `model.` and the names of the model's parameters, and by
+    `optimizer.exp_avg.` and the like with those names for the optimizer's. Each file that is read from is compared with
+    its size and checksum before: SlipstreamError where it isn't what was written, or `folder` isn't a checkpoint.
     """
 
     def __init__(self, folder: str | PathLike[str], manifest: Manifest | None = None) -> None:
         """`manifest` where all of the checkpoint has been compared already."""
-        self._folder = Path(folder)
-        self._manifest, self._is_verified = manifest, manifest is not None
+        self._is_verified = manifest is not None
+        self._folder, self._manifest = Path(folder), manifest or self._read(Path(folder))
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._folder, self._manifest, self._is_verified = Path(checkpoint_id), None, False
+        assert checkpoint_id is None  # the folder is given at the start
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._manifest is None:
-            try:
-                self._manifest = Manifest.read(self._folder)
-            except DamagedError as error:
-                raise self._damaged(error) from None
         return self._manifest.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -144,18 +138,31 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        return Manifest.is_in(Path(checkpoint_id))
+        return False  # a path alone is taken for PyTorch's own format
+
+    @staticmethod
+    def _read(folder: Path) -> Manifest:
+        if not Manifest.is_in(folder):
+            steps = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "no checkpoints either"
+            raise SlipstreamError(
+                f"{folder} isn't a checkpoint, which has a manifest.json. Give the folder of a step; in this one there "
+                f"are: {steps}."
+            )
+        try:
+            return Manifest.read(folder)
+        except DamagedError as error:
+            raise _damaged(folder, error) from None
 
     def _verify(self, name: str) -> None:
-        assert self._manifest is not None
         if not self._is_verified:
             try:
                 check(self._folder / name, self._manifest.files[name])
             except DamagedError as error:
-                raise self._damaged(error) from None
+                raise _damaged(self._folder, error) from None
 
-    def _damaged(self, error: DamagedError) -> SlipstreamError:
-        return SlipstreamError(f"the checkpoint {self._folder} is damaged: {error}. Take another one.")
+
+def _damaged(folder: Path, error: DamagedError) -> SlipstreamError:
+    return SlipstreamError(f"the checkpoint {folder} is damaged: {error}. Take another one.")
 
 
 def _elements(file: Any, item: ReadItem) -> Tensor:
