@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -80,6 +80,7 @@ def _costs(model: nn.Sequential) -> list[float]:
 
 @settings(max_examples=30, deadline=None)
 @given(sequences(), st.integers(1, 8), st.sampled_from(ORDERS), st.sampled_from(RECOMPUTE))
+@example(["norm"] * 4, 5, ("gpipe", 1), "none")  # moving averages: sums of several microbatches, layer beside layer
 def test_the_number_of_ranks_changes_no_bit(
     kinds: list[str], num_microbatches: int, order: tuple[str, int], recompute: str | int
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple, cast
 
 import torch
@@ -127,9 +127,15 @@ def _nothing(module: _BatchNorm) -> _Statistics:
 def _combined(rows: Tensor) -> Tensor:
     """Of several groups of values (groups, 3, C) those of all: Chan, Golub and LeVeque 1979, pairwise to the mean."""
     counts, means, squares = rows.unbind(1)
-    count = counts.sum(0)
-    mean = (counts * means).sum(0) / count.clamp(min=1)
-    return torch.stack([count, mean, (squares + counts * (means - mean) ** 2).sum(0)])
+    count = _sum(counts)
+    mean = _sum(counts * means) / count.clamp(min=1)
+    return torch.stack([count, mean, _sum(squares + counts * (means - mean) ** 2)])
+
+
+def _sum(groups: Tensor) -> Tensor:
+    """One group after the other: `Tensor.sum` adds in an order that depends on how many channels lie side by side, and
+    so on how layers are cut into stages."""
+    return reduce(torch.add, groups.unbind())
 
 
 def _move(modules: Sequence[_BatchNorm], rows: Tensor) -> None:

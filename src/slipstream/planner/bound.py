@@ -255,30 +255,30 @@ def _turn_after(
 
     When a forward of theirs starts, all that it needs is held as well: `under` bytes. The first chain has
     freed what of this exceeds `slack`. So every backward without which it could not is over by then, and the
-    weight gradient as well where the unit's own bytes are needed.
+    weight gradient as well where the unit's own bytes are needed: often those of fewer forwards.
     """
     num_units = len(activations)
     if len(theirs) == 0 or len(mine) == 0:
         return 0.0
     total = activations[mine].sum()
-    back = mine + num_units
-    num_jobs = len(mine) + len(theirs)
+    num_jobs = 2 * len(mine) + len(theirs)
     heads, seconds, tails = np.zeros(num_jobs), np.zeros(num_jobs), np.zeros(num_jobs)
     for k in range(len(theirs)):
         forward = theirs[k]
         heads[k] = _freed_at(graph, mine, activations, from_turn, under[forward] - slack)
         seconds[k], tails[k] = graph.seconds[forward], to_turn[forward]
     num_forced = len(theirs)
-    for k in range(len(mine)):
-        longest, weight = -1.0, 0.0
-        for forward in theirs:
-            if total - under[mine[k]] < under[forward] - slack:
-                longest = max(longest, graph.seconds[forward] + to_turn[forward])
-            if total - activations[mine[k]] < under[forward] - slack:
-                weight = graph.seconds[back[k] + num_units]
-        if longest >= 0:
-            heads[num_forced] = from_turn[back[k]]
-            seconds[num_forced] = graph.seconds[back[k]] + weight
-            tails[num_forced] = longest
-            num_forced += 1
+    for unit in mine:
+        back, weight = unit + num_units, unit + 2 * num_units
+        for action, head, freed in (
+            (back, from_turn[back], under[unit]),
+            (weight, from_turn[back] + graph.seconds[back], activations[unit]),
+        ):
+            longest = -1.0
+            for forward in theirs:
+                if total - freed < under[forward] - slack:
+                    longest = max(longest, graph.seconds[forward] + to_turn[forward])
+            if longest >= 0:
+                heads[num_forced], seconds[num_forced], tails[num_forced] = head, graph.seconds[action], longest
+                num_forced += 1
     return one_machine(heads[:num_forced], seconds[:num_forced], tails[:num_forced])
