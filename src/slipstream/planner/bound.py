@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from itertools import permutations
 
 import numpy as np
 
@@ -89,75 +90,76 @@ def _paths_after(graph: Graph, numbers: Ints, rest: Floats) -> None:
 
 
 @compiled
+def _travels(graph: Graph, senders: Ints, tails: Floats) -> Floats:
+    """Of each message, the longest way to go once its channel is free again."""
+    travels = np.zeros(len(senders))
+    for k in range(len(senders)):
+        sender = senders[k]
+        arrives = graph.link_seconds[sender] - graph.link_occupied[sender]
+        for after in graph.after[graph.first_after[sender] : graph.first_after[sender + 1]]:
+            if graph.rank[after] != graph.rank[sender]:
+                travels[k] = max(travels[k], arrives + graph.seconds[after] + tails[after])
+    return travels
+
+
 def _on_machines(graph: Graph, numbers: Ints, heads: Floats, tails: Floats) -> float:
     """The largest one-machine bound over the ranks and the channels, for these actions and their messages."""
-    bound = 0.0
-    num_ranks, num_channels = graph.counts[0], graph.counts[1]
-    ranks = graph.rank[numbers]
-    for rank in range(num_ranks):
-        here = numbers[ranks == rank]
-        bound = max(bound, one_machine(heads[here], graph.seconds[here], tails[here]))
-    lines = graph.channel[numbers]
-    for line in range(num_channels):
-        here = numbers[lines == line]
+    found = [0.0]
+    for rank in range(graph.counts[0]):
+        here = numbers[graph.rank[numbers] == rank]
+        found.append(one_machine(heads[here], graph.seconds[here], tails[here]))
+    for line in range(graph.counts[1]):
+        here = numbers[graph.channel[numbers] == line]
         sent = heads[here] + graph.seconds[here]
-        occupied = graph.link_occupied[here]
-        travels = np.zeros(len(here))
-        for k in range(len(here)):
-            for after in graph.after[graph.first_after[here[k]] : graph.first_after[here[k] + 1]]:
-                if graph.rank[after] != graph.rank[here[k]]:
-                    arrives = graph.link_seconds[here[k]] - occupied[k]
-                    travels[k] = max(travels[k], arrives + graph.seconds[after] + tails[after])
-        bound = max(bound, one_machine(sent, occupied, travels))
-    return float(bound)
+        found.append(one_machine(sent, graph.link_occupied[here], _travels(graph, here, tails)))
+    return max(found)
 
 
-@compiled
 def _bound(graph: Graph, turns: Ints, activations: Floats, under: Floats) -> float:
     size = len(graph.seconds)
     num_units = size // 3
-    num_ranks, num_chains = graph.counts[0], graph.counts[2]
-    forwards = np.arange(num_units)
+    forwards, weights = np.arange(num_units), np.arange(2 * num_units, size)
     backwards = np.arange(2 * num_units - 1, num_units - 1, -1)
-    weights = np.arange(2 * num_units, size)
     along = np.concatenate((forwards, backwards, weights))
     heads, tails = np.zeros(size), np.zeros(size)
     _paths_before(graph, along, heads)
-    _paths_after(graph, along[::-1], tails)
+    _paths_after(graph, along[::-1].copy(), tails)
     # paths within a chain: to the start of its turn, and from there
     to_turn, from_turn = np.full(size, -np.inf), np.full(size, -np.inf)
-    for chain in range(num_chains):
-        from_turn[turns[chain]] = 0
+    from_turn[turns] = 0
     _paths_before(graph, along[num_units:], from_turn)
-    for chain in range(num_chains):
-        to_turn[turns[chain]] = -graph.seconds[turns[chain]]
-    _paths_after(graph, forwards[::-1], to_turn)
+    to_turn[turns] = -graph.seconds[turns]
+    _paths_after(graph, forwards[::-1].copy(), to_turn)
     bound = 0.0
-    for chain in range(num_chains):
+    for chain, turn in enumerate(turns):
         members = along[graph.chain[along] == chain]
         up, down = members[members < num_units], members[members >= num_units]
-        turn_head = max(heads[turns[chain]], _on_machines(graph, up, heads, to_turn))
+        turn_head = max(heads[turn], _on_machines(graph, up, heads, to_turn))
         turn_tail = _on_machines(graph, down, from_turn, tails)
-        for number in down:
-            heads[number] = max(heads[number], turn_head + from_turn[number])
-        for number in up:
-            tails[number] = max(tails[number], to_turn[number] + turn_tail)
+        heads[down] = np.maximum(heads[down], turn_head + from_turn[down])
+        tails[up] = np.maximum(tails[up], to_turn[up] + turn_tail)
         bound = max(bound, turn_head + turn_tail)
     bound = max(bound, _on_machines(graph, along, heads, tails))
-    for rank in range(num_ranks):
-        if np.isfinite(graph.limits[rank]):
-            here = forwards[(graph.rank[forwards] == rank) & (activations > 0)]
+    for rank in np.flatnonzero(np.isfinite(graph.limits)):
+        here = forwards[(graph.rank[forwards] == rank) & (activations > 0)]
+        if len(here):
             bound = max(bound, _memory_over_time(graph, here, activations, heads, tails, to_turn, from_turn))
             apart = _turns_apart(graph, here, activations, under, to_turn, from_turn)
-            first, last = heads[turns].min(), (tails[turns] + graph.seconds[turns]).min()
-            least = graph.seconds[turns].min()
-            for lag in range(1, num_chains):
-                steps, left = divmod(num_chains - 1, lag)
-                bound = max(bound, first + steps * apart[lag] + left * least + last)
+            bound = max(bound, _turn_by_turn(graph, turns, apart, heads, tails))
     return float(bound)
 
 
-@compiled
+def _turn_by_turn(graph: Graph, turns: Ints, apart: Floats, heads: Floats, tails: Floats) -> float:
+    """The way to some turn, from turn to turn, and from the last one; the largest over how many are taken at once."""
+    first, last = heads[turns].min(), (tails[turns] + graph.seconds[turns]).min()
+    least = graph.seconds[turns].min()
+    ways = [0.0]
+    for lag in range(1, len(turns)):
+        steps, left = divmod(len(turns) - 1, lag)
+        ways.append(first + steps * apart[lag] + left * least + last)
+    return max(ways)
+
+
 def _memory_over_time(
     graph: Graph,
     here: Ints,
@@ -169,8 +171,6 @@ def _memory_over_time(
 ) -> float:
     """Bytes times seconds: a unit's bytes stay from its forward by way of its chain's turn to its backward's end."""
     num_units = len(activations)
-    if len(here) == 0:
-        return 0.0
     back, weight = here + num_units, here + 2 * num_units
     seconds = graph.seconds[here] + to_turn[here] + from_turn[back] + graph.seconds[back] + graph.seconds[weight]
     after = (tails[back] - graph.seconds[weight]).min()
@@ -178,7 +178,6 @@ def _memory_over_time(
     return float(heads[here].min() + over_time + max(after, 0.0))
 
 
-@compiled
 def _turns_apart(
     graph: Graph, here: Ints, activations: Floats, under: Floats, to_turn: Floats, from_turn: Floats
 ) -> Floats:
@@ -189,37 +188,25 @@ def _turns_apart(
     """
     num_units, num_chains = len(activations), graph.counts[2]
     apart = np.zeros(num_chains + 1)
-    if len(here) == 0:
-        return apart
-    sizes = np.zeros(num_chains)
-    for unit in here:
-        sizes[graph.chain[unit]] += activations[unit]
     limit = graph.limits[graph.rank[here[0]]]
     tolerance = 1e-9 * limit
+    members = [here[graph.chain[here] == chain] for chain in range(num_chains)]
+    sizes = [activations[mine].sum() for mine in members]
     back = here + num_units
     work = graph.seconds[back] + graph.seconds[back + num_units]
     rate = (work / activations[here]).min()
     left = (graph.seconds[here] + to_turn[here]).min()
-    chains = graph.chain[here]
     apart[1] = np.inf
-    for one in range(num_chains):
-        mine = here[chains == one]
-        for other in range(num_chains):
-            if one != other:
-                slack = limit - sizes[one] + tolerance
-                theirs = here[chains == other]
-                theirs = theirs[under[theirs] > slack]
-                apart[1] = min(
-                    apart[1], _turn_after(graph, mine, theirs, slack, activations, under, to_turn, from_turn)
-                )
+    for one, other in permutations(range(num_chains), 2):
+        slack = limit - sizes[one] + tolerance
+        theirs = members[other][under[members[other]] > slack]
+        way = _turn_after(graph, members[one], theirs, slack, activations, under, to_turn, from_turn)
+        apart[1] = min(apart[1], way)
     smallest = np.sort(sizes)
     for lag in range(2, num_chains):
         excess = smallest[: lag + 1].sum() - limit - tolerance
         if excess > 0:
-            soonest = np.inf
-            for chain in range(num_chains):
-                mine = here[chains == chain]
-                soonest = min(soonest, _freed_at(graph, mine, activations, from_turn, excess / lag))
+            soonest = min(_freed_at(graph, mine, activations, from_turn, excess / lag) for mine in members)
             apart[lag] = max(soonest, from_turn[back].min() + excess * rate) + left
     return apart
 
@@ -228,16 +215,22 @@ def _turns_apart(
 def _freed_at(graph: Graph, mine: Ints, activations: Floats, from_turn: Floats, size: float) -> float:
     """The earliest a chain can have freed that many bytes of one rank, in seconds from its turn; one at a time."""
     num_units = len(activations)
-    back = mine + num_units
-    work = graph.seconds[back] + graph.seconds[back + num_units]
-    ends = from_turn[back] + work
+    if len(mine) == 0:
+        return -np.inf  # it holds nothing here
+    ends = np.empty(len(mine))
+    first, rate = np.inf, np.inf
+    for k in range(len(mine)):
+        back, weight = mine[k] + num_units, mine[k] + 2 * num_units
+        work = graph.seconds[back] + graph.seconds[weight]
+        ends[k] = from_turn[back] + work
+        first, rate = min(first, from_turn[back]), min(rate, work / activations[mine[k]])
     freed, at = 0.0, 0.0
     for k in np.argsort(ends):
         freed += activations[mine[k]]
         at = ends[k]
         if freed >= size:
             break
-    return float(max(at, from_turn[back].min() + size * (work / activations[mine]).min()))
+    return float(max(at, first + size * rate))
 
 
 @compiled
@@ -260,7 +253,9 @@ def _turn_after(
     num_units = len(activations)
     if len(theirs) == 0 or len(mine) == 0:
         return 0.0
-    total = activations[mine].sum()
+    total = 0.0
+    for unit in mine:
+        total += activations[unit]
     num_jobs = 2 * len(mine) + len(theirs)
     heads, seconds, tails = np.zeros(num_jobs), np.zeros(num_jobs), np.zeros(num_jobs)
     for k in range(len(theirs)):

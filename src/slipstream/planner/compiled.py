@@ -19,9 +19,9 @@ def start_times(graph: Graph, order: Order) -> Floats:
     Actions that never start, because they are not there or the ranks get stuck, are at -1.
     """
     num_ranks, num_channels = graph.counts[0], graph.counts[1]
-    missing = np.diff(graph.first_before)
+    missing = graph.first_before[1:] - graph.first_before[:-1]
     ready = np.zeros(len(missing))
-    start = np.full(len(missing), -1.0)
+    start = -np.ones(len(missing))
     free, line_free = np.zeros(num_ranks), np.zeros(num_channels)
     reached = np.zeros(num_ranks, np.int64)
     waiting, num_waiting = np.arange(2 * num_ranks), num_ranks

@@ -38,7 +38,7 @@ def place(graph: Graph, priority: Floats, window: float, patience: float) -> tup
     num_ranks, num_channels, num_chains, longest = graph.counts
     size = len(graph.seconds)
     num_units = size // 3
-    missing = np.diff(graph.first_before)
+    missing = graph.first_before[1:] - graph.first_before[:-1]
     ready, start = np.zeros(size), np.full(size, -1.0)
     free, line_free = np.zeros(num_ranks), np.zeros(num_channels)
     totals = np.zeros(num_ranks, np.int64)
