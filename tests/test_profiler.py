@@ -52,7 +52,7 @@ def test_activation_bytes_are_what_the_allocator_says(name: str, layers: range) 
 
     forward().sum().backward()  # fills what is cached between slices
     store = ContextStore(64)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         kept = forward()
     allocated = sum(event.self_cpu_memory_usage for event in seen.events())
     expected = allocated - store.num_bytes + (hidden.nbytes if hidden is not None else 0)

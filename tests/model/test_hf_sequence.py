@@ -172,6 +172,8 @@ def test_models_without_a_plan_are_refused_with_what_is_supported(
 def test_the_vision_encoder_of_deepseek_ocr_2() -> None:
     """Its input is no token ids but embedded patches, and its forward takes a number that is no tensor."""
     module = pytest.importorskip("transformers.models.deepseek_ocr2.modeling_deepseek_ocr2")
+    if not hasattr(module, "DeepseekOcr2VisionEncoderConfig"):
+        pytest.skip("this version of transformers has no such encoder of its own")
     torch.manual_seed(0)
     config = module.DeepseekOcr2VisionEncoderConfig(**_TEXT)
     model = module.DeepseekOcr2VisionEncoder(config).double()

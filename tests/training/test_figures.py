@@ -149,7 +149,8 @@ def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added}) as counter:
         pipe.step(inputs, inputs)
     found = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
-    products = sum(flops for op, flops in found.items() if "attention" not in op)
+    # bmm: older models of transformers have a matrix product of positions and frequencies
+    products = sum(flops for op, flops in found.items() if "attention" not in op and "bmm" not in op)
     again, _ = recomputed_flops(figures.count, pipe.layout, slices, 2)
     forward = 2 * 64 * sum(part.ops["F"].flops.per_token for part in figures.count.parts(range(4)))
     assert products == 3 * forward + again

@@ -54,7 +54,7 @@ def full_precision() -> Iterator[None]:
 
     Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
     """
-    softmax, to_float, to = nn.functional.softmax, Tensor.float, Tensor.to
+    softmax, to_float, to, matmul = nn.functional.softmax, Tensor.float, Tensor.to, Tensor.__matmul__
 
     def wide_softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         return softmax(tensor, dim=dim, dtype=tensor.dtype if tensor.dtype == torch.float64 else dtype)
@@ -68,9 +68,15 @@ def full_precision() -> Iterator[None]:
             kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
         return to(tensor, *args, **kwargs)
 
+    def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
+        """Rotary frequencies may have stayed float64 where positions, which are whole numbers, became float32."""
+        wide = torch.promote_types(left.dtype, right.dtype)
+        return matmul(left.to(wide), right.to(wide))
+
     with (
         patch.object(nn.functional, "softmax", wide_softmax),
         patch.object(Tensor, "float", wide_float),
         patch.object(Tensor, "to", wide_to),
+        patch.object(Tensor, "__matmul__", wide_matmul),
     ):
         yield

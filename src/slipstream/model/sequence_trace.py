@@ -256,8 +256,17 @@ def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-_COUNTED_AS = {  # torch counts no attention of the CPU
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Of (rows, heads, tokens, width). PyTorch counts none of the CPU's, and up to 2.11 refuses grouped heads."""
+    return query.shape[:-1].numel() * 2 * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+_aten = torch.ops.aten
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
 }
 
 
@@ -273,7 +282,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
-        count = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
+        op = func.overloadpacket
+        count = _attention_flops if op in _ATTENTION else flop_registry.get(op)
         if count is not None:
             self.flops += int(count(*args, **kwargs, out_val=result))
         if not func.is_view:
