@@ -97,8 +97,7 @@ def _time_steps(config: Config, model: Any, device: torch.device) -> list[float]
 def compare(output: Output) -> str:
     """What `measure` found beside the run's own steps, in words; both are kept in `comparison.json`."""
     alone: dict[str, float] = json.loads(output.comparison.read_text())
-    lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
-    steps = [line for line in lines if "step_seconds" in line]
+    steps = _steps_since_the_start(output.metrics)
     together = statistics.median(step["step_seconds"] for step in steps[min(_WARM_UP, len(steps) - 1) :])
     num_ranks = len(steps[0]["peak_memory"])
     best = min(alone, key=lambda name: alone[name])
@@ -109,6 +108,13 @@ def compare(output: Output) -> str:
         f"{num_ranks} ranks: {together * 1e3:.0f} ms per step; one process: {others}\n"
         f"{alone[best] / together:.2f}x the best single process ({best})"
     )
+
+
+def _steps_since_the_start(metrics: Path) -> list[dict[str, Any]]:
+    """Without those before the run was gone on with, perhaps on other ranks: each start leaves a line of figures."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    start = max((number for number, line in enumerate(lines) if "num_parameters" in line), default=0)
+    return [line for line in lines[start:] if "step_seconds" in line]
 
 
 def main() -> None:
