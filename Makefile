@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 	$(BIN)/slipstream train examples/demo.yaml --training.overwrite=true
 
 # A file's tests on one worker: they share what its fixtures have started. A test that is ended by its timeout takes the
-# worker with it, and one that is started in its place may wait for ever (pytest-xdist 1378): so none is.
+# worker with it, and one that is started in its place may wait for ever (issue 1378 of pytest-xdist): so none is.
 TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart=0
 
 test: $(INSTALLED)

@@ -340,6 +340,16 @@ def test_a_folder_of_checkpoints_is_none(run: Run, tmp_path: Path) -> None:
         CheckpointReader(tmp_path / "nowhere")
 
 
+def test_a_reader_has_one_folder(run: Run) -> None:
+    run.save(1)
+    folder = run.folder / "step-00000001"
+    alone_is_fine()
+    with pytest.raises(
+        SlipstreamError, match=r"checkpoint_id='other' .* which has its folder already: .*step-00000001\. Leave"
+    ):
+        dcp.load({"weight": torch.zeros(300, 10)}, storage_reader=CheckpointReader(folder), checkpoint_id="other")
+
+
 def test_facts_are_json(run: Run) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         run.checkpoints.save(1, pieces(1.0), {"lr": torch.ones(1)})

@@ -1,4 +1,7 @@
-"""How short a step can be at best: a lower bound that no order of the actions beats."""
+"""How short a step can be at best: a lower bound that no order of the actions beats.
+
+What is compiled is written as plain loops: each function of numpy that it called would take seconds more to compile.
+"""
 
 from __future__ import annotations
 

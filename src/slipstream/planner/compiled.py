@@ -21,7 +21,7 @@ def start_times(graph: Graph, order: Order) -> Floats:
     num_ranks, num_channels = graph.counts[0], graph.counts[1]
     missing = graph.first_before[1:] - graph.first_before[:-1]
     ready = np.zeros(len(missing))
-    start = -np.ones(len(missing))
+    start = np.full(len(missing), -1.0)
     free, line_free = np.zeros(num_ranks), np.zeros(num_channels)
     reached = np.zeros(num_ranks, np.int64)
     waiting, num_waiting = np.arange(2 * num_ranks), num_ranks

@@ -95,9 +95,9 @@ def _time_steps(config: Config, model: Any, device: torch.device) -> list[float]
 
 
 def compare(output: Output) -> str:
-    """What `measure` found beside the run's own steps, in words; both are kept in `comparison.json`."""
+    """What `measure` found beside the `steps_of` the run, in words; both are kept in `comparison.json`."""
     alone: dict[str, float] = json.loads(output.comparison.read_text())
-    steps = _steps_since_the_start(output.metrics)
+    steps = steps_of(output)
     together = statistics.median(step["step_seconds"] for step in steps[min(_WARM_UP, len(steps) - 1) :])
     num_ranks = len(steps[0]["peak_memory"])
     best = min(alone, key=lambda name: alone[name])
@@ -110,9 +110,12 @@ def compare(output: Output) -> str:
     )
 
 
-def _steps_since_the_start(metrics: Path) -> list[dict[str, Any]]:
-    """Without those before the run was gone on with, perhaps on other ranks: each start leaves a line of figures."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+def steps_of(output: Output) -> list[dict[str, Any]]:
+    """The metrics of this run's steps, without those before it was gone on with, perhaps on other ranks.
+
+    Each start leaves a line of figures. There are none where a run goes on that had come to its end.
+    """
+    lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
     start = max((number for number, line in enumerate(lines) if "num_parameters" in line), default=0)
     return [line for line in lines[start:] if "step_seconds" in line]
 

@@ -25,11 +25,18 @@ def train(config: Config) -> None:
     progress.say(f"starting {num_ranks} ranks")
     launch(["-m", "slipstream.training.rank", str(output.config)], num_ranks)
     if config.training.single_process_steps:
-        from slipstream.training.comparison import compare
+        _compare(output, progress)
 
-        with progress.waiting("measuring one process alone"):
-            launch(["-m", "slipstream.training.comparison", str(output.config)], num_ranks=1)
-        progress.say(compare(output))
+
+def _compare(output: Output, progress: Progress) -> None:
+    from slipstream.training.comparison import compare, steps_of
+
+    if not steps_of(output):
+        progress.say("no step was left to take, so none to compare with one process")
+        return
+    with progress.waiting("measuring one process alone"):
+        launch(["-m", "slipstream.training.comparison", str(output.config)], num_ranks=1)
+    progress.say(compare(output))
 
 
 def _prepare(config: Config, output: Output, progress: Progress) -> None:

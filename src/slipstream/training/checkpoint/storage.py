@@ -52,7 +52,7 @@ class SnapshotWriter(StorageWriter):
         self._part = folder.part(step)
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        assert checkpoint_id is None  # the folder has names of its own
+        assert checkpoint_id is None  # the folder has names of its own, and only Slipstream writes to it
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._part.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, but a network's disk may not show it yet
@@ -106,7 +106,11 @@ class CheckpointReader(StorageReader):
         self._folder, self._manifest = Path(folder), manifest or self._read(Path(folder))
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        assert checkpoint_id is None  # the folder is given at the start
+        if checkpoint_id is not None:
+            raise SlipstreamError(
+                f"checkpoint_id={str(checkpoint_id)!r} was given to dcp.load beside a CheckpointReader, which has its "
+                f"folder already: {self._folder}. Leave checkpoint_id out, or give the reader that folder."
+            )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._manifest.metadata()

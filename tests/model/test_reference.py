@@ -1,0 +1,24 @@
+"""What the comparisons in float64 rest on."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.model.reference import full_precision
+
+
+def test_float64_stays_float64() -> None:
+    wide, narrow = torch.rand(2, 3, dtype=torch.float64), torch.rand(3, 2)
+    with full_precision():
+        kept = (
+            wide.float(),
+            wide.to(torch.float32),
+            wide.to(dtype=torch.float32),
+            torch.nn.functional.softmax(wide, dim=-1, dtype=torch.float32),
+            wide @ narrow,
+            narrow @ wide,
+        )
+        assert narrow.float().dtype == (narrow @ narrow.T).dtype == torch.float32
+    assert {tensor.dtype for tensor in kept} == {torch.float64}
+    assert torch.equal(kept[4], wide @ narrow.double())
+    assert wide.float().dtype == torch.float32
