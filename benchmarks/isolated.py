@@ -31,9 +31,14 @@ class Runs(Protocol):
 
 
 class Contender:
-    """`build(*arguments)` runs on each of some processes, which then take a step whenever `run` is called."""
+    """`build(*arguments)` runs on each of some processes, which then take a step whenever `run` is called.
 
-    def __init__(self, name: str, build: Callable[..., Runs], *arguments: object, num_processes: int = 2) -> None:
+    They are the ranks of one process group, or `apart`: each alone in one, at the same time.
+    """
+
+    def __init__(
+        self, name: str, build: Callable[..., Runs], *arguments: object, num_processes: int = 2, apart: bool = False
+    ) -> None:
         self.name = name
         self.losses: list[float] = []
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-benchmark-")
@@ -43,9 +48,8 @@ class Contender:
         self._processes = []
         for rank in range(num_processes):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, num_processes, str(store), there, build, arguments), daemon=True
-            )
+            group = (0, 1, f"{store}-{rank}") if apart else (rank, num_processes, str(store))
+            process = context.Process(target=_serve, args=(*group, there, build, arguments), daemon=True)
             process.start()
             self._connections.append(here)
             self._processes.append(process)
