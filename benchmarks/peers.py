@@ -92,6 +92,6 @@ def torch_pipeline(
             runner.step(inputs)
         else:
             runner.step(target=targets, losses=losses)
-        return float(torch.stack(losses).mean()) if losses else None
+        return float(torch.stack(losses).detach().mean()) if losses else None
 
     return step, [parameter for stage in stages for parameter in stage.submod.parameters()]

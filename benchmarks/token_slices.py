@@ -52,7 +52,7 @@ class Unsliced:
         logits = self.model(input_ids=self.inputs, use_cache=False).logits
         loss = mean_loss(logits, shifted(self.inputs))
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
