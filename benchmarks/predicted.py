@@ -119,7 +119,7 @@ def main() -> None:
     for counts in ONE_PROCESS if options.ranks == 4 else TWO_PROCESSES:
         rows += measure(options.ranks, *counts)
         if dist.get_rank() == 0:
-            for row in rows[-7 if options.ranks == 2 else -4 :]:
+            for row in rows[-7 if options.ranks == 2 else -5 :]:
                 print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
     if dist.get_rank() == 0:
         print(summary(rows))
