@@ -117,9 +117,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     rows = []
     for counts in ONE_PROCESS if options.ranks == 4 else TWO_PROCESSES:
-        rows += measure(options.ranks, *counts)
+        found = measure(options.ranks, *counts)
+        rows += found
         if dist.get_rank() == 0:
-            for row in rows[-7 if options.ranks == 2 else -5 :]:
+            for row in found:
                 print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
     if dist.get_rank() == 0:
         print(summary(rows))

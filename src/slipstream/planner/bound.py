@@ -1,6 +1,6 @@
 """How short a step can be at best: a lower bound that no order of the actions beats.
 
-What is compiled is written as plain loops: each function of numpy that it called would take seconds more to compile.
+What is compiled is mostly plain loops: functions of numpy take long to compile.
 """
 
 from __future__ import annotations
