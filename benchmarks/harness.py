@@ -38,12 +38,14 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of every contender, run in turns, so that what else the machine does meets all of them.
 
-    The first rounds pay for page faults and do not count.
+    The first rounds pay for page faults and do not count. Steps of over a second are told as they come.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(warmups + repeats):
         for name, run in contenders.items():
             measured = run()
+            if measured > 1:
+                print(f"round {index + 1} of {warmups + repeats}: {measured:.2f} s {name}", file=sys.stderr, flush=True)
             if index >= warmups:
                 seconds[name].append(measured)
     return seconds

@@ -28,7 +28,8 @@ INTERLEAVED = "torch interleaved 1f1b"
 ZERO_BUBBLE = "torch interleaved zero-bubble"
 AT_ONCE = "two processes, a sequence each"
 SLICED_AT_ONCE = "two processes, a sequence each in 8 slices"
-WARM_UPS = 3
+LONGEST_OF_ALL = 2048  # tokens: of 4096, 24 GiB hold only what ratios are of
+WARM_UPS = 2
 
 
 def tokens(batch: int, length: int) -> Tensor:
@@ -42,15 +43,18 @@ def shifted(inputs: Tensor) -> Tensor:
 
 
 class Unsliced:
-    """transformers' own model in one process."""
+    """transformers' own model in one process, a sequence after the other."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.inputs = tokens(batch, length)
         self.model = whole_model(model_config(length))
 
     def step(self) -> float:
-        logits = self.model(input_ids=self.inputs, use_cache=False).logits
-        loss = mean_loss(logits, shifted(self.inputs))
+        return sum(self._add(row) for row in self.inputs.split(1))
+
+    def _add(self, row: Tensor) -> float:
+        logits = self.model(input_ids=row, use_cache=False).logits
+        loss = mean_loss(logits, shifted(row)) / len(self.inputs)
         loss.backward()
         return float(loss.detach())
 
@@ -120,19 +124,26 @@ def one_sequence(length: int, repeats: int) -> dict[str, object]:
         for name in ("torch gpipe", INTERLEAVED, ZERO_BUBBLE)
     ]
     contenders += alone(1, length, (4,))
-    contenders += [
-        Contender(AT_ONCE, Unsliced, 1, length, apart=True),  # they share no data: what the cores cost each other
-        Contender(SLICED_AT_ONCE, Ours, 1, length, {"slices": 8, "schedule": "gpipe"}, apart=True),
-        Contender("slipstream, 8 slices, whole layers", Ours, 1, length, {"slices": 8, "partition": CUT}),
-        Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto"}),
-    ]
+    if length <= LONGEST_OF_ALL:
+        contenders += [
+            Contender(AT_ONCE, Unsliced, 1, length, apart=True),  # they share no data: what the cores cost each other
+            Contender(SLICED_AT_ONCE, Ours, 1, length, {"slices": 8, "schedule": "gpipe"}, apart=True),
+            Contender("slipstream, 8 slices, whole layers", Ours, 1, length, {"slices": 8, "partition": CUT}),
+        ]
+    contenders.append(Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto"}))
     return compare(1, length, contenders, repeats)
 
 
-def several_sequences(batch: int, length: int, repeats: int) -> dict[str, object]:
-    """One microbatch a sequence, all of them for torch."""
+def several_sequences(batch: int, length: int, repeats: int, fewer: Sequence[int]) -> dict[str, object]:
+    """One microbatch a sequence, and for torch without zero-bubble also as many as `fewer` says."""
     names = (*ONE_STAGE, INTERLEAVED, ZERO_BUBBLE)
     contenders = [Contender(name, Peer, name.removeprefix("torch "), batch, batch, length) for name in names]
+    contenders += [
+        Contender(f"{name}, microbatches: {count}", Peer, name.removeprefix("torch "), count, batch, length)
+        for name in names[:-1]
+        for count in fewer
+        if count > 1 or name == "torch gpipe"  # torch's others refuse a single one on two stages
+    ]
     auto = {"slices": "auto", "schedule": "auto", "num_microbatches": batch}
     contenders += [
         Contender("one process, unsliced", Unsliced, batch, length, num_processes=1),
@@ -175,10 +186,11 @@ def ratios(middle: dict[str, float], ours: str) -> dict[str, float]:
         "torch, one stage a rank": ONE_STAGE,
         "torch gpipe, 1f1b, interleaved 1f1b": (*ONE_STAGE, INTERLEAVED),
         "torch interleaved zero-bubble": (ZERO_BUBBLE,),
-        "one process": tuple(name for name in middle if name.startswith("one process")),
+        "one process": ("one process",),
     }
     return {
-        group: min(middle[name] for name in names if name in middle) / middle[ours] for group, names in groups.items()
+        group: min(seconds for name, seconds in middle.items() if name.startswith(begins)) / middle[ours]
+        for group, begins in groups.items()
     }
 
 
@@ -214,6 +226,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 4096], help="of the single sequence")
     parser.add_argument("--sequences", type=int, nargs="*", default=[2, 4, 8], help="of --batch-length tokens each")
     parser.add_argument("--batch-length", type=int, default=1024)
+    parser.add_argument("--fewer", type=int, nargs="*", default=[], help="microbatches torch may choose from as well")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--name", default="token_slices", help="of the file in results/")
     options = parser.parse_args()
@@ -222,7 +235,10 @@ def main() -> None:
     cases = [(1, length) for length in options.lengths]
     cases += [(batch, options.batch_length) for batch in options.sequences]
     for batch, length in cases:
-        row = one_sequence(length, options.repeats) if batch == 1 else several_sequences(batch, length, options.repeats)
+        if batch == 1:
+            row = one_sequence(length, options.repeats)
+        else:
+            row = several_sequences(batch, length, options.repeats, options.fewer)
         rows.append(row)
         show(row)
         check_losses(row)
