@@ -81,8 +81,8 @@ def peak(graph: Graph, order: Order, rank: int) -> float:
 @compiled
 def anneal(
     graph: Graph, order: Order, split: Flags, whole: Floats, halves: Floats, num_steps: int, heat: float, seed: int
-) -> float:
-    """Improve `order` and `split` in place, and say the best makespan.
+) -> tuple[float, Order, Flags]:
+    """The best makespan, order and split that were found; `order` and `split` are written over on the way.
 
     A step takes two actions that follow each other on the critical path and on their rank, and lets them
     change places, moves one of them farther, or splits or joins a backward. It stays if the makespan grows by no
@@ -95,7 +95,7 @@ def anneal(
     graph = _own(graph)
     start = start_times(graph, order)
     now = best = makespan(graph, start)
-    best_rows, best_lengths, best_split = order.rows.copy(), order.lengths.copy(), split.copy()
+    best_order, best_split = _copy(order), split.copy()
     position = np.zeros(size, np.int64)
     pairs = np.empty(size, np.int64)
     for step in range(num_steps):
@@ -121,14 +121,18 @@ def anneal(
         if value <= now + threshold:
             now, start = value, trial
             if now < best * (1 - 1e-12):
-                best = now
-                best_rows[:], best_lengths[:], best_split[:] = order.rows, order.lengths, split
+                # Copies: numba takes seven seconds to compile an assignment to all of an array.
+                best, best_order, best_split = now, _copy(order), split.copy()
         else:
             _move(order, rank, target, source, unit + 2 * num_units)
             if flips:
                 _flip(graph, split, unit, whole, halves)
-    order.rows[:], order.lengths[:], split[:] = best_rows, best_lengths, best_split
-    return best
+    return best, best_order, best_split
+
+
+@compiled
+def _copy(order: Order) -> Order:
+    return Order(order.rows.copy(), order.lengths.copy())
 
 
 @compiled

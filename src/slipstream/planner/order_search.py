@@ -114,7 +114,7 @@ class Search:
 
     def compare_rules(self) -> None:
         """List scheduling by a grid of rules."""
-        for lag, hurry, patience in product((0, 0.25, 0.5, 1, 2, 4), (-1, 0, 0.25, 0.5, 1, 2), (0, 0.5, 1)):
+        for lag, hurry, patience in product((0, 0.25, 0.5, 1, 2, 4), (-1, 0, 0.25, 0.5, 1, 2), (0.0, 0.5, 1.0)):
             for splitting in self.splittings:
                 if self.goes_on() and (splitting != "none" or patience == 0):
                     rule = _Rule(splitting, lag, hurry, patience)
@@ -171,9 +171,9 @@ class Search:
                 return
             order, split = Order(*map(np.copy, self.best.order)), self.best.split.copy()
             graph = self.problem.graph(split)
-            seconds = anneal(graph, order, split, times[Op.B], halves, num_steps, heat, seed)
+            found = anneal(graph, order, split, times[Op.B], halves, num_steps, heat, seed)
             self.effort -= num_steps * self.size / 2
-            self._offer(Candidate(seconds, order, split))
+            self._offer(Candidate(*found))
 
     def join(self) -> None:
         """Make I and W that follow each other whole again where that costs nothing."""
