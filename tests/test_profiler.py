@@ -29,7 +29,7 @@ from slipstream.profiler.stage_bench import PrefilledStore
 from slipstream.schedule.action import Op
 
 CPU = torch.device("cpu")
-SETTINGS = ProfileSettings(seq_len=64, longest_slice=16, granularity=8, repeats=2, budget=100.0)
+SETTINGS = ProfileSettings(seq_len=64, longest_slice=16, granularity=8, repeats=2, budget=20.0)
 
 
 def piece(length: int, batch: int = 1) -> TokenSlice:

@@ -14,7 +14,7 @@ from slipstream.cli.profile import profile as command
 from slipstream.errors import SlipstreamError
 from slipstream.planner.profile import load_profile
 
-QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4")
+QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4", "--budget=20")
 
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -34,7 +34,7 @@ def run(launcher: list[str], script: str, *arguments: str) -> tuple[list[float],
 
 
 def test_images_are_learned() -> None:
-    arguments = ["--model", "resnet", "--steps", "40", "--recompute", "full", "--microbatches", "2"]
+    arguments = ["--model", "resnet", "--steps", "40", "--recompute", "full", "--microbatches", "2", "--width", "8"]
     losses, (before, after) = run(TORCHRUN, "train_images.py", *arguments)
     assert len(losses) == 20
     assert losses[-1] < 0.85 * losses[0]
@@ -43,7 +43,7 @@ def test_images_are_learned() -> None:
 
 def test_translation_is_learned_in_token_slices() -> None:
     """As without them: the losses that are printed are the same."""
-    arguments = ["--steps", "40", "--layers", "1", "--microbatches", "2", "--schedule", "1f1b"]
+    arguments = ["--steps", "40", "--layers", "1", "--microbatches", "2", "--schedule", "1f1b", "--width", "32"]
     whole, _ = run([], "train_translation.py", *arguments)
     sliced, _ = run(TORCHRUN, "train_translation.py", *arguments, "--slices", "3")
     assert len(sliced) == 20

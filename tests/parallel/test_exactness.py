@@ -12,6 +12,12 @@ from forked import launch
 
 WORKER = Path(__file__).with_name("exactness.py")
 BOUND = 1e-9
+# Three of its five models on each mesh: `make exactness` has all of them on every mesh of up to eight processes.
+MODELS = {
+    (2, 2, 1): ["llama, tied", "gpt2", "mixtral"],
+    (2, 1, 2): ["llama, tied", "qwen3", "mixtral"],
+    (1, 2, 2): ["llama", "qwen3", "gpt2"],
+}
 
 
 def test_pipelines_of_three_ranks_beside_each_other_connect() -> None:
@@ -27,9 +33,10 @@ def run(num_processes: int, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=lambda mesh: "pp{} dp{} tp{}".format(*mesh))
+@pytest.mark.parametrize("mesh", MODELS, ids=lambda mesh: "pp{} dp{} tp{}".format(*mesh))
 def test_a_mesh_trains_as_one_process(mesh: tuple[int, int, int]) -> None:
-    results = run(4, *map(str, mesh))
-    assert len(results) >= 10
+    results = run(4, *map(str, mesh), *MODELS[mesh])
+    assert {result["model"] for result in results} == {*MODELS[mesh]}
+    assert len(results) >= 6
     for result in results:
         assert result["error"] < BOUND, result

@@ -79,20 +79,22 @@ def peaks(pipe: Pipeline) -> tuple[float, float]:
         return rank.peak, memory.peak - others
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "gpt2"])
+SETTINGS: list[dict[str, Any]] = [
+    {"slices": 1},
+    {"slices": [20, 30, 14]},
+    {"slices": 4, "schedule": "zb-h1"},
+    {"slices": 4, "recompute": "full"},
+    {"slices": 4, "recompute": "selective", "offload": 0.7},
+    {"slices": 4, "offload": 1.0, "num_flushes": 2},
+    {"slices": 3, "schedule": "interleaved-1f1b", "stages_per_rank": 2},
+    {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2},
+    {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2, "offload": 0.5, "recompute": 1},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"slices": 1},
-        {"slices": [20, 30, 14]},
-        {"slices": 4, "schedule": "zb-h1"},
-        {"slices": 4, "recompute": "full"},
-        {"slices": 4, "recompute": "selective", "offload": 0.7},
-        {"slices": 4, "offload": 1.0, "num_flushes": 2},
-        {"slices": 3, "schedule": "interleaved-1f1b", "stages_per_rank": 2},
-        {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2},
-        {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2, "offload": 0.5, "recompute": 1},
-    ],
+    ("name", "settings"),
+    [*(("llama, tied", each) for each in SETTINGS), *(("gpt2", each) for each in SETTINGS[1::3])],
     ids=str,
 )
 def test_one_rank(name: str, settings: dict[str, Any]) -> None:
