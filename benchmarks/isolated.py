@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 import time
@@ -15,6 +14,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
+
+from slipstream.training.launch import end_with
 
 _PATIENCE = 1800  # seconds: "auto" takes dozens of steps before it is ready
 
@@ -103,7 +104,9 @@ def _serve(
     build: Callable[..., Runs],
     arguments: tuple[object, ...],
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent = parent_process()
+    assert parent is not None
+    threading.Thread(target=end_with, args=(parent.pid,), daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     runs = build(*arguments)
@@ -114,14 +117,6 @@ def _serve(
         else:
             connection.send(runs.report() if what == "report" else "ready")
     dist.destroy_process_group()
-
-
-def _end_with_parent() -> None:
-    """At once: a step takes up to a minute, and slows down whatever is measured next."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _timed_step(runs: Runs, parameters: Iterable[nn.Parameter]) -> tuple[float, float | None]:

@@ -29,7 +29,6 @@ ZERO_BUBBLE = "torch interleaved zero-bubble"
 AT_ONCE = "two processes, a sequence each"
 SLICED_AT_ONCE = "two processes, a sequence each in 8 slices"
 LONGEST_OF_ALL = 2048  # tokens: of 4096, 24 GiB hold only what ratios are of
-WARM_UPS = 2
 
 
 def tokens(batch: int, length: int) -> Tensor:
@@ -117,7 +116,7 @@ def alone(batch: int, length: int, slices: Sequence[int]) -> list[Contender]:
     return contenders
 
 
-def one_sequence(length: int, repeats: int) -> dict[str, object]:
+def one_sequence(length: int, rounds: dict[str, int]) -> dict[str, object]:
     """torch's 1F1B refuses a single microbatch on two stages."""
     contenders = [
         Contender(name, Peer, name.removeprefix("torch "), 1, 1, length)
@@ -131,10 +130,10 @@ def one_sequence(length: int, repeats: int) -> dict[str, object]:
             Contender("slipstream, 8 slices, whole layers", Ours, 1, length, {"slices": 8, "partition": CUT}),
         ]
     contenders.append(Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto"}))
-    return compare(1, length, contenders, repeats)
+    return compare(1, length, contenders, rounds)
 
 
-def several_sequences(batch: int, length: int, repeats: int, fewer: Sequence[int]) -> dict[str, object]:
+def several_sequences(batch: int, length: int, rounds: dict[str, int], fewer: Sequence[int]) -> dict[str, object]:
     """One microbatch a sequence, and for torch without zero-bubble also as many as `fewer` says."""
     names = (*ONE_STAGE, INTERLEAVED, ZERO_BUBBLE)
     contenders = [Contender(name, Peer, name.removeprefix("torch "), batch, batch, length) for name in names]
@@ -142,20 +141,20 @@ def several_sequences(batch: int, length: int, repeats: int, fewer: Sequence[int
         Contender(f"{name}, microbatches: {count}", Peer, name.removeprefix("torch "), count, batch, length)
         for name in names[:-1]
         for count in fewer
-        if count > 1 or name == "torch gpipe"  # torch's others refuse a single one on two stages
+        if count > 1 or name != "torch 1f1b"  # which refuses a single one on two stages
     ]
     auto = {"slices": "auto", "schedule": "auto", "num_microbatches": batch}
     contenders += [
         Contender("one process, unsliced", Unsliced, batch, length, num_processes=1),
         Contender("slipstream, auto", Ours, batch, length, auto),
     ]
-    return compare(batch, length, contenders, repeats)
+    return compare(batch, length, contenders, rounds)
 
 
-def compare(batch: int, length: int, contenders: list[Contender], repeats: int) -> dict[str, object]:
+def compare(batch: int, length: int, contenders: list[Contender], rounds: dict[str, int]) -> dict[str, object]:
     for contender in contenders:
         contender.wait()
-    measured = interleaved({each.name: each.run for each in contenders}, repeats, warmups=WARM_UPS)
+    measured = interleaved({each.name: each.run for each in contenders}, **rounds)
     middle = medians(measured)
     ours = min((each for each in contenders if each.name.startswith("slip")), key=lambda each: middle[each.name])
     timeline, schedule, slices, cut = ours.report()  # type: ignore[misc]
@@ -228,22 +227,21 @@ def main() -> None:
     parser.add_argument("--batch-length", type=int, default=1024)
     parser.add_argument("--fewer", type=int, nargs="*", default=[], help="microbatches torch may choose from as well")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmups", type=int, default=3, help="rounds before, which don't count")
     parser.add_argument("--name", default="token_slices", help="of the file in results/")
     options = parser.parse_args()
     restart_in_environment()
+    rounds = {"repeats": options.repeats, "warmups": options.warmups}
     rows = []
     cases = [(1, length) for length in options.lengths]
     cases += [(batch, options.batch_length) for batch in options.sequences]
     for batch, length in cases:
-        if batch == 1:
-            row = one_sequence(length, options.repeats)
-        else:
-            row = several_sequences(batch, length, options.repeats, options.fewer)
+        row = one_sequence(length, rounds) if batch == 1 else several_sequences(batch, length, rounds, options.fewer)
         rows.append(row)
         show(row)
         check_losses(row)
-        write(options.name, {"setting": setting(repeats=options.repeats), "rows": rows})
-    print(f"wrote {write(options.name, {'setting': setting(repeats=options.repeats), 'rows': rows})}")
+        path = write(options.name, {"setting": setting(**rounds), "rows": rows})
+        print(f"wrote {path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ def run(num_processes: int, *arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mesh", MODELS, ids=lambda mesh: "pp{} dp{} tp{}".format(*mesh))
 def test_a_mesh_trains_as_one_process(mesh: tuple[int, int, int]) -> None:
     results = run(4, *map(str, mesh), *MODELS[mesh])
-    assert {result["model"] for result in results} == {*MODELS[mesh]}
-    assert len(results) >= 6
+    assert Counter(result["model"] for result in results) == dict.fromkeys(MODELS[mesh], 3 if mesh[0] > 1 else 2)
     for result in results:
         assert result["error"] < BOUND, result

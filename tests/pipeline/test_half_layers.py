@@ -114,7 +114,7 @@ def partitions(draw: st.DrawFn) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2", "qwen2_moe"])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_partition_and_any_slices(name: str, data: st.DataObject) -> None:
     partition = data.draw(partitions())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cp_sat import Instance, shortest
 from slipstream.cost import TableCost, UnitCost
 from slipstream.errors import SlipstreamError
-from slipstream.planner.compiled import makespan, peak, start_times
+from slipstream.planner.compiled import anneal, makespan, peak, start_times
 from slipstream.planner.ordering import best_hand_written, find_order, lower_bound
 from slipstream.planner.problem import Problem
 from slipstream.schedule import (
@@ -125,6 +125,26 @@ def test_compiled_simulator_says_when_ranks_get_stuck() -> None:
     order, split = problem.order(problem.schedule_of([(*row[:2], row[3], row[2])]))
     graph = problem.graph(split)
     assert makespan(graph, start_times(graph, order)) == np.inf
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32))
+def test_annealing_gives_the_best_it_found(seed: int) -> None:
+    """Not where it was last: so hot that most steps are taken, it ends far from its best."""
+    pick = random.Random(seed)
+    small = instance(pick, most_units=24)
+    everything = (np.inf,) * small.num_ranks
+    counts = (small.num_ranks, small.num_microbatches, small.num_slices)
+    problem = Problem(small.placement, *counts, small.cost, everything, small.reach)
+    order, split = problem.order(random_order(problem, pick))
+    before = [part.copy() for part in (*order, split)]
+    graph = problem.graph(split)
+    first = makespan(graph, start_times(graph, order))
+    halves = np.concatenate([problem.seconds[Op.I], problem.seconds[Op.W]])
+    seconds, order_found, split_found = anneal(graph, order, split, problem.seconds[Op.B], halves, 300, 10.0, 0)
+    assert seconds <= first
+    assert simulate(problem.schedule(order_found, split_found), small.cost).makespan == pytest.approx(seconds)
+    assert all(np.array_equal(now, then) for now, then in zip((*order, split), before, strict=True))
 
 
 @settings(deadline=None, max_examples=40)

@@ -82,7 +82,7 @@ def peak(graph: Graph, order: Order, rank: int) -> float:
 def anneal(
     graph: Graph, order: Order, split: Flags, whole: Floats, halves: Floats, num_steps: int, heat: float, seed: int
 ) -> tuple[float, Order, Flags]:
-    """The best makespan, order and split that were found; `order` and `split` are written over on the way.
+    """The best makespan that was found from `order` and `split` on, its order and its split.
 
     A step takes two actions that follow each other on the critical path and on their rank, and lets them
     change places, moves one of them farther, or splits or joins a backward. It stays if the makespan grows by no
@@ -92,10 +92,11 @@ def anneal(
     np.random.seed(seed)
     num_units = len(split)
     size = 3 * num_units
-    graph = _own(graph)
+    # Always copies: numba takes long to compile an assignment to all of an array.
+    best_order, best_split = order, split
+    graph, order, split = _own(graph), _copy(order), split.copy()
     start = start_times(graph, order)
     now = best = makespan(graph, start)
-    best_order, best_split = _copy(order), split.copy()
     position = np.zeros(size, np.int64)
     pairs = np.empty(size, np.int64)
     for step in range(num_steps):
@@ -121,7 +122,6 @@ def anneal(
         if value <= now + threshold:
             now, start = value, trial
             if now < best * (1 - 1e-12):
-                # Copies: numba takes seven seconds to compile an assignment to all of an array.
                 best, best_order, best_split = now, _copy(order), split.copy()
         else:
             _move(order, rank, target, source, unit + 2 * num_units)

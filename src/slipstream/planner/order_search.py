@@ -169,7 +169,7 @@ class Search:
             num_steps = min(int(self.effort / (len(_HEATS) - seed) / self.size * 2), _MAX_STEPS)
             if not self.goes_on() or not num_steps:
                 return
-            order, split = Order(*map(np.copy, self.best.order)), self.best.split.copy()
+            _, order, split = self.best
             graph = self.problem.graph(split)
             found = anneal(graph, order, split, times[Op.B], halves, num_steps, heat, seed)
             self.effort -= num_steps * self.size / 2

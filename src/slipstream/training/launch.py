@@ -160,7 +160,7 @@ def reported_to_the_launcher() -> Iterator[None]:
     if parent is None:
         yield
         return
-    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
     try:
         yield
     except BaseException as error:
@@ -175,8 +175,8 @@ def reported_to_the_launcher() -> Iterator[None]:
         os._exit(1)  # a clean exit could wait for a neighbour that is gone
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process when the launcher has died without a chance to say so; works in a blocked rank."""
+def end_with(parent: int) -> None:
+    """Ends this process when its parent has died without a chance to say so; works in a blocked rank."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
