@@ -18,6 +18,7 @@ from live_memory import LiveMemory
 from slipstream import Action, Op, Pipeline, Schedule, SlipstreamError, gpipe
 from slipstream.model.saved_tensors import RecomputationError, SavedTensors
 from slipstream.pipeline.offload import TemporaryFiles, host_of
+from slipstream.schedule import add_communication
 
 
 def step(name: str, offload: float, device: str = "cpu", **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
@@ -185,3 +186,5 @@ def test_a_schedule_that_has_it_already() -> None:
     Pipeline(build(llama()), schedule, slices=2, self_check=False).step(tokens(), tokens())
     with pytest.raises(SlipstreamError, match=r"'?gpipe'? has 0OFFLOAD0.0 already, so OFFLOAD can't be added"):
         Pipeline(build(llama()), schedule, slices=2, offload=0.5, self_check=False)
+    with pytest.raises(SlipstreamError, match=r"offload is set, but .* has its sends.* Leave offload out"):
+        Pipeline(build(llama()), add_communication(gpipe(2, 1, 2)), slices=2, offload=0.5, self_check=False)

@@ -88,6 +88,11 @@ class Engine:
         self._num_steps = 0
         self._ran = ""  # the schedule of the last step or evaluation
 
+    @property
+    def order(self) -> Schedule:
+        """The schedule of the next step as it was given or found: `layout.training` without what lowering added."""
+        return self._adopted
+
     def slices(self, length: int) -> list[int]:
         """The tokens of each slice of such a sequence, as the next step cuts it."""
         return self._tuner.lengths(length)

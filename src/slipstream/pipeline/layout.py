@@ -110,6 +110,13 @@ def _with_less_memory(schedule: Schedule, recompute: Recompute | None, offload: 
             f"the schedule {schedule.name!r} has {schedule.text(given)}, but recompute='none'. Say what it recomputes: "
             "recompute='full', 'selective', or a number of layers."
         )
-    if recompute is not None and given is None:
+    adds = {"recompute": recompute is not None and given is None, "offload": offload > 0}
+    if schedule.is_lowered and any(adds.values()):
+        setting = next(name for name, wanted in adds.items() if wanted)
+        raise SlipstreamError(
+            f"{setting} is set, but the schedule {schedule.name!r} has its sends and receives already, so nothing can "
+            f"be added to it. Leave {setting} out, and it runs as it is, or give it without sends and receives."
+        )
+    if adds["recompute"]:
         schedule = add_recompute(schedule)
     return add_offload(schedule, offload) if offload else schedule

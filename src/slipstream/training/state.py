@@ -71,7 +71,7 @@ class Progression:
             "random_state": {"seed": seed, "num_steps": num_steps},
             "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
             "loss_scale": dict(self._loss_scale.state_dict()),
-            "tuned": None if pipe.is_tuning else {"schedule": str(pipe.layout.training), "slices": slices},
+            "tuned": None if pipe.is_tuning else {"schedule": str(pipe.order), "slices": slices},
             "mesh": {axis: group.size for axis, group in pipe.axes.items()},
             "versions": versions(),
         }

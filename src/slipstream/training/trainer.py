@@ -139,6 +139,11 @@ class Trainer:
     def run(self) -> None:
         """Trains to the end, then draws the last step, exports the model and lets it write."""
         training, first = self.config.training, self.progression.step + 1
+        if self.pipe.is_tuning:
+            self.progress.say(
+                "auto tries orders or slices in the first steps, 29 at most; the first search of an installation "
+                "compiles its code, for half a minute or more"
+            )
         with self.progress.training(self.num_steps) as show:
             for step in range(first, self.num_steps + 1):
                 tuning = self.pipe.is_tuning
