@@ -13,6 +13,7 @@ from slipstream import Op, Pipeline, SlipstreamError
 from slipstream.cost import TableCost
 from slipstream.pipeline.trials import Trial
 from slipstream.pipeline.tuning import Tuner
+from slipstream.schedule.action import COMMUNICATION
 from slipstream.schedule.generators import one_f_one_b
 from slipstream.schedule.lowering import split_backwards
 from slipstream.simulator import simulate
@@ -115,6 +116,9 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(ranks: int
         loss = pipe.step(inputs, labels_of(inputs))
         assert abs(loss - unsplit_step(model, inputs, labels_of(inputs))) < BOUND
         assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+        ran = {action for action in pipe.ran.layout.training.positions if action.op not in COMMUNICATION}
+        assert {span.action for span in pipe.timeline.compute_spans} == ran
+        assert (sum(pipe.ran.slices), len(pipe.ran.slices)) == (64, pipe.ran.layout.training.num_slices)
         seen.add(pipe.layout.training.num_slices)
         num_steps += 1
     assert len(seen) > 2

@@ -72,11 +72,16 @@ def test_a_run_goes_on_with_what_was_found(tmp_path: Path) -> None:
         ended = train(folder, *extras, "--checkpoint.resume=latest")
         assert ended.returncode == 0, ended.stderr
         assert ("auto tries" in ended.stdout) == (folder == anew)
+    assert [line["step"] for line in steps(whole) if "trial" in line] == [1, 2, 3, 4, 5, 6, 7]
     assert (again / "schedule.txt").read_text() == (whole / "schedule.txt").read_text()
     assert losses(again) == losses(whole)[SETTLED:]
     assert losses(anew) == pytest.approx(losses(whole)[TUNING:], rel=1e-4)  # perhaps in another order
 
 
-def losses(folder: Path) -> list[float]:
+def steps(folder: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in found if "loss" in line]
+    return [line for line in found if "loss" in line]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in steps(folder)]

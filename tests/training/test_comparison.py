@@ -26,6 +26,16 @@ def test_a_run_that_was_gone_on_with_counts_its_own_steps_only(tmp_path: Path) -
     assert json.loads(output.comparison.read_text())["num_ranks"] == 2
 
 
+def test_steps_in_which_auto_tried_count_where_there_are_no_others(tmp_path: Path) -> None:
+    output = Output(tmp_path)
+    trials = [{"step_seconds": 9.0, "peak_memory": [1], "trial": True}] * 3
+    begin = "".join(json.dumps(line) + "\n" for line in [{"num_parameters": 7}, *trials])
+    output.metrics.write_text(begin)
+    assert steps_of(output) == trials
+    output.metrics.write_text(begin + json.dumps({"step_seconds": 0.5, "peak_memory": [1]}) + "\n")
+    assert [step["step_seconds"] for step in steps_of(output)] == [0.5]
+
+
 def test_a_run_that_had_come_to_its_end_has_no_steps(tmp_path: Path) -> None:
     output = Output(tmp_path)
     output.metrics.write_text(start(2, 0.5) + start(2, 0.0, num_steps=0))

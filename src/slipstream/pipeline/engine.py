@@ -15,7 +15,7 @@ from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.executor import Executor, LossFunction
 from slipstream.pipeline.families import family_of
 from slipstream.pipeline.family import Inputs
-from slipstream.pipeline.layout import check_ranks
+from slipstream.pipeline.layout import Ran, check_ranks
 from slipstream.pipeline.memory_limit import Gauge
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
@@ -86,7 +86,8 @@ class Engine:
         self._executors = self._make_executors(family.loss_function(tensor))
         self._seed: int = self._ranks.follow(torch.initial_seed())
         self._num_steps = 0
-        self._ran = ""  # the schedule of the last step or evaluation
+        self.ran = Ran(self.layout, [])  # in the last step; "auto" may have other plans for the next
+        self._name = ""  # of the schedule of the last step or evaluation
 
     @property
     def order(self) -> Schedule:
@@ -155,7 +156,7 @@ class Engine:
         return transport if self._num_parts == 1 else ScatterGather(transport, self._ranks.tensor)
 
     def _run(self, schedule: Schedule, batch: Batch) -> Tensor:
-        self._ran = schedule.name
+        self._name = schedule.name
         self._transport.begin()
         run_together(self._executors, schedule, batch)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
@@ -57,6 +58,13 @@ class Layout:
     def stages_of(self, ranks: Iterable[int]) -> list[int]:
         wanted = set(ranks)
         return [stage for stage, rank in enumerate(self.training.placement) if rank in wanted]
+
+
+class Ran(NamedTuple):
+    """What a step ran."""
+
+    layout: Layout
+    slices: list[int]  # tokens of each
 
 
 def check_ranks(schedule: Schedule, num_ranks: int) -> None:

@@ -19,6 +19,7 @@ from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.executor import LossFunction
 from slipstream.pipeline.export import gather_state
 from slipstream.pipeline.family import Inputs
+from slipstream.pipeline.layout import Ran
 from slipstream.pipeline.parameters import Piece
 from slipstream.pipeline.sequence_partition import Balance
 from slipstream.pipeline.settings import Settings
@@ -226,6 +227,7 @@ class Pipeline(Engine):
         self._adopt(self._tuner.begin(length))
         self._find_room(inputs, targets)
         batch = replace(self._cut(inputs, targets, position_ids, document_ids), loss_scale=loss_scale)
+        self.ran = Ran(self.layout, self.slices(length))
         self._parameters.begin(loss_scale)
         self._family.begin()
         loss = self._run(self.layout.training, batch)
@@ -278,7 +280,7 @@ class Pipeline(Engine):
         """What ran when in the last step or evaluation, on all ranks. Collective: every rank must ask."""
         mine = [span for executor in self._executors for span in executor.spans]
         spans = [span for spans in self._ranks.gather(mine) for span in spans]
-        return Timeline(tuple(spans), self.num_ranks, name=self._ran, measured=True)
+        return Timeline(tuple(spans), self.num_ranks, name=self._name, measured=True)
 
     @property
     def random_state(self) -> tuple[int, int]:

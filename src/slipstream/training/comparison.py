@@ -111,13 +111,15 @@ def compare(output: Output) -> str:
 
 
 def steps_of(output: Output) -> list[dict[str, Any]]:
-    """The metrics of this run's steps, without those before it was gone on with, perhaps on other ranks.
+    """The metrics of this run's steps, without those before it was gone on with, perhaps on other ranks, and without
+    those in which "auto" tried what to run, if there are others.
 
     Each start leaves a line of figures. There are none where a run goes on that had come to its end.
     """
     lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
     start = max((number for number, line in enumerate(lines) if "num_parameters" in line), default=0)
-    return [line for line in lines[start:] if "step_seconds" in line]
+    steps = [line for line in lines[start:] if "step_seconds" in line]
+    return [step for step in steps if "trial" not in step] or steps
 
 
 def main() -> None:

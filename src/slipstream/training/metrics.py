@@ -54,6 +54,7 @@ class Step:
     figures: StepFigures | None = None  # None where the model's operations can't be counted
     phases: Phases | None = None
     bytes_sent: dict[str, int] | None = None  # by axis (pp, dp, tp), of all ranks together
+    trial: bool | None = None  # True where "auto" was still trying what to run
 
 
 @dataclass(frozen=True)

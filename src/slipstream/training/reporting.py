@@ -33,7 +33,7 @@ class Reporter:
         self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
         self._figures = self._make_figures(device)
         self._trackers = Trackers()
-        self._seconds: list[float] = []
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
             folder, settings = Output(config.training.output).folder, config.model_dump(mode="json")
             self._trackers = make_trackers(config.tracking.to, folder, settings, resumed_after)
@@ -53,8 +53,9 @@ class Reporter:
         lr: float,
         batch: Batch,
         timeline: Timeline,
+        trial: bool = False,
     ) -> Step:
-        """Collective: a step of so many seconds, on this replica's batch."""
+        """Collective: a step of so many seconds, on this replica's batch; a trial where "auto" was still trying."""
         is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
         mine = (
             peak_memory(),
@@ -65,9 +66,8 @@ class Reporter:
         training = self._config.training
         figures = None
         if self._figures is not None:
-            slices = self._pipe.slices(training.seq_len)
             documents = [length for each in lengths for length in each]
-            figures = self._figures.of_step(seconds, self._pipe.layout, slices, documents)
+            figures = self._figures.of_step(seconds, *self._pipe.ran, documents)
         line = Step(
             step=step,
             loss=updated.loss,
@@ -80,16 +80,19 @@ class Reporter:
             figures=figures,
             phases=Phases.of(timeline, updated.optimizer_seconds, data_seconds),
             bytes_sent=add_up(sent),
+            trial=trial or None,
         )
         self.write(line)
-        self._seconds.append(seconds)
+        self._seconds[trial].append(seconds)
         return line
 
     def close(self) -> None:
         """At the end: how long a whole training takes at this rate."""
-        if self._figures is not None and self._seconds:
-            tokens = self._config.tracking.tokens or len(self._seconds) * self._figures.tokens_per_step
-            time = self._figures.time_to_train(tokens, statistics.median(self._seconds))
+        seconds = self._seconds[False] or self._seconds[True]
+        if self._figures is not None and seconds:
+            num_steps = sum(map(len, self._seconds.values()))
+            tokens = self._config.tracking.tokens or num_steps * self._figures.tokens_per_step
+            time = self._figures.time_to_train(tokens, statistics.median(seconds))
             self._progress.say(describe_time(tokens, time))
         self._trackers.close()
 

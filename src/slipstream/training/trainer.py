@@ -177,7 +177,7 @@ class Trainer:
 
     def step(self, step: int) -> Step:
         """One step of the optimizer, measured."""
-        training, progression = self.config.training, self.progression
+        training, progression, trial = self.config.training, self.progression, self.pipe.is_tuning
         began = time.perf_counter()
         batch = self._mine(progression.num_samples)
         lr = float(self.scheduler.get_last_lr()[0])
@@ -201,7 +201,7 @@ class Trainer:
             )
         progression.step, progression.num_samples = step, progression.num_samples + training.batch_size
         self.timeline = self.pipe.timeline
-        return self.reporter.report(step, updated, seconds, started - began, lr, batch, self.timeline)
+        return self.reporter.report(step, updated, seconds, started - began, lr, batch, self.timeline, trial)
 
     def _mine(self, first: int) -> Batch:
         """This replica's rows of the batch that begins with the sequence `first`."""
@@ -247,7 +247,7 @@ class Trainer:
         if self.pipe.leads and self.timeline is not None:
             self.timeline.draw(self.output.timeline)
             self.timeline.save_perfetto(self.output.perfetto)
-            self.output.schedule.write_text(f"{self.pipe.layout.training}\n", encoding="utf-8")
+            self.output.schedule.write_text(f"{self.pipe.ran.layout.training}\n", encoding="utf-8")
             text = self.timeline.to_text()
             self.progress.say(f"\nthe last step, measured ({self.output.timeline}):\n{text}")
 
