@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.cli import main
 from slipstream.errors import SlipstreamError
+from slipstream.schedule import add_communication, gpipe
 from slipstream.training.config_file import dump_config, parse_config
 from slipstream.training.output import Output
 from slipstream.training.preflight import check_world_size, preflight
@@ -74,6 +75,23 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         return capsys.readouterr().err
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"offload": 0.5}, "offload is set, but the schedule 'gpipe' has its sends and receives already"),
+        ({"recompute": "full"}, "recompute is set, but the schedule 'gpipe' has its sends and receives already"),
+        ({"schedule": "gpipe", "recompute": 5}, "recompute=5: give 'none', 'selective', 'full', or"),
+    ],
+)
+def test_a_layout_that_no_rank_could_make(
+    values: dict[str, Any], refuse: Refuse, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    file = tmp_path / "lowered.txt"
+    file.write_text(str(add_communication(gpipe(2, 1, 2))))
+    values["pipeline"] |= {"num_ranks": 2, "schedule": str(file)} | settings
+    assert message in refuse(values)
 
 
 def snapshot(folder: Path) -> dict[Path, bytes] | None:

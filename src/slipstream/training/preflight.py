@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.config import Config, ModelSection
+from slipstream.training.config import Config, ModelSection, named_schedule
 from slipstream.training.config_file import dump_config
 from slipstream.training.corpus import read_documents
 from slipstream.training.data import PackedSequences, TokenisedText
@@ -70,7 +70,7 @@ def preflight(config: Config, progress: Progress) -> Inputs:
     if config.pipeline.self_check:
         with progress.waiting("checking that the model can be sliced"):
             check_architecture(model_config)
-    check_half_layers(config.pipeline.partition, model_config)
+    check_layout(config, model_config)
     check_shared_layers(config, model_config)
     check_sharded_parameters(config, model_config)
     tokenizer, text = prepare_text(config, model_config, progress)
@@ -164,14 +164,31 @@ def check_layers(config: Config, model_config: Any) -> None:
         )
 
 
-def check_half_layers(partition: str | Sequence[float], model_config: Any) -> None:
-    """Where a stage ends inside a layer, layers of this architecture can be cut in half; else the layer is named."""
-    if isinstance(partition, str) or all(count == int(count) for count in partition):
-        return
+def check_layout(config: Config, model_config: Any) -> None:
+    """The stages, the schedule, and what it is to recompute and to offload go together, as every rank will find."""
     from slipstream.model.anatomy import find_anatomy
-    from slipstream.model.halves import find_halves
+    from slipstream.pipeline.layout import plan_layout
+    from slipstream.pipeline.tuning import Tuner
 
-    find_halves(model_config, find_anatomy(model_config))
+    pipeline = config.pipeline
+    tuner = Tuner(
+        named_schedule(pipeline),
+        pipeline.num_ranks,
+        pipeline.num_microbatches,
+        pipeline.stages_per_rank,
+        pipeline.slices,
+        pipeline.num_flushes,
+    )
+    plan_layout(
+        model_config,
+        find_anatomy(model_config),
+        tuner.schedule,
+        tuner.slices,
+        pipeline.partition,
+        pipeline.recompute,
+        pipeline.offload,
+        config.training.seq_len,
+    )
 
 
 def check_shared_layers(config: Config, model_config: Any) -> None:
