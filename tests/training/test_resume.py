@@ -14,6 +14,7 @@ import yaml
 import slipstream
 from forked import launch
 from slipstream.errors import SlipstreamError
+from slipstream.schedule import Op, Schedule
 from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.config_file import load_config
 
@@ -53,10 +54,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in found if "loss" in line]
 
 
-def half_of(run: Path, folder: Path) -> Path:
-    """What is left of a run that ended after its first checkpoint."""
+def half_of(run: Path, folder: Path, step: int = HALF) -> Path:
+    """What is left of a run that ended after a checkpoint, its first."""
     (folder / "checkpoints").mkdir(parents=True)
-    shutil.copytree(run / "checkpoints" / f"step-{HALF:08}", folder / "checkpoints" / f"step-{HALF:08}")
+    shutil.copytree(run / "checkpoints" / f"step-{step:08}", folder / "checkpoints" / f"step-{step:08}")
     return folder
 
 
@@ -100,6 +101,30 @@ def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Pa
     assert f"going on after step {STEPS - 1}" in ended.stdout, ended.stderr
     models = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, spread, back)]
     assert models[0] == models[1] == models[2]
+
+
+def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
+    """Seven steps learn. The order that was found gets recomputation and offloading again."""
+    order = ["--pipeline.schedule=auto", "--pipeline.slices=[8,16,24,16]", "--pipeline.num_microbatches=2"]
+    memory = ["--pipeline.recompute=full", "--pipeline.offload=0.5"]
+    settings = [*order, *memory, "--training.steps=12", "--checkpoint.every=4", "--checkpoint.keep=9"]
+    first = tmp_path / "first"
+    ended = train(2, first, text, *settings)
+    assert ended.returncode == 0, ended.stderr
+    assert "auto has settled on slices of" in ended.stdout
+    assert [line["step"] for line in lines(first) if "trial" in line] == [1, 2, 3, 4, 5, 6, 7]
+    assert Manifest.read(first / "checkpoints" / "step-00000008").facts["tuned"]["slices"] == [8, 16, 24, 16]
+    assert Schedule.parse((first / "schedule.txt").read_text()).ops >= {Op.R, Op.OFFLOAD}
+
+    again, anew = half_of(first, tmp_path / "again", step=8), half_of(first, tmp_path / "anew", step=4)
+    for folder in (again, anew):
+        ended = train(2, folder, text, *settings, "--checkpoint.resume=latest")
+        assert ended.returncode == 0, ended.stderr
+        assert ("auto tries orders or slices in the first steps" in ended.stdout) == (folder == anew)
+    assert (again / "schedule.txt").read_text() == (first / "schedule.txt").read_text()
+    losses = [line["loss"] for line in lines(first)]
+    assert [line["loss"] for line in lines(again)] == losses[8:]
+    assert [line["loss"] for line in lines(anew)] == pytest.approx(losses[4:], rel=1e-4)  # perhaps in another order
 
 
 def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: Path) -> None:
