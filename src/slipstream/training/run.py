@@ -22,7 +22,7 @@ def train(config: Config) -> None:
     progress = Progress(make_console())
     _prepare(config, output, progress)
     num_ranks = config.num_processes
-    progress.say(f"starting {num_ranks} ranks")
+    progress.say("starting 1 rank" if num_ranks == 1 else f"starting {num_ranks} ranks")
     launch(["-m", "slipstream.training.rank", str(output.config)], num_ranks)
     if config.training.single_process_steps:
         _compare(output, progress)
