@@ -4,6 +4,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # One thread per process: the tests start several processes, and ranks must not share cores.
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Where it is set, each of the many processes would compile all of the source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo test test-slow check lint types imports bench exactness docs clean
 
@@ -26,8 +28,8 @@ test: $(INSTALLED)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not grid" $(TWO_WORKERS) --durations=20
 
 test-slow: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m slow tests/training # the demo, which needs both cores
-	$(ONE_THREAD) $(BIN)/python -m pytest -m slow $(TWO_WORKERS) --ignore=tests/training --durations=20
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not grid" tests/training # the demo, which needs both cores
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not grid" $(TWO_WORKERS) --ignore=tests/training --durations=20
 
 check: lint types imports docs test
 

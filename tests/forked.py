@@ -20,6 +20,8 @@ from subprocess import CompletedProcess
 
 from torch.distributed import TCPStore
 
+from timeouts import LIMIT
+
 _TESTS = Path(__file__).parent
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
@@ -33,7 +35,7 @@ _PROCESSES.set_forkserver_preload(
 )
 
 
-def launch(num_processes: int, script: Path, *arguments: str, timeout: float = 250) -> CompletedProcess[str]:
+def launch(num_processes: int, script: Path, *arguments: str, timeout: float = LIMIT) -> CompletedProcess[str]:
     """Run `script` in so many ranks. One that fails ends the others, and its code is returned; -9 is that of SIGKILL.
 
     Raises TimeoutError, with what was written until then, where they take longer than `timeout` seconds.

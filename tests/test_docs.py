@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from timeouts import LIMIT
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,7 +47,7 @@ def test_the_own_loop_runs_on_two_processes() -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=250,
+        timeout=LIMIT,
     )
     assert result.returncode == 0, result.stderr
     losses = [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("step")]

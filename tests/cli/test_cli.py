@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from timeouts import LIMIT
+
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slipstream", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_help_is_quick_and_loads_nothing_heavy() -> None:

@@ -25,6 +25,7 @@ from slipstream.profiler.planning import make_options, model_section
 from slipstream.training.config_file import load_config
 from slipstream.training.plan_file import plan_settings, write_plan_file
 from slipstream.training.profiling import measure_profile
+from timeouts import LIMIT
 
 SEQ_LEN = 64
 CLUSTER: dict[str, Any] = {
@@ -46,7 +47,7 @@ CLUSTER: dict[str, Any] = {
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "slipstream", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=250)
+    return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ from architectures import llama
 from slipstream.cli.profile import profile as command
 from slipstream.errors import SlipstreamError
 from slipstream.planner.profile import load_profile
+from timeouts import LIMIT
 
 QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4", "--budget=20")
 
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slipstream", "profile", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.schedule import GENERATORS, add_communication, make_schedule, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
 from slipstream.trace import load
+from timeouts import LIMIT
 
 
 def run(*arguments: str | Path) -> Result:
@@ -146,7 +147,7 @@ def test_an_impossible_order_ends_with_code_2_the_grid_the_rule_and_both_actions
     bad = replace(good, actions=(first, (last[1], last[0], *last[2:])))
     (tmp_path / "bad.txt").write_text(str(bad))
     command = [sys.executable, "-m", "slipstream", "timeline", str(tmp_path / "bad.txt")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert (result.returncode, result.stdout) == (2, "")
     assert "1B0 (rank 1) waits for 1F0" in result.stderr  # the two actions
     assert "a backward follows its own forward" in result.stderr  # the rule

@@ -13,7 +13,8 @@ import torch
 from examples.gpipe.image_task import SHAPES, draw
 from examples.gpipe.translation_task import END, decode, encode, sentences, translate
 
-pytestmark = pytest.mark.timeout(300)  # processes of their own, slow to start on a busy machine
+from timeouts import LIMIT
+
 FOLDER = Path(__file__).parents[2] / "examples" / "gpipe"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -24,7 +25,7 @@ def run(launcher: list[str], script: str, *arguments: str) -> tuple[list[float],
         [sys.executable, *launcher, str(FOLDER / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LIMIT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -43,7 +44,7 @@ def test_images_are_learned() -> None:
 
 def test_translation_is_learned_in_token_slices() -> None:
     """As without them: the losses that are printed are the same."""
-    arguments = ["--steps", "40", "--layers", "1", "--microbatches", "2", "--schedule", "1f1b", "--width", "32"]
+    arguments = ["--steps", "20", "--layers", "1", "--microbatches", "2", "--schedule", "1f1b", "--width", "32"]
     whole, _ = run([], "train_translation.py", *arguments)
     sliced, _ = run(TORCHRUN, "train_translation.py", *arguments, "--slices", "3")
     assert len(sliced) == 20
@@ -51,7 +52,7 @@ def test_translation_is_learned_in_token_slices() -> None:
     assert sliced == pytest.approx(whole, abs=0.02)  # in float32
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_amoebanet_learns_images(tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
     losses, (before, after) = run(TORCHRUN, "train_images.py", "--steps", "60", "--timeline", str(picture))
@@ -60,14 +61,14 @@ def test_amoebanet_learns_images(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_vit_learns_images() -> None:
     losses, (before, after) = run([], "train_images.py", "--model", "vit", "--steps", "200", "--ranks", "2")
     assert losses[-1] < 0.7 * losses[0]
     assert after > before + 25
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_most_names_are_translated_to_the_last_letter() -> None:
     _, (before, after) = run(TORCHRUN, "train_translation.py", "--steps", "250", "--schedule", "1f1b")
     assert before == 0

@@ -9,7 +9,6 @@ import pytest
 
 from forked import launch
 
-pytestmark = pytest.mark.timeout(300)  # the first test of each fixture starts the processes and runs all cases
 WORKER = Path(__file__).with_name("data_worker.py")
 CASES = [
     "sums_are_those_of_one_process",
@@ -31,7 +30,7 @@ CASES = [
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     """All cases in the same processes, which take longer to start than to run them; the first that fails ends them."""
-    return launch(request.param, WORKER, timeout=280)
+    return launch(request.param, WORKER)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -25,10 +25,9 @@ SHARDED = [
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     """All cases in the same processes; the first that fails ends them."""
-    return launch(request.param, WORKER, timeout=280)
+    return launch(request.param, WORKER)
 
 
-@pytest.mark.timeout(300)  # the first case of each fixture starts the processes and runs all of them
 @pytest.mark.parametrize("case", [*BOTH_SYSTEMS, *SHARDED])
 def test_zero3(ended: subprocess.CompletedProcess[str], case: str) -> None:
     assert f"passed {case}\n" in ended.stdout, ended.stderr[-3000:]
@@ -46,7 +45,6 @@ def predicted() -> list[dict[str, Any]]:
         sys.path.remove(str(ROOT))
 
 
-@pytest.mark.timeout(300)
 def test_table_2_is_predicted_with_the_constants_of_table_1(predicted: list[dict[str, Any]]) -> None:
     errors = [abs(row["error"]) for row in predicted if row["scheme"] == "ptdp"]
     assert len(errors) == 6

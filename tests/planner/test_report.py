@@ -28,6 +28,7 @@ from slipstream.planner.report_words import (
     slices_text,
 )
 from slipstream.waits import Cause
+from timeouts import LIMIT
 
 UNITS = {"s": 1, "ms": 1e-3, "us": 1e-6, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "%": 1e-2, "": 1}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -254,7 +255,7 @@ def browse(page: Path, folder: Path, *options: str) -> str:
     quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
     quiet += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
     command = [program, "--headless", "--no-sandbox", *quiet, *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT).stdout
 
 
 @pytest.mark.parametrize(("theme", "page_color"), [("light", "#fbfbfa"), ("dark", "#15171b")])

@@ -16,7 +16,6 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_demo_learns_at_least_one_nat_more_than_how_often_tokens_occur(tmp_path: Path) -> None:
     output = Output(tmp_path / "demo")
     command = [sys.executable, "-m", "slipstream", "train", str(DEMO), f"--training.output={output.folder}"]

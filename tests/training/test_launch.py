@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.launch import MALLOC, RankFailedError, launch
+from timeouts import LIMIT
 
 # Each rank says that it is there, then rank 0 waits inside gloo for a message that nobody sends.
 RANK = """
@@ -56,10 +57,10 @@ def script(tmp_path: Path) -> list[str]:
     return [str(path), str(tmp_path)]
 
 
-def rank_pids(folder: Path, seconds: float = 30) -> list[int]:
+def rank_pids(folder: Path) -> list[int]:
     """The ranks' process ids, once both have written them."""
     files = [folder / "pid0", folder / "pid1"]
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + LIMIT
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < deadline, "the ranks didn't start"
         time.sleep(0.05)

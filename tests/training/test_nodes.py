@@ -27,6 +27,7 @@ from slipstream.training.network import address_towards, find_address, find_inte
 from slipstream.training.preflight import check_layers, load_model_config
 from slipstream.training.rendezvous import meet
 from slipstream.training.slurm import first_node, is_task, torchrun_variables
+from timeouts import LIMIT
 
 ROOT = Path(__file__).parents[2]
 WORKER = [sys.executable, str(Path(__file__).with_name("meet_worker.py"))]
@@ -36,7 +37,6 @@ PORT = "29517"
 PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 PLACE += ["GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE", "SLIPSTREAM_RENDEZVOUS_SECONDS"]
 
-_SECONDS = 100  # less than a test may take: what is ended from outside leaves its hosts behind
 
 Result = subprocess.CompletedProcess[str]
 
@@ -54,7 +54,7 @@ class Network:
         own: Sequence[tuple[Path, Path] | None] | None = None,
     ) -> list[Result]:
         """The first command on the first host, and so on. What isn't over in time is ended, and fails."""
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + LIMIT  # what pytest ends leaves its hosts behind
         processes = []
         for index, command in enumerate(commands):
             changed = clean_environment() | (variables[index] if variables else {})
@@ -155,7 +155,7 @@ def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the same run with two local ranks."""
     folder = tmp_path_factory.mktemp("one-host")
     result = subprocess.run(
-        [*TRAIN, str(write_config(folder))], capture_output=True, text=True, timeout=250, env=clean_environment()
+        [*TRAIN, str(write_config(folder))], capture_output=True, text=True, timeout=LIMIT, env=clean_environment()
     )
     assert result.returncode == 0, result.stderr
     return losses_in(folder / "output")

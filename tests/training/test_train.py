@@ -23,6 +23,7 @@ from forked import launch
 from slipstream.training.config_file import load_config
 from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
 from slipstream.training.output import Output
+from timeouts import LIMIT
 
 TRAIN = [sys.executable, "-m", "slipstream", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -88,7 +89,7 @@ def write_config(folder: Path) -> Path:
 
 
 def run(command: list[str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=250)
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT)
 
 
 def train(num_ranks: int, config: Path, *changes: str) -> subprocess.CompletedProcess[str]:
@@ -223,7 +224,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:
 def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: Output, how: str) -> None:
     command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while not (output.metrics.exists() and output.metrics.read_text().count("\n") > 3):
         assert time.monotonic() < deadline, "training didn't start"
         time.sleep(0.1)
