@@ -59,8 +59,8 @@ class Contender:
             self._processes.append(process)
 
     def wait(self) -> None:
-        """Until all processes are built. Contenders start side by side and are waited for before any runs."""
-        self._ask("ready")
+        """Build it. Contenders import side by side and are built one after the other: "auto" times its trials."""
+        self._ask("build")
 
     def run(self) -> float:
         """Seconds of a step: the slowest rank's."""
@@ -109,13 +109,12 @@ def _serve(
     threading.Thread(target=end_with, args=(parent.pid,), daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    runs = build(*arguments)
-    parameters = list(runs.parameters())
-    while (what := connection.recv()) != "close":
-        if what == "step":
-            connection.send(_timed_step(runs, parameters))
-        else:
-            connection.send(runs.report() if what == "report" else "ready")
+    if connection.recv() == "build":
+        runs = build(*arguments)
+        parameters = list(runs.parameters())
+        connection.send("built")
+        while (what := connection.recv()) != "close":
+            connection.send(_timed_step(runs, parameters) if what == "step" else runs.report())
     dist.destroy_process_group()
 
 

@@ -230,6 +230,7 @@ def main() -> None:
     pace = Pace()
     pace.note()
     profiled = Contender("profile", Profiled, longest, options.budget)
+    profiled.wait()
     profile = profiled.report()
     profiled.close()
     pace.note()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
@@ -28,7 +29,7 @@ from slipstream.planner.profile import OPS, Profile
 from slipstream.profiler.grid import Grid, make_grid
 from slipstream.profiler.identity import identify_hardware, identify_model, versions
 from slipstream.profiler.kinds import layer_kinds
-from slipstream.profiler.stage_bench import COPIES, StageBench
+from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule.action import Op
 
 TOLERANCE = 0.02  # TeraPipe's figure for the mean relative error
@@ -46,6 +47,7 @@ _GRID_SHARE = 0.7  # of the budget, the rest is for refinements
 _FEWEST_POINTS = 8
 _LONGEST_SLICE = 8192  # tokens, unless told otherwise: the logits of more would rarely fit
 _OPTIMIZER_REPEATS = 5
+_CACHES = 128 * 2**20  # bytes, many times a core's share of a CPU's caches
 
 _Samples = dict[tuple[int, Point], dict[Op, list[float]]]  # by stage and point
 
@@ -143,22 +145,20 @@ def profile_model(
 def make_benches(
     config: PretrainedConfig, settings: ProfileSettings, device: torch.device, layers: Iterable[range]
 ) -> list[StageBench]:
-    """A bench for every stage, over shared weights where stages have layers in common; on a CPU with twins."""
+    """A bench for every stage, over shared weights where stages have layers in common."""
     layers = list(layers)
     anatomy = find_anatomy(config)
     owned = {layer for stage in layers for layer in stage}
-    models = [
-        random_model(config, seed, anatomy, owned, DTYPES[settings.dtype]).train()
-        for seed in range(COPIES if device.type == "cpu" else 1)
-    ]
-    vocab_size = config.get_text_config().vocab_size
-    benches = []
-    for stage in layers:
-        owns = LayerRange(stage.start, stage.stop)
-        first, *twins = (Stage(share(model), anatomy, owns, device) for model in models)
-        sizes = (settings.microbatch_size, settings.seq_len, vocab_size)
-        benches.append(StageBench(first, *sizes, causal_cross_entropy, device, twins))
-    return benches
+    model = random_model(config, 0, anatomy, owned, DTYPES[settings.dtype]).train()
+    sizes = (settings.microbatch_size, settings.seq_len, config.get_text_config().vocab_size)
+    others = _others(model) if device.type == "cpu" else None
+    stages = [Stage(share(model), anatomy, LayerRange(own.start, own.stop), device) for own in layers]
+    return [StageBench(stage, *sizes, causal_cross_entropy, device, others) for stage in stages]
+
+
+def _others(model: nn.Module) -> Tensor:
+    """As large as the model's weights and gradients, or as many times a core's share of the caches."""
+    return torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)
 
 
 class _Watch:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import mean
 
@@ -20,7 +19,6 @@ from slipstream.planner.fit import Window, find_window
 from slipstream.schedule.action import Op
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-COPIES = 4  # of a slice; their activations are many times what a core's caches hold. Devices have none so large
 _PIECE = 1024  # tokens at once while the context is filled, so that the head's logits stay small
 
 
@@ -38,18 +36,13 @@ class PrefilledStore(ContextStore):
         for each in self._contexts.values():
             each.slices = {0: _Slice(end=context, first=0)} if context else {}
 
-    def reopen(self) -> None:
-        """A copy of the slice whose backward ran is next."""
-        for each in self._contexts.values():
-            for piece in each.slices.values():
-                piece.done = False
-
 
 class StageBench:
     """Runs a stage's ops on slices of random tokens, as the executor runs them.
 
-    `twins` are stages like it with weights of their own. Copies of a slice run on them in turn: a rank's stage has many
-    layers, so that one layer's weights and gradients are not in the caches any more when its next slice comes.
+    In a step a rank's other layers and slices come between two ops of a layer: its weights and gradients are not in the
+    caches any more, nor is the memory that it will write to. So on a CPU `others` are read before every op. Devices
+    have no caches so large.
     """
 
     def __init__(
@@ -60,7 +53,7 @@ class StageBench:
         vocab_size: int,
         loss: LossFunction,
         device: torch.device,
-        twins: Sequence[Stage] = (),
+        others: Tensor | None = None,
     ) -> None:
         self.stage, self.seq_len = stage, seq_len
         self._loss, self._device = loss, device
@@ -71,31 +64,18 @@ class StageBench:
         shape = (batch, seq_len, stage.hidden_size)
         hidden = torch.randn(shape, generator=generator, dtype=torch.float32).to(stage.hidden_dtype)
         self._hidden = hidden.to(self._device)
-        self._stages = [stage, *twins]
-        self._stores = [PrefilledStore(seq_len) for _ in self._stages]
-        for number in range(len(self._stages)):
-            self._fill(number)
-
-    @property
-    def _store(self) -> PrefilledStore:
-        return self._stores[0]
+        self._others = others
+        self._store = PrefilledStore(seq_len)
+        self._fill()
 
     def run(self, length: int, context: int) -> dict[Op, float]:
-        """Seconds of F and B of the slice, then of F, I and W; the mean over some copies of the slice.
-
-        As in a pipeline, all forwards come before the first backward: what they write is not in the caches any more.
-        """
-        count = min(COPIES, self.seq_len // length) if self._device.type == "cpu" else 1
-        seconds: defaultdict[Op, list[float]] = defaultdict(list)
+        """Seconds of F and B of the slice, then of F, I and W."""
+        forwards, seconds = [], dict[Op, float]()
         for splits in (False, True):
-            copies = [self._forward(length, context, copy % len(self._stages)) for copy in range(count)]
-            seconds[Op.F] += [forward for forward, _, _ in copies]
-            while copies:
-                _, output, gradient = copies.pop()
-                self._stores[len(copies) % len(self._stages)].reopen()
-                for op, taken in self._backward(output, gradient, splits).items():
-                    seconds[op].append(taken)
-        return {op: mean(each) for op, each in seconds.items()}
+            forward, output, gradient = self._forward(length, context)
+            forwards.append(forward)
+            seconds |= self._backward(output, gradient, splits)
+        return {Op.F: mean(forwards)} | seconds
 
     def _backward(self, output: Tensor, gradient: Tensor | None, splits: bool) -> dict[Op, float]:
         backward = partial(torch.autograd.backward, output, gradient)
@@ -125,7 +105,7 @@ class StageBench:
     def context_bytes(self) -> tuple[int, int]:
         """Bytes per token of the keys and values, and of their gradients."""
         self._store.free()
-        self._fill(0)
+        self._fill()
         before = self._store.num_bytes
         self.run(1, self.seq_len - 1)
         return before // self._store.length, (self._store.num_bytes - before) // self._store.length
@@ -145,13 +125,12 @@ class StageBench:
         self._compute(1, position, self._input(1))
         return [self._store.reads(call)[-1][0] for call in self._store.calls]
 
-    def _forward(self, length: int, context: int, number: int) -> tuple[float, Tensor, Tensor | None]:
-        """Seconds of F on a twin; its output and the gradient to come."""
-        self._stores[number].rewind(context)
+    def _forward(self, length: int, context: int) -> tuple[float, Tensor, Tensor | None]:
+        """Seconds of F; its output and the gradient to come."""
+        self._store.rewind(context)
         hidden = self._input(length)
         outputs: list[Tensor] = []
-
-        seconds = self._timed(lambda: outputs.append(self._compute(length, context, hidden, number)))
+        seconds = self._timed(lambda: outputs.append(self._compute(length, context, hidden)))
         return seconds, outputs[0], self._gradient(outputs[0])
 
     def _saving(self, length: int, shared: set[int]) -> tuple[SavedTensors, Tensor | None, Tensor]:
@@ -163,11 +142,11 @@ class StageBench:
             output = self._compute(length, 0, hidden)
         return saved, hidden, output
 
-    def _compute(self, length: int, context: int, hidden: Tensor | None, number: int = 0) -> Tensor:
+    def _compute(self, length: int, context: int, hidden: Tensor | None) -> Tensor:
         own = slice(context, context + length)
         ids, positions = self._ids[:, own], self._positions[:, own]
         piece = TokenSlice(ids, positions, None, context, self.seq_len, max_position=self.seq_len - 1)
-        output = self._stages[number].forward(piece, hidden, self._stores[number])
+        output = self.stage.forward(piece, hidden, self._store)
         if not self.stage.is_last:
             return output
         total, _ = self._loss(output, ids)  # any labels will do
@@ -181,17 +160,19 @@ class StageBench:
     def _gradient(self, output: Tensor) -> Tensor | None:
         return None if output.dim() == 0 else self._hidden[:, : output.shape[1]].contiguous().to(output.dtype)
 
-    def _fill(self, number: int) -> None:
+    def _fill(self) -> None:
         """Keys and values of the whole sequence."""
         with torch.no_grad():
             for start in range(0, self.seq_len, _PIECE):
                 length = min(_PIECE, self.seq_len - start)
                 hidden = None if self.stage.is_first else self._hidden[:, start : start + length].contiguous()
-                self._compute(length, start, hidden, number)
+                self._compute(length, start, hidden)
 
     def _timed(self, work: Callable[[], object]) -> float:
         """Seconds; on a GPU between two events, once it is idle."""
         if self._device.type != "cuda":
+            if self._others is not None:
+                self._others.sum()
             began = time.perf_counter()
             work()
             return time.perf_counter() - began
