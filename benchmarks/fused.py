@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from slipstream.model.anatomy import find_anatomy
 from slipstream.model.fused import check_compiler, fuse
 from slipstream.model.layer_range import LayerRange
+from slipstream.model.loading import model_to_time
 from slipstream.model.stage import Stage
 from slipstream.pipeline.loss import causal_cross_entropy
 from slipstream.profiler.stage_bench import StageBench
@@ -83,12 +84,12 @@ TOY = [Case("llama", 32, 48, 4, "float32", (16, 64)), Case("gpt2", 32, 48, 4, "f
 
 
 def layer(case: Case, device: torch.device, fused: bool) -> StageBench:
-    torch.manual_seed(0)
-    config = case.config()
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype))
+    config, middle = case.config(), LayerRange(1, 2)
+    anatomy = find_anatomy(config)
+    model = model_to_time(config, anatomy, middle, device, getattr(torch, case.dtype))
     if fused:
         fuse(model)
-    stage = Stage(model, find_anatomy(config), LayerRange(1, 2), device)
+    stage = Stage(model, anatomy, middle, device)
     return StageBench(stage, 1, max(case.lengths), VOCABULARY, causal_cross_entropy, device)
 
 

@@ -30,7 +30,7 @@ from slipstream.model.anatomy import find_anatomy
 from slipstream.model.context import TokenSlice
 from slipstream.model.fused import check_compiler, fuse
 from slipstream.model.layer_range import LayerRange
-from slipstream.model.loading import random_model
+from slipstream.model.loading import model_to_time
 from slipstream.model.stage import Stage
 from slipstream.pipeline.batch import slice_lengths
 from slipstream.training.peak import measure_peak
@@ -72,7 +72,7 @@ class Layers:
         self, config: LlamaConfig, num_layers: int, length: int, device: torch.device, dtype: torch.dtype, fused: bool
     ) -> None:
         owned, anatomy = LayerRange(1, 1 + num_layers), find_anatomy(config)
-        model = random_model(config, 0, anatomy, owned, dtype)
+        model = model_to_time(config, anatomy, owned, device, dtype)
         if fused:
             fuse(model)
         self.stage = Stage(model, anatomy, owned, device)
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=2, help="32768 tokens take about 8 GB for each")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--fused", action="store_true", help="with fused norms and activations")
+    parser.add_argument("--fused", action="store_true", help="with fused norms and activations, in a file of its own")
     parser.add_argument("--toy", action="store_true", help="tiny layers, nothing is written: does it run?")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -172,7 +172,8 @@ def main() -> None:
             dtype=str(dtype),
             peak={"tflops": round(peak.flops / 1e12, 1), "source": peak.source},
         )
-        print(f"wrote {write('gpu_layers', {'setting': more, 'targets': found, 'rows': rows})}")
+        name = "gpu_layers_fused" if options.fused else "gpu_layers"
+        print(f"wrote {write(name, {'setting': more, 'targets': found, 'rows': rows})}")
 
 
 if __name__ == "__main__":

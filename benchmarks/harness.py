@@ -70,7 +70,7 @@ def setting(**more: object) -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "environment": ENVIRONMENT,
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         **more,
     }
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from architectures import ARCHITECTURES, llama
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model.anatomy import find_anatomy
-from slipstream.model.loading import load_config, pretrained_model, random_model
+from slipstream.model.loading import load_config, model_to_time, pretrained_model, random_model
 
 PARTS = [[0], [1, 2], [3], [0, 3], [0, 1, 2, 3]]
 
@@ -51,6 +51,25 @@ def test_the_parts_of_two_stages_are_all_there_is(name: str) -> None:
     shared = set(parts[0]) & set(parts[1])
     assert shared == ({"model.embed_tokens.weight"} if config.tie_word_embeddings and name != "gpt2" else shared)
     assert len(shared) == int(config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("layers", PARTS)
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "mixtral", "gemma3", "qwen2_moe"])
+def test_a_model_to_time_has_the_same_parts(name: str, layers: list[int]) -> None:
+    """Where and of which shape and dtype they are; every number is finite, and tied weights stay one."""
+    config, state = ARCHITECTURES[name], torch.get_rng_state()
+    wanted = random_model(config, 0, find_anatomy(config), layers, torch.bfloat16)
+    found = model_to_time(config, find_anatomy(config), layers, torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(state, torch.get_rng_state())
+    shapes = [
+        {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
+        for model in (wanted, found)
+    ]
+    assert shapes[0] == shapes[1]
+    assert all(parameter.isfinite().all() and parameter.any() for parameter in found.parameters())
+    expected_buffers, buffers = dict(wanted.named_buffers()), dict(found.named_buffers())
+    assert expected_buffers.keys() == buffers.keys()
+    assert all(torch.equal(buffer, expected_buffers[name]) for name, buffer in buffers.items())
 
 
 ONE_OF_TWELVE = """

@@ -20,6 +20,8 @@ from slipstream.model.saved_tensors import RecomputationError, SavedTensors
 from slipstream.pipeline.offload import TemporaryFiles, host_of
 from slipstream.schedule import add_communication
 
+EMBEDDING = "model.embed_tokens.weight"
+
 
 def step(name: str, offload: float, device: str = "cpu", **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     settings = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_ranks": 2} | settings
@@ -46,12 +48,17 @@ def test_nothing_changes_to_the_bit(name: str, schedule: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_pinned_memory(recompute: str) -> None:
-    """The copies run on a stream of their own; a race would change numbers."""
+    """The copies run on a stream of their own; a race would change numbers.
+
+    The embedding's gradient adds rows in whatever order the device comes to them, so its last bits vary.
+    """
     loss, expected = step("llama", 0.0, "cuda")
     for _ in range(3):
         moved_loss, found = step("llama", 1.0, "cuda", recompute=recompute)
         assert moved_loss == loss
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        torch.testing.assert_close(found.pop(EMBEDDING), expected[EMBEDDING], rtol=1e-5, atol=1e-7)
+        changed = [name for name, gradient in found.items() if not torch.equal(gradient, expected[name])]
+        assert not changed
 
 
 def live_bytes(offload: float, recompute: str = "none") -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -43,10 +43,11 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the whole model were there, so what is kept gets the numbers it would get in the unsplit model.
     """
 
-    def __init__(self, on_meta: set[int] | None = None) -> None:
+    def __init__(self, on_meta: set[int] | None = None, draws: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.created: list[Tensor] = []
         self._on_meta = on_meta  # None: every one, and nothing is drawn, as nothing will be kept
+        self._draws = draws and on_meta is not None
         self._scratch: dict[torch.dtype, Tensor] = {}  # one that grows: freed ones would leave holes in the heap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +55,7 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _FACTORIES and "meta" not in str(kwargs.get("device")):
             return self._create(func, args, kwargs)
         if args and isinstance(args[0], Tensor) and args[0].is_meta and torch.Tag.nondeterministic_seeded in func.tags:
-            if self._on_meta is not None:
+            if self._draws:
                 func(self._scratch_like(args[0]), *args[1:], **kwargs)
             return args[0]
         return func(*args, **kwargs)
@@ -99,6 +100,38 @@ def random_model(
             model = _construct(config, dtype)
     keep_layers(model, anatomy, owned, torch.device("cpu"))
     return model
+
+
+def model_to_time(
+    config: PretrainedConfig,
+    anatomy: Anatomy,
+    owned: Collection[int | HalfLayer],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """The layers `owned` with any numbers, drawn where they are needed: a CPU takes minutes for a large model's.
+
+    `random_model` draws those of all layers, and twice: once for torch's own start, once for transformers'.
+    """
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        with _Construction() as dry_run:
+            model = _construct(config, dtype)
+        buffers = {_storage(buffer) for buffer in model.buffers()}
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if _storage(tensor) not in buffers}
+        with _Construction(on_meta, draws=False):
+            model = _construct(config, dtype)
+    keep_layers(model, anatomy, owned, torch.device("cpu"))
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = {parameter: _draw(parameter, generator) for parameter in model.parameters()}  # once where two are tied
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, drawn[parameter])
+    return model
+
+
+def _draw(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
+    drawn = torch.ones_like(parameter, device=generator.device)
+    return nn.Parameter(drawn.normal_(std=0.02, generator=generator) if drawn.dim() > 1 else drawn)
 
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype | None = None, **settings: Any) -> PreTrainedModel:

@@ -159,7 +159,13 @@ class Stage:
         try:
             with active_slice(context), keyed_random_state(self._is_random):
                 self._enter(-1)
-                output = self.model(input_ids=piece.input_ids, position_ids=piece.position_ids, use_cache=False)
+                output = self.model(
+                    input_ids=piece.input_ids,
+                    # without it transformers looks for packed documents, and its look waits for the GPU to be idle
+                    attention_mask=torch.ones_like(piece.input_ids, dtype=torch.bool),
+                    position_ids=piece.position_ids,
+                    use_cache=False,
+                )
         finally:  # a replay leaves as soon as it has what it needs
             self._context = None
         if context.num_masks != len(self.tables):

@@ -17,7 +17,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import find_anatomy
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.limits import check_length
-from slipstream.model.loading import random_model
+from slipstream.model.loading import model_to_time
 from slipstream.model.split import share
 from slipstream.model.stage import Stage
 from slipstream.pipeline.loss import causal_cross_entropy
@@ -149,7 +149,7 @@ def make_benches(
     layers = list(layers)
     anatomy = find_anatomy(config)
     owned = {layer for stage in layers for layer in stage}
-    model = random_model(config, 0, anatomy, owned, DTYPES[settings.dtype]).train()
+    model = model_to_time(config, anatomy, owned, device, DTYPES[settings.dtype]).train()
     sizes = (settings.microbatch_size, settings.seq_len, config.get_text_config().vocab_size)
     others = _others(model) if device.type == "cpu" else None
     stages = [Stage(share(model), anatomy, LayerRange(own.start, own.stop), device) for own in layers]

@@ -57,13 +57,11 @@ class StageBench:
     ) -> None:
         self.stage, self.seq_len = stage, seq_len
         self._loss, self._device = loss, device
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocab_size, (batch, seq_len), generator=generator)
-        self._ids = ids.to(self._device)
-        self._positions = torch.arange(seq_len, device=self._device).expand(batch, -1)
+        generator = torch.Generator(device).manual_seed(0)
+        self._ids = torch.randint(0, vocab_size, (batch, seq_len), generator=generator, device=device)
+        self._positions = torch.arange(seq_len, device=device).expand(batch, -1)
         shape = (batch, seq_len, stage.hidden_size)
-        hidden = torch.randn(shape, generator=generator, dtype=torch.float32).to(stage.hidden_dtype)
-        self._hidden = hidden.to(self._device)
+        self._hidden = torch.randn(shape, generator=generator, dtype=stage.hidden_dtype, device=device)
         self._others = others
         self._store = PrefilledStore(seq_len)
         self._fill()

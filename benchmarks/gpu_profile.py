@@ -1,0 +1,112 @@
+"""Llama-3's layers in bfloat16 on one GPU: how well a profile predicts slice times up to 128K tokens of context.
+
+    python -m benchmarks.gpu_profile                # one CUDA device; prints tables, writes results/gpu_profile.json
+    python -m benchmarks.gpu_profile --device cpu --toy   # tiny layers on a CPU: does it run?
+
+`slipstream profile` measures a few layers of each size on a grid of slice lengths and contexts. A part of the points is
+held out of the fit, and its error there is what a plan has to expect. Beside it, the times that the planner computes
+from counted operations and the description of an H100, for one layer. Of that description the efficiency of attention
+and that of large matrix products were set from this benchmark, and nothing else.
+
+Target: a mean error below 3% at the points held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.harness import setting, write
+from benchmarks.profile_fit import held_out
+from slipstream.planner.analytic import Analytic
+from slipstream.planner.cluster import load_cluster
+from slipstream.planner.profile import OPS, Profile
+from slipstream.profiler import ProfileSettings, profile_model
+from slipstream.profiler.count import count_model
+
+COMMON = {"vocab_size": 1024, "num_hidden_layers": 8, "num_key_value_heads": 8}  # embedding and head aren't measured
+SIZES: dict[str, dict[str, int]] = {
+    "Llama-3-8B": COMMON | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "Llama-3-70B": COMMON | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+}
+TOY = {"toy": COMMON | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}}
+LENGTH, LONGEST, GRANULARITY = 131_072, 8192, 1024  # tokens; shorter slices leave a GPU waiting for its host
+SHOWN = [(length, context) for length in (1024, 4096, 8192) for context in (0, 32_768, 122_880)]
+WORST = 0.03
+
+
+def measure(sizes: dict[str, int], settings: ProfileSettings, device: torch.device) -> dict[str, object]:
+    """One model's profile, its error at points held out, and what is predicted from the description alone."""
+    config = LlamaConfig(
+        **sizes,
+        max_position_embeddings=settings.seq_len,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    profile = profile_model(config, settings, device)
+    return {
+        "error at points held out": profile.error,
+        "held out": held_out(profile),
+        "layer": layer(
+            profile, Analytic(count_model(config, settings.seq_len), load_cluster("h100-dgx")), settings.longest
+        ),
+    }
+
+
+def layer(profile: Profile, analytic: Analytic, longest: int) -> list[dict[str, object]]:
+    """Milliseconds of one layer's ops by the profile, and by the description of the device."""
+    rows: list[dict[str, object]] = []
+    for op in OPS:
+        fitted = profile.part_time(profile.kind_names[0], op)
+        assert fitted is not None
+        for length, context in SHOWN:
+            if length <= longest and length + context <= profile.seq_len:
+                measured = float(fitted(length, context))
+                described = float(analytic.part_seconds(analytic.model.layers[0], op, length, context))
+                row = {"op": str(op), "slice": length, "context": context, "measured": 1e3 * measured}
+                rows.append(row | {"described": 1e3 * described, "described over measured": described / measured})
+    return rows
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    print(f"\n{name}: {found['error at points held out']:.2%} off at points held out, on average")
+    for row in found["held out"]:
+        print(f"  layers {row['layers']!s:8} {row['op']}  mean {row['mean']:.2%}, worst {row['worst']:.2%}", end=" ")
+        print(f"at {row['worst_at']}, spread of the measurements {row['spread']:.2%}")
+    for row in found["layer"]:
+        print(f"  {row['op']} {row['slice']:6} tokens after {row['context']:7}: {row['measured']:9.3f} ms, ", end="")
+        print(f"described {row['described']:9.3f} ms ({row['described over measured']:.2f})", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of measuring each size")
+    parser.add_argument("--toy", action="store_true", help="tiny layers, nothing is written: does it run?")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; --device cpu --toy shows that it runs")
+    length, longest, granularity = (4096, 2048, 256) if options.toy else (LENGTH, LONGEST, GRANULARITY)
+    settings = ProfileSettings(
+        length, dtype="bfloat16", longest_slice=longest, granularity=granularity, budget=options.budget
+    )
+    found = {}
+    for name, sizes in (TOY if options.toy else SIZES).items():
+        found[name] = measure(sizes, settings, device)
+        show(name, found[name])
+    errors = [float(str(each["error at points held out"])) for each in found.values()]
+    targets = {f"mean error below {WORST:.0%}": statistics.mean(errors) < WORST}
+    print(targets)
+    if not options.toy:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        tokens = {"sequence": length, "longest slice": longest, "granularity": granularity}
+        more = setting(device=name, tokens=tokens, budget=options.budget, dtype=settings.dtype)
+        print(f"wrote {write('gpu_profile', {'setting': more, 'targets': targets, 'models': found})}")
+
+
+if __name__ == "__main__":
+    main()
