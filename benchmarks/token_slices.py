@@ -22,6 +22,7 @@ from slipstream import Pipeline
 from slipstream.timeline import Timeline
 
 CUT = [4, 4]
+V_CUT = [3.5, 2, 2, 0.5]  # the first rank has the first stage and the last, with the head
 INTERLEAVED_CUT = [2, 2, 2, 2]
 ONE_STAGE = ("torch gpipe", "torch 1f1b")
 INTERLEAVED = "torch interleaved 1f1b"
@@ -129,6 +130,8 @@ def one_sequence(length: int, rounds: dict[str, int]) -> dict[str, object]:
             Contender(SLICED_AT_ONCE, Ours, 1, length, {"slices": 8, "schedule": "gpipe"}, apart=True),
             Contender("slipstream, 8 slices, whole layers", Ours, 1, length, {"slices": 8, "partition": CUT}),
         ]
+    on_a_v = {"slices": "auto", "schedule": "auto-v", "stages_per_rank": 2, "partition": V_CUT}
+    contenders.append(Contender("slipstream, on a V", Ours, 1, length, on_a_v))
     contenders.append(Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto"}))
     return compare(1, length, contenders, rounds)
 

@@ -236,6 +236,18 @@ def test_auto_cuts_a_layer_where_that_balances_a_heavy_head() -> None:
     assert first + last + 1 == second + third  # a V: the first rank has both ends
 
 
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [("interleaved-1f1b", (0, 1, 0, 1)), ("auto", (0, 1, 0, 1)), ("v-min", (0, 1, 1, 0)), ("auto-v", (0, 1, 1, 0))],
+)
+def test_auto_balances_ranks_and_not_stages(schedule: str, ranks: tuple[int, ...]) -> None:
+    """Two stages a rank; the head is as much as a layer."""
+    cut = stages(heavy_head(num_hidden_layers=7), num_ranks=2, schedule=schedule, stages_per_rank=2)
+    of_rank = [sum(count for count, owner in zip(cut, ranks, strict=True) if owner == rank) for rank in (0, 1)]
+    of_rank[ranks[-1]] += 1  # the head
+    assert of_rank == [4, 4]
+
+
 def test_auto_weighs_attention_where_it_knows_the_length() -> None:
     """By its weights the head is two layers; of long sequences, whose attention takes most, next to nothing."""
     config = llama(vocab_size=2 * (2 * (32 * 32 * 2 + 2 * 32 * 16)) // 32, num_hidden_layers=6)

@@ -58,6 +58,19 @@ def test_the_order_is_no_slower_than_hand_written_ones() -> None:
         assert run(trial).makespan <= run(Trial(other, trial.slices)).makespan + 1e-9
 
 
+def test_the_order_on_a_v_is_no_slower_than_hand_written_ones() -> None:
+    trial, _ = settle(Tuner("auto-v", 3, 2, 2, 4), 4096)
+    assert trial.schedule.placement == (0, 1, 2, 2, 1, 0)
+    for name in ("zb-v", "v-half", "v-min"):
+        other = split_backwards(Tuner(name, 3, 2, 2, 4).schedule)
+        assert run(trial).makespan <= run(Trial(other, trial.slices)).makespan + 1e-9
+
+
+def test_a_v_has_two_stages_a_rank() -> None:
+    with pytest.raises(SlipstreamError, match=r"'zb-v'.* exactly 2"):
+        Tuner("auto-v", 2, 1, 1, 4)
+
+
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
 def test_slices_are_shorter_first_and_beat_equal_ones(schedule: str) -> None:
     trial, _ = settle(Tuner(schedule, 2, 1, 1, "auto"), 2048)
@@ -94,12 +107,16 @@ def test_without_auto_there_is_nothing_to_learn() -> None:
     assert tuner.lengths(8) == [3, 5]
 
 
-@pytest.mark.parametrize(("ranks", "stages_per_rank"), [(1, 1), (2, 1), (2, 2)])
-def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(ranks: int, stages_per_rank: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages_per_rank"), [("auto", 1, 1), ("auto", 2, 1), ("auto", 2, 2), ("auto-v", 2, 2)]
+)
+def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(
+    schedule: str, ranks: int, stages_per_rank: int
+) -> None:
     model = build(ARCHITECTURES["llama, tied"])
     pipe = Pipeline(
         copy.deepcopy(model),
-        schedule="auto",
+        schedule=schedule,
         slices="auto",
         num_microbatches=2,
         num_ranks=ranks,
@@ -169,7 +186,9 @@ def test_a_given_schedule_that_splits_a_compiled_module_is_refused() -> None:
 
 @pytest.mark.parametrize(("given", "near"), [("zbv", "zb-v"), ("atuo", "auto"), ("1f1p", "1f1b")])
 def test_a_mistyped_schedule_is_told_the_nearest_and_that_auto_is_one(given: str, near: str) -> None:
-    with pytest.raises(SlipstreamError, match=rf"schedule='{given}' is not known; did you mean '{near}'\?.*, auto, or"):
+    with pytest.raises(
+        SlipstreamError, match=rf"schedule='{given}' is not known; did you mean '{near}'\?.*, auto, auto-v, or"
+    ):
         Tuner(given, 2, 1, 1, 4)
 
 

@@ -65,14 +65,14 @@ def _balanced(
 ) -> tuple[list[float], tuple[LayerPart, ...]]:
     """Whole layers, unless half ones make the slowest rank clearly faster and the architecture allows them."""
     costs = layer_costs(config, anatomy, model, seq_len)
-    whole = partition_layers(costs, len(placement))
+    whole = partition_layers(costs, len(placement), placement=placement)
     slowest = _slowest_rank(costs, whole, placement)
     if sum(costs) / len(set(placement)) > WORTH_CUTTING * slowest:
         return [*whole], ()  # even the most even cut would not be
     halves = _halves_or_none(config, anatomy)
     if halves:
         half_costs = half_layer_costs(config, replace(anatomy, halves=halves), model, seq_len)
-        counts = partition_layers(half_costs, len(placement))
+        counts = partition_layers(half_costs, len(placement), placement=placement)
         if _slowest_rank(half_costs, counts, placement) <= WORTH_CUTTING * slowest:
             return [count / 2 if count % 2 else count // 2 for count in counts], halves
     return [*whole], halves

@@ -40,7 +40,8 @@ class Pipeline(Engine):
             which each rank holds only its own layers. Or an nn.Sequential of any layers that take and return a tensor
             or a tuple of tensors (GPipe): see docs/sequences.md.
         schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the first steps are measured, and the order
-            chosen that is best for them; or a Schedule, which says how many microbatches, slices and stages there are.
+            chosen that is best for them; "auto-v": the same on a V, where each rank has two stages and the first rank
+            the first and the last; or a Schedule, which says how many microbatches, slices and stages there are.
         num_microbatches: the rows of a batch are spread over them.
         slices: the number of token slices of a sequence, their lengths in tokens, or "auto": the first steps are
             measured, and the lengths chosen that run fastest. Default: 8; of an nn.Sequential 1, or with `CutTokens`

@@ -11,7 +11,8 @@ from slipstream.pipeline.learning import COUNTS, Freedom, Learning, learn_order,
 from slipstream.pipeline.trials import Answer, Request
 from slipstream.schedule.action import Op, Schedule
 from slipstream.schedule.flushes import in_flushes
-from slipstream.schedule.generators import check_name, make_schedule
+from slipstream.schedule.generators import AUTOMATIC, check_name, make_schedule, placed_as
+from slipstream.schedule.lowering import join_backwards
 
 
 class Decision(NamedTuple):
@@ -42,12 +43,12 @@ class Tuner:
         """`compiled` names modules whose backward is one piece, so that none is split; `memory_limit` is what an order
         that is chosen keeps to, in bytes of each rank; `splits` is whether backwards that the schedule has whole may
         become I and W."""
-        self._reorders = schedule == "auto"
+        self._reorders = isinstance(schedule, str) and schedule in AUTOMATIC
         self._reslices = slices == "auto"
         _check(schedule, slices)
         _check_flushes(schedule, num_microbatches, num_flushes)
-        if self._reorders:
-            schedule = "1f1b" if stages_per_rank == 1 else "interleaved-1f1b"
+        if isinstance(schedule, str):
+            schedule = placed_as(schedule, stages_per_rank)
         self._counts = (num_ranks, num_microbatches // num_flushes, stages_per_rank)
         self._num_flushes = num_flushes
         self._given, self._splits, self._limit = schedule, splits and not compiled, memory_limit
@@ -135,17 +136,19 @@ class Tuner:
     def _make(self, num_slices: int) -> Schedule:
         assert isinstance(self._given, str)
         num_ranks, num_microbatches, stages_per_rank = self._counts
-        return make_schedule(self._given, num_ranks, num_microbatches, num_slices, stages_per_rank)
+        schedule = make_schedule(self._given, num_ranks, num_microbatches, num_slices, stages_per_rank)
+        return join_backwards(schedule) if self._reorders else schedule  # to be split where that pays
 
     def _frugal(self, num_slices: int) -> Schedule:
         num_ranks, num_microbatches, stages_per_rank = self._counts
-        alone = make_schedule("breadth-first", num_ranks, 1, num_slices, stages_per_rank)
-        return in_flushes(alone, num_microbatches)
+        name = "v-min" if self._given == "zb-v" else "breadth-first"  # of the same placement
+        alone = make_schedule(name, num_ranks, 1, num_slices, stages_per_rank)
+        return in_flushes(join_backwards(alone), num_microbatches)
 
 
 def _check(schedule: str | Schedule, slices: object) -> None:
     if isinstance(schedule, str):
-        check_name(schedule, besides=["auto"])
+        check_name(schedule, besides=AUTOMATIC)
     if isinstance(schedule, Schedule) and slices == "auto":
         raise SlipstreamError(
             f"slices='auto' with the schedule {schedule.name!r}, which has {schedule.num_slices} slices: give their "

@@ -84,6 +84,16 @@ STAGES_PER_RANK: dict[str, range] = {
 }
 """How many stages a rank can hold under each schedule: `2 in STAGES_PER_RANK["zb-v"]`."""
 
+AUTOMATIC = ("auto", "auto-v")
+"""Names of orders that a `Pipeline` finds itself: with one stage a rank or looped ones, and on a V."""
+
+
+def placed_as(name: str, stages_per_rank: int) -> str:
+    """The name in `GENERATORS` with the placement of `name`, which may be one of `AUTOMATIC`: see `Pipeline`."""
+    if name == "auto":
+        return "1f1b" if stages_per_rank == 1 else "interleaved-1f1b"
+    return "zb-v" if name == "auto-v" else name
+
 
 def check_name(name: str, besides: Sequence[str] = ()) -> None:
     """Raises ScheduleError, with the nearest name, for one that is neither in `GENERATORS` nor among `besides`."""

@@ -79,6 +79,15 @@ def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
     return replace(schedule, actions=rows)
 
 
+def join_backwards(schedule: Schedule) -> Schedule:
+    """The opposite: each I becomes B, where it stands, and W is left out."""
+    rows = tuple(
+        tuple(action.with_op(Op.B) if action.op is Op.I else action for action in row if action.op is not Op.W)
+        for row in schedule.actions
+    )
+    return replace(schedule, actions=rows)
+
+
 def add_reductions(schedule: Schedule) -> Schedule:
     """Write a REDUCE_GRAD after the last backward of every stage: its gradients are summed over the replicas of the
     pipeline while stages before it still work.

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from slipstream.schedule import Schedule, ScheduleError, make_schedule, validate
-from slipstream.schedule.generators import check_name
+from slipstream.schedule.generators import AUTOMATIC, check_name, placed_as
 
 
 class Section(BaseModel):
@@ -95,7 +95,7 @@ class PipelineSection(Section):
     """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others."""
     schedule: str = "1f1b"
     """Order of forwards and backwards: a name, or the .txt file of a schedule (a run leaves its own). auto: the first
-    steps are measured, and the best order chosen."""
+    steps are measured, and the best order chosen; auto-v: the same on a V, with 2 stages per rank."""
     num_microbatches: PositiveInt = 1
     """Parts of a batch that go through the pipeline one after the other."""
     num_flushes: PositiveInt = 1
@@ -303,9 +303,10 @@ def _check_schedule(pipeline: PipelineSection) -> None:
         if isinstance(schedule, Schedule):
             _check_counts(schedule, pipeline)
         else:
-            check_name(schedule, besides=["auto"])
-        if isinstance(schedule, str) and schedule != "auto":
-            make_schedule(schedule, pipeline.num_ranks, 1, 1, pipeline.stages_per_rank)
+            check_name(schedule, besides=AUTOMATIC)
+            make_schedule(
+                placed_as(schedule, pipeline.stages_per_rank), pipeline.num_ranks, 1, 1, pipeline.stages_per_rank
+            )
     except ScheduleError as error:
         raise ValueError(f"pipeline.{error}") from None
 

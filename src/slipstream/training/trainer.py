@@ -18,6 +18,7 @@ from slipstream.parallel.loss_scale import LossScale
 from slipstream.parallel.mesh import make_mesh
 from slipstream.pipeline.pipeline import Pipeline
 from slipstream.schedule.action import Schedule
+from slipstream.schedule.generators import AUTOMATIC, make_schedule, placed_as
 from slipstream.timeline import Timeline
 from slipstream.training.checkpoint import Checkpoints, Found
 from slipstream.training.config import Config, named_schedule
@@ -87,13 +88,14 @@ def start(config: Config, device: torch.device, progress: Progress) -> Trainer:
 def _tuned(config: Config, found: Found | None) -> dict[str, Any]:
     """What auto had settled on, where the checkpoint's run had the same ranks, stages and microbatches."""
     tuned = None if found is None else found.facts["tuned"]
-    if tuned is None or "auto" not in (config.pipeline.schedule, config.pipeline.slices):
+    pipeline = config.pipeline
+    if tuned is None or not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
         return {}
-    schedule, pipeline = Schedule.parse(tuned["schedule"]), config.pipeline
+    schedule = Schedule.parse(tuned["schedule"])
+    name = placed_as(pipeline.schedule, pipeline.stages_per_rank)
     same = (
-        schedule.num_ranks == pipeline.num_ranks
+        schedule.placement == make_schedule(name, pipeline.num_ranks, 1, 1, pipeline.stages_per_rank).placement
         and schedule.num_microbatches == pipeline.num_microbatches
-        and schedule.num_stages == pipeline.num_ranks * pipeline.stages_per_rank
         and sum(tuned["slices"]) == config.training.seq_len
     )
     return {"schedule": schedule, "slices": tuned["slices"], "num_flushes": 1} if same else {}
