@@ -29,7 +29,11 @@ INTERLEAVED = "torch interleaved 1f1b"
 ZERO_BUBBLE = "torch interleaved zero-bubble"
 AT_ONCE = "two processes, a sequence each"
 SLICED_AT_ONCE = "two processes, a sequence each in 8 slices"
-LONGEST_OF_ALL = 2048  # tokens: of 4096, 24 GiB hold only what ratios are of
+OURS: dict[str, dict[str, object]] = {  # of one sequence
+    "whole": {"slices": 8, "partition": CUT},
+    "auto": {"slices": "auto", "schedule": "auto"},
+    "v": {"slices": "auto", "schedule": "auto-v", "stages_per_rank": 2, "partition": V_CUT},
+}
 
 
 def tokens(batch: int, length: int) -> Tensor:
@@ -117,22 +121,19 @@ def alone(batch: int, length: int, slices: Sequence[int]) -> list[Contender]:
     return contenders
 
 
-def one_sequence(length: int, rounds: dict[str, int]) -> dict[str, object]:
+def one_sequence(length: int, rounds: dict[str, int], ours: Sequence[str], apart: bool) -> dict[str, object]:
     """torch's 1F1B refuses a single microbatch on two stages."""
     contenders = [
         Contender(name, Peer, name.removeprefix("torch "), 1, 1, length)
         for name in ("torch gpipe", INTERLEAVED, ZERO_BUBBLE)
     ]
     contenders += alone(1, length, (4,))
-    if length <= LONGEST_OF_ALL:
+    if apart:
         contenders += [
             Contender(AT_ONCE, Unsliced, 1, length, apart=True),  # they share no data: what the cores cost each other
             Contender(SLICED_AT_ONCE, Ours, 1, length, {"slices": 8, "schedule": "gpipe"}, apart=True),
-            Contender("slipstream, 8 slices, whole layers", Ours, 1, length, {"slices": 8, "partition": CUT}),
         ]
-    on_a_v = {"slices": "auto", "schedule": "auto-v", "stages_per_rank": 2, "partition": V_CUT}
-    contenders.append(Contender("slipstream, on a V", Ours, 1, length, on_a_v))
-    contenders.append(Contender("slipstream, auto", Ours, 1, length, {"slices": "auto", "schedule": "auto"}))
+    contenders += [Contender(f"slipstream, {name}", Ours, 1, length, OURS[name]) for name in ours]
     return compare(1, length, contenders, rounds)
 
 
@@ -229,6 +230,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="*", default=[2, 4, 8], help="of --batch-length tokens each")
     parser.add_argument("--batch-length", type=int, default=1024)
     parser.add_argument("--fewer", type=int, nargs="*", default=[], help="microbatches torch may choose from as well")
+    parser.add_argument("--ours", nargs="*", default=[*OURS], choices=[*OURS], help="ways to run the single sequence")
+    parser.add_argument("--apart", action="store_true", help="also two processes that share nothing: 4 GiB more")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=3, help="rounds before, which don't count")
     parser.add_argument("--name", default="token_slices", help="of the file in results/")
@@ -239,7 +242,10 @@ def main() -> None:
     cases = [(1, length) for length in options.lengths]
     cases += [(batch, options.batch_length) for batch in options.sequences]
     for batch, length in cases:
-        row = one_sequence(length, rounds) if batch == 1 else several_sequences(batch, length, rounds, options.fewer)
+        if batch == 1:
+            row = one_sequence(length, rounds, options.ours, options.apart)
+        else:
+            row = several_sequences(batch, length, rounds, options.fewer)
         rows.append(row)
         show(row)
         check_losses(row)

@@ -62,16 +62,17 @@ def test_a_schedule_that_holds_too_much_is_refused_before_it_runs(settings: dict
     pipe.step(tokens(batch=4, length=32), tokens(batch=4, length=32))  # shorter sequences hold less
 
 
-def test_auto_uses_the_room_there_is() -> None:
-    inputs = tokens(batch=4)
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("auto", 1), ("auto-v", 2)])
+def test_auto_uses_the_room_there_is(schedule: str, stages_per_rank: int) -> None:
+    inputs, settings = tokens(batch=4), {"schedule": schedule, "stages_per_rank": stages_per_rank}
     with pytest.raises(SlipstreamError, match=r"no order fits.*one microbatch at a time rank") as raised:
-        pipeline(schedule="auto", memory_limit=1000).step(inputs, inputs)
+        pipeline(memory_limit=1000, **settings).step(inputs, inputs)
     least = float(re.findall(r"Give memory_limit=(\d+)", str(raised.value))[0])
     with pytest.raises(SlipstreamError, match="no order fits"):
-        pipeline(schedule="auto", memory_limit=least - 1).step(inputs, inputs)
+        pipeline(memory_limit=least - 1, **settings).step(inputs, inputs)
     held = []
     for limit in (least, 1.5 * least, None):
-        pipe = pipeline(schedule="auto", memory_limit=limit)
+        pipe = pipeline(memory_limit=limit, **settings)
         assert settle(pipe, inputs) <= 9
         held.append(predicted(pipe, inputs))
         assert limit is None or held[-1] <= limit

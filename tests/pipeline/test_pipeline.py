@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
 
 from architectures import (
     ARCHITECTURES,
@@ -184,6 +184,17 @@ def test_a_step_leaves_the_callers_random_state_alone() -> None:
     before = torch.get_rng_state()
     pipe.step(tokens(), tokens())
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_no_forward_looks_for_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would, in the positions, and so wait until a GPU is idle; Slipstream knows where they are."""
+
+    def look(_: Tensor) -> None:
+        raise AssertionError
+
+    pipe = Pipeline(build(ARCHITECTURES["mistral, window of 7"]), slices=4, num_ranks=2, self_check=False)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
+    pipe.step(tokens(), tokens(), document_ids=documents())
 
 
 def test_a_loss_of_ones_own() -> None:

@@ -122,6 +122,11 @@ def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
         assert ("auto tries orders or slices in the first steps" in ended.stdout) == (folder == anew)
     assert (again / "schedule.txt").read_text() == (first / "schedule.txt").read_text()
+    on_a_v = half_of(first, tmp_path / "on a v", step=8)  # no order for other stages
+    v = ["--pipeline.schedule=auto-v", "--pipeline.stages_per_rank=2", "--checkpoint.resume=latest"]
+    ended = train(2, on_a_v, text, *settings[1:], *v)
+    assert ended.returncode == 0, ended.stderr
+    assert "auto tries orders or slices in the first steps" in ended.stdout
     losses = [line["loss"] for line in lines(first)]
     assert [line["loss"] for line in lines(again)] == losses[8:]
     assert [line["loss"] for line in lines(anew)] == pytest.approx(losses[4:], rel=1e-4)  # perhaps in another order
