@@ -241,11 +241,11 @@ def test_auto_cuts_a_layer_where_that_balances_a_heavy_head() -> None:
     [("interleaved-1f1b", (0, 1, 0, 1)), ("auto", (0, 1, 0, 1)), ("v-min", (0, 1, 1, 0)), ("auto-v", (0, 1, 1, 0))],
 )
 def test_auto_balances_ranks_and_not_stages(schedule: str, ranks: tuple[int, ...]) -> None:
-    """Two stages a rank; the head is as much as a layer."""
-    cut = stages(heavy_head(num_hidden_layers=7), num_ranks=2, schedule=schedule, stages_per_rank=2)
+    """Two stages a rank, four layers, and a head of two: even stages would leave a rank with 3.5."""
+    cut = stages(heavy_head(vocab_size=384), num_ranks=2, schedule=schedule, stages_per_rank=2)
     of_rank = [sum(count for count, owner in zip(cut, ranks, strict=True) if owner == rank) for rank in (0, 1)]
-    of_rank[ranks[-1]] += 1  # the head
-    assert of_rank == [4, 4]
+    of_rank[ranks[-1]] += 2  # the head
+    assert of_rank == [3, 3]
 
 
 def test_auto_weighs_attention_where_it_knows_the_length() -> None:
