@@ -1,9 +1,14 @@
-"""Contenders in processes of their own, run in turns: none meets the memory that another one has used."""
+"""Contenders in processes of their own, run in turns: none meets the memory that another one has used.
+
+Who isn't running is stopped: gloo's threads wake up a hundred times a second each, on cores that others are timed on.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing import parent_process
@@ -15,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 
-from slipstream.training.launch import end_with
-
+_END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG: a stopped process can't watch its parent itself
 _PATIENCE = 1800  # seconds: "auto" takes dozens of steps before it is ready
 
 
@@ -74,6 +78,7 @@ class Contender:
         return self._ask("report")[0]
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send("close")
         for process in self._processes:
@@ -83,12 +88,20 @@ class Contender:
 
     def _ask(self, what: str) -> list[object]:
         try:
+            self._signal(signal.SIGCONT)
             for connection in self._connections:
                 connection.send(what)
-            return [self._answer(connection, what) for connection in self._connections]
+            answers = [self._answer(connection, what) for connection in self._connections]
+            self._signal(signal.SIGSTOP)
+            return answers
         except (OSError, EOFError) as error:
             codes = [process.exitcode for process in self._processes]
             raise RuntimeError(f"{self.name}: a process ended with {codes} (-9: no memory?)") from error
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
 
     def _answer(self, connection: Connection, what: str) -> object:
         if not connection.poll(_PATIENCE):
@@ -106,7 +119,9 @@ def _serve(
 ) -> None:
     parent = parent_process()
     assert parent is not None
-    threading.Thread(target=end_with, args=(parent.pid,), daemon=True).start()
+    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it ended while this process was starting
+        return
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     if connection.recv() == "build":

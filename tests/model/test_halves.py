@@ -22,7 +22,7 @@ from architectures import ARCHITECTURES, llama
 from slipstream import SlipstreamError
 from slipstream.model.anatomy import Anatomy, find_anatomy
 from slipstream.model.halves import find_halves
-from slipstream.model.layer_range import Half, HalfLayer, LayerRange
+from slipstream.model.layer_range import Edge, Half, HalfLayer, LayerRange
 from slipstream.model.loading import pretrained_model, random_model
 from slipstream.model.split import ZeroBranch, keep_half
 
@@ -50,6 +50,9 @@ def test_ranges_hold_whole_layers_and_halves_at_their_ends() -> None:
     assert [*LayerRange(2, 2.5)] == [first(2)]
     assert [*LayerRange(0.5, 1.0)] == [second(0)]
     assert LayerRange(0.5, 3.5).layers == range(0, 4)
+    assert [*LayerRange(0, 0)] == [Edge.EMBEDDING]
+    assert [*LayerRange(4, 4)] == [Edge.HEAD]
+    assert not LayerRange(4, 4).layers
     assert [LayerRange(a, b).has_halves for a, b in ((0, 2.0), (0.5, 2), (1, 1.5))] == [False, True, True]
 
 

@@ -147,6 +147,28 @@ def limit() -> None:
         pipeline((2, 1, 2), memory_limit=1e5).step(inputs, inputs)
 
 
+def ends_apart() -> None:
+    """Stages that are the embedding alone and the head alone, their weights shared by tensor ranks or replicas."""
+    inputs, labels = tokens(batch=4), labels_of(tokens(batch=4))
+    for name in ("llama, tied", "gpt2"):
+        whole = build(ARCHITECTURES[name], seed=3)
+        expected = unsplit_step(whole, inputs, labels)
+        wanted = gradients(whole.named_parameters())
+        for partition in ([0, 4], [4, 0]):
+            for mesh, settings in (
+                ((2, 1, 2), {"sequence_parallel": False}),
+                ((2, 1, 2), {"sequence_parallel": True}),
+                ((2, 2, 1), {}),
+            ):
+                pipe = pipeline(mesh, name, partition=partition, **settings)
+                rows = slice(0, 4) if mesh[1] == 1 else slice(2 * pipe.replica, 2 * pipe.replica + 2)
+                assert abs(pipe.step(inputs[rows], labels[rows]) - expected) < BOUND * expected
+                for piece in pipe.pieces():
+                    given = piece.parameter.grad
+                    error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": given})
+                    assert error < BOUND, (name, partition, mesh, settings, piece.name, error)
+
+
 def refusals() -> None:
     """Named before anything runs."""
     for mesh, reason in (
@@ -197,7 +219,7 @@ def low_precision() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for case in (link_bytes, export, dropout, accumulation, auto, limit, refusals, low_precision):
+    for case in (link_bytes, export, dropout, accumulation, ends_apart, auto, limit, refusals, low_precision):
         if len(sys.argv) == 1 or case.__name__ in sys.argv[1:]:
             case()
             if dist.get_rank() == 0:

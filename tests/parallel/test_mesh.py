@@ -7,7 +7,7 @@ from pathlib import Path
 from forked import launch
 
 WORKER = Path(__file__).with_name("mesh_worker.py")
-CASES = ["link_bytes", "export", "dropout", "accumulation", "auto", "limit", "refusals", "low_precision"]
+CASES = ["link_bytes", "export", "dropout", "accumulation", "ends_apart", "auto", "limit", "refusals", "low_precision"]
 
 
 def test_a_mesh_keeps_its_promises() -> None:

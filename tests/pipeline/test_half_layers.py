@@ -55,6 +55,12 @@ def test_every_architecture_is_exact(name: str) -> None:
     assert pipe.layout.layers == (LayerRange(0, 1.5), LayerRange(1.5, 4))
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stages_without_layers_are_exact(name: str) -> None:
+    """The embedding alone, and the norm and the head alone."""
+    assert_exact(build(ARCHITECTURES[name]), num_ranks=4, partition=[0, 2, 2, 0])
+
+
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "qwen3", "gpt2", "mixtral", "gemma2"])
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank", "partition"),
@@ -64,6 +70,8 @@ def test_every_architecture_is_exact(name: str) -> None:
         ("zb-v", 2, [0.5, 1, 1.5, 1]),
         ("zb-v", 2, [1.5, 1, 1, 0.5]),
         ("interleaved-1f1b", 2, [1.5, 0.5, 0.5, 1.5]),
+        ("interleaved-1f1b", 2, [1, 1.5, 1.5, 0]),
+        ("zb-v", 2, [0, 2, 2, 0]),
     ],
 )
 def test_every_schedule_is_exact(name: str, schedule: str, stages_per_rank: int, partition: list[float]) -> None:
@@ -106,11 +114,31 @@ def test_half_a_layer_counts_as_one_that_is_recomputed() -> None:
         Pipeline(model, num_ranks=2, partition=[1.5, 2.5], recompute=4, self_check=False)
 
 
+@pytest.mark.parametrize("name", ["llama, tied", "gpt2"])
+def test_embedding_and_head_are_where_the_partition_says(name: str) -> None:
+    """And nowhere else, but for a tied head's weight; of a head alone nothing is run again for `recompute=1`."""
+    pipe = assert_exact(build(ARCHITECTURES[name]), schedule="gpipe", num_ranks=3, partition=[0, 4, 0], recompute=1)
+    held = [{key.split(".")[1] for key, _ in stage.named_parameters()} for stage in pipe._stages.values()]
+    if name == "gpt2":
+        assert held == [{"wte", "wpe"}, {"h"}, {"ln_f", "wte"}]
+    else:
+        assert held == [{"embed_tokens"}, {"layers"}, {"norm", "embed_tokens"}]
+
+
+def test_a_head_of_its_own_is_not_recomputed_by_number() -> None:
+    pipe = Pipeline(build(llama()), "gpipe", slices=3, num_ranks=2, partition=[4, 0], recompute=2, self_check=False)
+    runs = []
+    pipe._stages[1].model.lm_head.register_forward_pre_hook(lambda *_: runs.append(1))
+    pipe.step(tokens(), tokens())
+    assert len(runs) == 3
+
+
 @st.composite
 def partitions(draw: st.DrawFn) -> list[float]:
     halves = draw(st.sets(st.integers(1, 7), max_size=4))
     bounds = [0, *sorted(halves), 8]
-    return [(b - a) / 2 for a, b in pairwise(bounds)]
+    first, last = ([0.0] * draw(st.booleans()) for _ in range(2))  # an end of its own
+    return [*first, *((b - a) / 2 for a, b in pairwise(bounds)), *last]
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2", "qwen2_moe"])
@@ -158,7 +186,7 @@ def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a matrix product sums in another order on another number of threads
     expected = step(model, [4])
-    for partition in ([2, 2], [1.5, 2.5], [0.5, 1, 2.5], [0.5] * 8):
+    for partition in ([2, 2], [1.5, 2.5], [0.5, 1, 2.5], [0.5] * 8, [0, 1.5, 2.5, 0]):
         for recompute in ("none", "full") if partition == [1.5, 2.5] else ("none",):
             found = step(model, partition, recompute=recompute)
             assert torch.equal(found[0], expected[0])
@@ -193,9 +221,10 @@ def test_autocast_does_not_depend_on_the_cut() -> None:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("partition", [[0.5, 2, 1.5], [0, 4, 0]])
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2", "mixtral"])
-def test_weights_are_made_exported_and_read_again(name: str, tmp_path: Path) -> None:
-    config, settings = ARCHITECTURES[name], {"num_ranks": 3, "partition": [0.5, 2, 1.5], "self_check": False}
+def test_weights_are_made_exported_and_read_again(name: str, partition: list[float], tmp_path: Path) -> None:
+    config, settings = ARCHITECTURES[name], {"num_ranks": 3, "partition": partition, "self_check": False}
     torch.manual_seed(5)
     whole = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     pipe = Pipeline.from_config(config, seed=5, slices=4, **settings)
@@ -284,9 +313,14 @@ def test_an_architecture_that_cannot_be_cut_is_refused() -> None:
     assert_exact(build(ARCHITECTURES["gpt_neox"]), num_ranks=2, partition=[1, 3])
 
 
-@pytest.mark.parametrize("partition", [[1.25, 2.75], [2.5, 2.5], [4, 0], [1.5, 1.5, 1], [float("nan"), 2]])
+def test_an_inner_stage_has_layers() -> None:
+    with pytest.raises(SlipstreamError, match=r"partition=\[2, 0, 2\].*the last to be the head alone"):
+        Pipeline(build(llama()), num_ranks=3, partition=[2, 0, 2], self_check=False)
+
+
+@pytest.mark.parametrize("partition", [[1.25, 2.75], [2.5, 2.5], [4, 0, 0], [5, -1], [1.5, 1.5, 1], [float("nan"), 2]])
 def test_partitions_that_do_not_add_up_are_refused(partition: list[float]) -> None:
-    message = r"2 stages of at least half a layer, in multiples of 0\.5, 4 layers in all"
+    message = r"2 stages of half a layer at least, in multiples of 0\.5; or of none, .*the head alone, 4 layers in all"
     with pytest.raises(SlipstreamError, match=message):
         Pipeline(build(llama()), num_ranks=2, partition=partition, self_check=False)
 

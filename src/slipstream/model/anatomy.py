@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.layer_range import Half
+from slipstream.model.layer_range import Edge, Half
 from slipstream.model.toy import toy_model, toy_tokens
 
 
@@ -40,6 +40,7 @@ class Anatomy:
     tuple_length: int = 0  # layers return a tuple of this length, its first item the hidden states; 0: a tensor
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter): one weight on two stages
     halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty where nobody asked, or it can't be
+    apart: frozenset[Edge] = frozenset()  # what isn't on the stage of the layer beside it, but is a stage of its own
 
 
 def find_anatomy(config: PretrainedConfig) -> Anatomy:

@@ -1,12 +1,12 @@
-"""Consecutive layers of a model, which may begin and end inside a layer: between its attention and its feed-forward."""
+"""What a stage owns: consecutive layers, which may begin and end inside one, or only what runs before or after them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
 class Half(Enum):
@@ -16,6 +16,13 @@ class Half(Enum):
     FEED_FORWARD = "feed-forward"
 
 
+class Edge(Enum):
+    """What runs outside the layers: on the first and the last stage, which may have no layer at all."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+
+
 class HalfLayer(NamedTuple):
     """A layer without its other half."""
 
@@ -23,13 +30,28 @@ class HalfLayer(NamedTuple):
     half: Half
 
 
+Owned: TypeAlias = int | HalfLayer | Edge  # a whole layer goes by its number
+
+ALLOWED_COUNTS = (
+    "half a layer at least, in multiples of 0.5; or of none, if the first is to embed and no more, or the last to be "
+    "the head alone"
+)
+
+
+def are_allowed(counts: Sequence[float]) -> bool:
+    """Whether stages may have so many layers, one after the other."""
+    return all(count >= 0 and count % 0.5 == 0 for count in counts) and 0 not in counts[1:-1]
+
+
 @dataclass(frozen=True)
-class LayerRange(Collection[int | HalfLayer]):
+class LayerRange(Collection[Owned]):
     """Layers [start, stop) in steps of a half: layer 3 is [3, 4), its attention [3, 3.5), its feed-forward [3.5, 4).
 
     Holds whole layers as their numbers, and at its ends perhaps a HalfLayer:
 
         list(LayerRange(3.5, 6)) == [HalfLayer(3, Half.FEED_FORWARD), 4, 5]
+
+    Without layers it is an Edge that is a stage of its own: at 0 the embedding, else the head.
     """
 
     start: float
@@ -45,7 +67,9 @@ class LayerRange(Collection[int | HalfLayer]):
         """Whether it begins or ends inside a layer."""
         return any(isinstance(each, HalfLayer) for each in self)
 
-    def __iter__(self) -> Iterator[int | HalfLayer]:
+    def __iter__(self) -> Iterator[Owned]:
+        if self.start == self.stop:
+            yield Edge.HEAD if self.start else Edge.EMBEDDING
         for layer in self.layers:
             if layer < self.start:
                 yield HalfLayer(layer, Half.FEED_FORWARD)
@@ -58,4 +82,4 @@ class LayerRange(Collection[int | HalfLayer]):
         return each in tuple(self)
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return sum(1 for _ in self)

@@ -21,7 +21,7 @@ from transformers import (
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
-from slipstream.model.layer_range import HalfLayer
+from slipstream.model.layer_range import Owned
 from slipstream.model.split import keep_layers
 from slipstream.model.toy import quiet_transformers
 
@@ -82,7 +82,7 @@ def random_model(
     config: PretrainedConfig,
     seed: int,
     anatomy: Anatomy,
-    owned: Collection[int | HalfLayer],
+    owned: Collection[Owned],
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """The layers `owned` of `torch.manual_seed(seed); AutoModelForCausalLM.from_config(config)`, to the bit.
@@ -105,7 +105,7 @@ def random_model(
 def model_to_time(
     config: PretrainedConfig,
     anatomy: Anatomy,
-    owned: Collection[int | HalfLayer],
+    owned: Collection[Owned],
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
@@ -144,7 +144,7 @@ def pretrained_model(
     path: str,
     config: PretrainedConfig,
     anatomy: Anatomy,
-    owned: Collection[int | HalfLayer],
+    owned: Collection[Owned],
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """The layers `owned` of a folder of safetensors or a model on the hub; no other tensor is read.
@@ -179,7 +179,7 @@ def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
 
 
-def _partial_class(whole: type[PreTrainedModel], anatomy: Anatomy, owned: Collection[int | HalfLayer]) -> Any:
+def _partial_class(whole: type[PreTrainedModel], anatomy: Anatomy, owned: Collection[Owned]) -> Any:
     """`whole` with everything but `owned` cut off as soon as it is constructed, on meta, before weights are read."""
 
     def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +215,7 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype | None, **settings: 
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)
 
 
-def _kept_storages(model: PreTrainedModel, anatomy: Anatomy, owned: Collection[int | HalfLayer]) -> set[int]:
+def _kept_storages(model: PreTrainedModel, anatomy: Anatomy, owned: Collection[Owned]) -> set[int]:
     """Storages of what is left after the cut. Buffers are kept everywhere: rotary tables belong to every stage."""
     buffers = [_storage(buffer) for buffer in model.buffers()]
     keep_layers(model, anatomy, owned, torch.device("meta"))

@@ -58,14 +58,15 @@ class Replay:
         self,
         saved: SavedTensors,
         what: Recompute | None,
-        first_layer: int,
+        layers: range,
         inputs: Tensors,
         needs_gradient: Sequence[bool],
     ) -> None:
-        """`inputs` are the forward's. `what` is None where nothing is recomputed, only moved to the host."""
+        """Of a stage with these layers; `inputs` are the forward's. `what` is None where nothing is recomputed, only
+        moved to the host."""
         self.saved = saved
         self._what = what
-        self._first_layer = first_layer
+        self._layers = layers
         self._inputs = [] if what is None else [saved.hold(tensor) for tensor in inputs]
         self._needs_gradient = needs_gradient
         self._products: list[Slot | None] = []  # in the order in which they ran; None: changed in place, so not kept
@@ -102,7 +103,7 @@ class Replay:
             return products.is_kept
         if self._what.num_layers is None:
             return lambda tensor: False
-        end = self._first_layer + self._what.num_layers
+        end = min(self._layers.start + self._what.num_layers, self._layers.stop)
         return lambda tensor: running_layer() >= end
 
 

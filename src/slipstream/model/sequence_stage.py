@@ -82,8 +82,8 @@ class SequenceStage:
         return self._number == self._num_stages - 1
 
     @property
-    def first_layer(self) -> int:
-        return self._owned.start
+    def layers_here(self) -> range:
+        return self._owned
 
     def receives(self, piece: Microbatch) -> tuple[TensorSpec, ...]:
         return () if self.is_first else self._specs(self._owned.start, self._arrivals, piece)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy, LayerPart
-from slipstream.model.layer_range import Half, HalfLayer
+from slipstream.model.layer_range import Edge, Half, HalfLayer, Owned
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -64,7 +64,7 @@ class EmptyEmbedding(nn.Module):
 
 
 def keep_layers(
-    model: PreTrainedModel, anatomy: Anatomy, owned: Collection[int | HalfLayer], device: torch.device | None = None
+    model: PreTrainedModel, anatomy: Anatomy, owned: Collection[Owned], device: torch.device | None = None
 ) -> None:
     """Replace, in place, every part of `model` that the stages with the layers `owned` do not compute.
 
@@ -80,8 +80,7 @@ def keep_layers(
             layers[index] = PassThrough(layer, anatomy.tuple_length)
         elif len(halves) == 1:
             keep_half(layer, anatomy.halves, halves[0])
-    is_first = Half.ATTENTION in _owned_halves(0, owned)
-    is_last = Half.FEED_FORWARD in _owned_halves(num_layers - 1, owned)
+    is_first, is_last = (has_edge(edge, anatomy, owned, num_layers) for edge in Edge)
     if not is_last:
         for name in anatomy.after:
             _replace(model, name, PassThrough(model.get_submodule(name)))
@@ -91,6 +90,15 @@ def keep_layers(
         for name in anatomy.before:
             if name not in shared:
                 _replace(model, name, _empty(model.get_submodule(name), device))
+
+
+def has_edge(edge: Edge, anatomy: Anatomy, owned: Collection[Owned], num_layers: int) -> bool:
+    """Whether what runs before or after all layers belongs to `owned`: it goes with its half layer, if not apart."""
+    if edge in anatomy.apart:
+        return edge in owned
+    if edge is Edge.EMBEDDING:
+        return Half.ATTENTION in _owned_halves(0, owned)
+    return Half.FEED_FORWARD in _owned_halves(num_layers - 1, owned)
 
 
 def keep_half(layer: nn.Module, parts: Sequence[LayerPart], half: Half) -> None:
@@ -133,7 +141,7 @@ def _part_of(name: str, child: nn.Module, parts: Sequence[LayerPart]) -> LayerPa
     return found
 
 
-def _owned_halves(layer: int, owned: Collection[int | HalfLayer]) -> list[Half]:
+def _owned_halves(layer: int, owned: Collection[Owned]) -> list[Half]:
     return [half for half in Half if layer in owned or HalfLayer(layer, half) in owned]
 
 

@@ -14,10 +14,10 @@ from slipstream.attention import ContextStore
 from slipstream.model import attention_interface
 from slipstream.model.anatomy import Anatomy, LayerPart
 from slipstream.model.context import SliceContext, TokenSlice, active_slice, keyed_random_state
-from slipstream.model.layer_range import LayerRange
+from slipstream.model.layer_range import Edge, LayerRange
 from slipstream.model.masks import MaskTables
 from slipstream.model.rope import fix_length_dependent_rope
-from slipstream.model.split import keep_layers, second_half
+from slipstream.model.split import has_edge, keep_layers, second_half
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.model.weight_gradients import add_weight_gradients_in_place
 
@@ -81,6 +81,7 @@ class Stage:
         model.set_attn_implementation(attention_interface.NAME)
         self.owned = owned
         self.num_layers = len(list(model.get_submodule(anatomy.layers).children()))
+        self.is_first, self.is_last = (has_edge(edge, anatomy, owned, self.num_layers) for edge in Edge)
         keep_layers(model, anatomy, owned, device)
         fix_length_dependent_rope(model)
         self._shared = shared
@@ -90,7 +91,7 @@ class Stage:
         self.model: PreTrainedModel = model.to(device)
         self.tied = _separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size
-        self.hidden_dtype: torch.dtype = next(model.get_submodule(anatomy.layers).parameters()).dtype
+        self.hidden_dtype: torch.dtype = _dtype(model.get_submodule(anatomy.layers), model)
         self.tables = MaskTables(device)
         self._context: SliceContext | None = None
         self._uses_randomness = uses_randomness(model)
@@ -100,16 +101,8 @@ class Stage:
         self._learn_masks(device)
 
     @property
-    def is_first(self) -> bool:
-        return self.owned.start == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.owned.stop == self.num_layers
-
-    @property
-    def first_layer(self) -> int:
-        return self.owned.layers.start
+    def layers_here(self) -> range:
+        return self.owned.layers
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Under the unsplit model's names; a tied weight goes by its canonical one."""
@@ -172,7 +165,7 @@ class Stage:
             raise RuntimeError(f"the model built {context.num_masks} masks, {len(self.tables)} when it was first run")
         if self.is_last:
             return output.logits  # type: ignore[no-any-return]
-        assert context.output is not None, f"layer {self.owned.layers[-1]} did not run"
+        assert context.output is not None, f"the last of {self.owned} did not run"
         return context.output
 
     @property
@@ -211,9 +204,11 @@ class Stage:
             middle = second_half(layers[index], halves)
             if middle is not None and self._uses_randomness:
                 middle.register_forward_pre_hook(self._entering_second_half(index))
+        ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder beside the embedding, or the head
+        here = self.owned.layers or range(self.num_layers)[ends]
         if not self.is_first:
-            layers[self.owned.layers[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
-        last = layers[self.owned.layers[-1]]
+            layers[here[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
+        last = layers[here[-1]]
         last.register_forward_hook(self._entering(self.num_layers) if self.is_last else self._keep)
 
     def _entering(self, layer: int) -> Callable[..., None]:
@@ -254,6 +249,11 @@ class Stage:
         with torch.no_grad():
             self._run(SliceContext(piece, ContextStore(1), self.tables, hidden, records_masks=True))
         self.model.train(was_training)
+
+
+def _dtype(*modules: nn.Module) -> torch.dtype:
+    """Of the first parameter there is."""
+    return next(parameter.dtype for module in modules for parameter in module.parameters())
 
 
 def _separate_head(model: PreTrainedModel, anatomy: Anatomy, is_last: bool) -> list[TiedWeight]:

@@ -79,7 +79,7 @@ class TensorParallel:
         embedding = modules.get(self.plan.embedding)
         if isinstance(embedding, nn.Embedding):
             first_id = self._first_row(self.plan.embedding)
-            VocabularyEmbedding(self.group, first_id, is_read=self._first_layer in modules).install(embedding)
+            VocabularyEmbedding(self.group, first_id, is_read=self._embeds(modules)).install(embedding)
         if self.sequence:
             self._install_ends(every, modules)
         elif self.plan.head in modules:
@@ -119,6 +119,10 @@ class TensorParallel:
     def _first_layer(self) -> str:
         return f"{self.plan.layers}.0"
 
+    def _embeds(self, modules: dict[str, nn.Module]) -> bool:
+        """Not where the embedding is there for the sake of a head that has its weight."""
+        return self._first_layer in modules or self.plan.head not in modules
+
     def _first_row(self, module: str) -> int:
         ((first, _),) = self.share(f"{module}.weight").ranges
         return first
@@ -136,8 +140,8 @@ class TensorParallel:
 
     def _install_ends(self, every: dict[str, nn.Module], modules: dict[str, nn.Module]) -> None:
         """Where tokens are spread and gathered again: the first layer, and the norm before the head."""
-        if self._first_layer in modules:
-            modules[self._first_layer].register_forward_pre_hook(
+        if self._embeds(modules):
+            every[self._first_layer].register_forward_pre_hook(
                 lambda _module, args, kwargs: with_first_tensor(self._split_tokens, args, kwargs), with_kwargs=True
             )
         has_head = self.plan.head in modules

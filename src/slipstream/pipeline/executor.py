@@ -186,7 +186,7 @@ class Executor:
         shared = self._storages[g] | {t.untyped_storage().data_ptr() for t in (*piece.tensors, targets)}
         needs_gradient = [spec.needs_gradient for spec in self._specs(Op.RECV_F, key)]
         what = self._recompute if recomputed else None
-        replay = Replay(SavedTensors(shared), what, stage.first_layer, inputs, needs_gradient)
+        replay = Replay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)
         self._flight.replays[key] = replay
         return replay.forward(store)
 

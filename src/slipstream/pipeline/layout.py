@@ -102,7 +102,7 @@ def plan_layout(
     if seq_len is None and not isinstance(slices, int):
         seq_len = sum(slices)
     layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement, seq_len)
-    most_layers = max(len(stage) for stage in layers)
+    most_layers = max(len(stage.layers) for stage in layers)
     return Layout.of(schedule, layers, Recompute.parse(recompute, most_layers), offload, reduces), anatomy
 
 

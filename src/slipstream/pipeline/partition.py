@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy, LayerPart
 from slipstream.model.halves import find_halves
-from slipstream.model.layer_range import Half, LayerRange
+from slipstream.model.layer_range import ALLOWED_COUNTS, Edge, Half, LayerRange, are_allowed
 from slipstream.model.loading import skeleton
 from slipstream.model.split import half_of
 from slipstream.model.stage import uses_randomness
@@ -47,15 +47,16 @@ def assign_layers(
         halves = halves or find_halves(config, anatomy)
     elif uses_randomness(model):
         halves = halves or _halves_or_none(config, anatomy)
-    return layers, replace(anatomy, halves=halves)
+    apart = frozenset(edge for stage in layers for edge in stage if isinstance(edge, Edge))
+    return layers, replace(anatomy, halves=halves, apart=apart)
 
 
 def _checked(partition: Sequence[float], num_stages: int, num_layers: int) -> list[float]:
-    whole_or_half = all(count % 0.5 == 0 for count in partition)
-    if not whole_or_half or len(partition) != num_stages or sum(partition) != num_layers or min(partition) < 0.5:
+    fits = len(partition) == num_stages and sum(partition) == num_layers
+    if not fits or not are_allowed(partition):
         raise SlipstreamError(
             f"partition={list(partition)} has {len(partition)} stages and {sum(partition)} layers; needed are "
-            f"{num_stages} stages of at least half a layer, in multiples of 0.5, {num_layers} layers in all."
+            f"{num_stages} stages of {ALLOWED_COUNTS}, {num_layers} layers in all."
         )
     return [int(count) if count == int(count) else count for count in partition]
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
-from slipstream.model.layer_range import HalfLayer
+from slipstream.model.layer_range import Owned
 from slipstream.model.weight_gradients import compiled_modules
 
 
@@ -19,7 +19,7 @@ class Source:
     """A model that need not be in memory yet: `load` makes the given layers of it."""
 
     config: PretrainedConfig
-    load: Callable[[Anatomy, list[int | HalfLayer]], PreTrainedModel]
+    load: Callable[[Anatomy, list[Owned]], PreTrainedModel]
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
 
 

@@ -45,7 +45,9 @@ class Stage(Protocol):
     def is_last(self) -> bool: ...
 
     @property
-    def first_layer(self) -> int: ...
+    def layers_here(self) -> range:
+        """The model's layers that it has something of."""
+        ...
 
     def compute(self, piece: Any, inputs: Tensors, store: ContextStore) -> Any:
         """Its forward: what is handed on, a tuple of tensors; of the last stage the model's outputs, for the loss.

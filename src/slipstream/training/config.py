@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from slipstream.model.layer_range import ALLOWED_COUNTS, are_allowed
 from slipstream.schedule import Schedule, ScheduleError, make_schedule, validate
 from slipstream.schedule.generators import AUTOMATIC, check_name, placed_as
 
@@ -341,10 +342,9 @@ def _check_counts(schedule: Schedule, pipeline: PipelineSection) -> None:
 
 
 def _check_partition(pipeline: PipelineSection) -> None:
-    if pipeline.partition != "auto" and any(count < 0.5 or count % 0.5 for count in pipeline.partition):
+    if pipeline.partition != "auto" and not are_allowed(pipeline.partition):
         raise ValueError(
-            f"pipeline.partition={pipeline.partition} must give every stage half a layer at least, in multiples of "
-            "0.5, such as [4.5, 3.5]"
+            f"pipeline.partition={pipeline.partition} must give stages of {ALLOWED_COUNTS}; such as [4.5, 3.5]"
         )
 
 

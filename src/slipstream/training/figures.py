@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.layer_range import Half, HalfLayer, LayerRange
+from slipstream.model.layer_range import Edge, Half, HalfLayer, LayerRange
 from slipstream.model.recompute import Recompute
 from slipstream.pipeline.layout import Layout
 from slipstream.planner.formulas import GPT, training_seconds
@@ -194,7 +194,7 @@ def recomputed_flops(
         return 0.0, 0.0
     ends = [*accumulate(slices, initial=0)]
     rows = [len(part) for part in torch.arange(num_sequences).tensor_split(layout.training.num_microbatches)]
-    forwards = [_Forward.repeated(count, stage, what) for stage in layout.layers]
+    forwards = [_Forward.repeated(count, layout.layers, stage, what) for stage in range(len(layout.layers))]
     products = scores = 0.0
     for action in layout.training.positions:
         if action.op is Op.R:
@@ -218,17 +218,18 @@ class _Forward:
         return cls(sum(map(_products, parts)), Counter(call for part in parts for call in part.attentions))
 
     @classmethod
-    def repeated(cls, count: ModelCount, stage: LayerRange, what: Recompute) -> _Forward:
+    def repeated(cls, count: ModelCount, stages: Sequence[LayerRange], stage: int, what: Recompute) -> _Forward:
         """What a replay runs: a stage's first layers, or all that the stage has, head and loss included."""
         products = 0.0
         calls: Counter[AttentionCall] = Counter()
-        for each in islice(stage, what.num_layers):
+        layers = (each for each in stages[stage] if not isinstance(each, Edge))
+        for each in islice(layers, what.num_layers):
             layer, half = each if isinstance(each, HalfLayer) else (each, None)
             part = count.layers[count.kinds[layer]]
             products += _products(part) * (1.0 if half is None else 0.5)
             calls.update(part.attentions if half is not Half.FEED_FORWARD else ())
-        products += _products(count.embedding) if stage.start == 0 else 0.0
-        if what.num_layers is None and stage.stop == len(count.kinds):
+        products += _products(count.embedding) if stage == 0 else 0.0
+        if what.num_layers is None and stage == len(stages) - 1:
             products += _products(count.head)
         return cls(products, calls)
 
