@@ -34,20 +34,22 @@ def restart_in_environment(num_processes: int = 1) -> None:
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], float]], repeats: int, warmups: int = 2
+    contenders: Mapping[str, Callable[[], float]], repeats: int, warmups: int = 2, steps: int = 1
 ) -> dict[str, list[float]]:
     """Seconds of every contender, run in turns, so that what else the machine does meets all of them.
 
-    The first rounds pay for page faults and do not count. Steps of over a second are told as they come.
+    The first rounds pay for page faults and do not count. In a turn of several steps the first doesn't either: it
+    finds the caches full of what others computed. Steps of over a second are told as they come.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(warmups + repeats):
         for name, run in contenders.items():
-            measured = run()
-            if measured > 1:
-                print(f"round {index + 1} of {warmups + repeats}: {measured:.2f} s {name}", file=sys.stderr, flush=True)
+            measured = [run() for _ in range(steps)]
+            if max(measured) > 1:
+                told = ", ".join(f"{each:.2f}" for each in measured)
+                print(f"round {index + 1} of {warmups + repeats}: {told} s {name}", file=sys.stderr, flush=True)
             if index >= warmups:
-                seconds[name].append(measured)
+                seconds[name] += measured[steps > 1 :]
     return seconds
 
 

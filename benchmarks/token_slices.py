@@ -3,7 +3,7 @@
     python -m benchmarks.token_slices                  # prints tables, writes results/token_slices.json
 
 A step is forward and backward, its time the slower rank's. Every contender has processes of its own and they take
-steps in turns, so that what else the machine does meets all of them; ratios are of medians.
+turns of some steps, so that what else the machine does meets all of them; ratios are of medians.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from slipstream import Pipeline
 from slipstream.timeline import Timeline
 
 CUT = [4, 4]
-V_CUT = [3.5, 2, 2, 0.5]  # the first rank has the first stage and the last, with the head
+TURNS_CUT = [0, 0.5, 2, 3, 2.5, 0]  # three stages a rank, in turns: the embedding alone, ..., the head alone
+TURNS_SLICES = [6, 10, 11, 5]  # 32nds of the sequence
 INTERLEAVED_CUT = [2, 2, 2, 2]
 ONE_STAGE = ("torch gpipe", "torch 1f1b")
 INTERLEAVED = "torch interleaved 1f1b"
@@ -32,7 +33,7 @@ SLICED_AT_ONCE = "two processes, a sequence each in 8 slices"
 OURS: dict[str, dict[str, object]] = {  # of one sequence
     "whole": {"slices": 8, "partition": CUT},
     "auto": {"slices": "auto", "schedule": "auto"},
-    "v": {"slices": "auto", "schedule": "auto-v", "stages_per_rank": 2, "partition": V_CUT},
+    "turns": {"schedule": "auto", "stages_per_rank": 3, "partition": TURNS_CUT},
 }
 
 
@@ -133,7 +134,8 @@ def one_sequence(length: int, rounds: dict[str, int], ours: Sequence[str], apart
             Contender(AT_ONCE, Unsliced, 1, length, apart=True),  # they share no data: what the cores cost each other
             Contender(SLICED_AT_ONCE, Ours, 1, length, {"slices": 8, "schedule": "gpipe"}, apart=True),
         ]
-    contenders += [Contender(f"slipstream, {name}", Ours, 1, length, OURS[name]) for name in ours]
+    turns = {"slices": [length * part // 32 for part in TURNS_SLICES]}
+    contenders += [Contender(f"slipstream, {name}", Ours, 1, length, turns | OURS[name]) for name in ours]
     return compare(1, length, contenders, rounds)
 
 
@@ -234,10 +236,11 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="also two processes that share nothing: 4 GiB more")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=3, help="rounds before, which don't count")
+    parser.add_argument("--steps", type=int, default=3, help="of a turn; the first of several doesn't count")
     parser.add_argument("--name", default="token_slices", help="of the file in results/")
     options = parser.parse_args()
     restart_in_environment()
-    rounds = {"repeats": options.repeats, "warmups": options.warmups}
+    rounds = {"repeats": options.repeats, "warmups": options.warmups, "steps": options.steps}
     rows = []
     cases = [(1, length) for length in options.lengths]
     cases += [(batch, options.batch_length) for batch in options.sequences]

@@ -58,7 +58,7 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--pipeline.partition=[-1, 3]", ["[-1, 3] must give stages of half a layer at least", "the head alone"]),
         ("--pipeline.schedule=1f1p", ["pipeline.schedule='1f1p' is not known", "did you mean '1f1b'"]),
         ("--pipeline.stages_per_rank=2", ["pipeline.stages_per_rank=2", "'1f1b' has exactly 1"]),
-        ("--pipeline.schedule=auto-v", ["pipeline.stages_per_rank=1", "'zb-v' has exactly 2"]),
+        ("--pipeline.schedule=auto-v", ["pipeline.stages_per_rank=1", "'auto-v' has exactly 2"]),
         ("--pipeline.schedule=auto_v", ["pipeline.schedule='auto_v' is not known", "did you mean 'auto-v'"]),
         ("--pipeline.num_flushes=3", ["num_microbatches=1 don't divide into pipeline.num_flushes=3"]),
         ("--pipeline.recompute=some", ["pipeline.recompute='some'", "'none', 'selective' or 'full'"]),

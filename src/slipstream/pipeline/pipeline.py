@@ -48,8 +48,9 @@ class Pipeline(Engine):
             in it any number, of what follows that layer.
         stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
         partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
-            feed-forward half. Or "auto": by the multiplications of each layer and of the head; in halves where that
-            makes the slowest rank at least 3% cheaper.
+            feed-forward half, 0 at an end makes the embedding or the head a stage of its own. Or "auto": by the
+            multiplications of each layer and of the head; in halves where that makes the slowest rank at least 3%
+            cheaper.
         mesh: a DeviceMesh with an axis "pp", and "dp" and "tp" where they are used, by `slipstream.make_mesh`; default:
             all ranks on pp. With dp each replica passes its own share of a batch; tp ranks share every layer and pass
             equal batches.

@@ -89,7 +89,15 @@ AUTOMATIC = ("auto", "auto-v")
 
 
 def placed_as(name: str, stages_per_rank: int) -> str:
-    """The name in `GENERATORS` with the placement of `name`, which may be one of `AUTOMATIC`: see `Pipeline`."""
+    """The name in `GENERATORS` with the placement of `name`, which may be one of `AUTOMATIC`: see `Pipeline`.
+
+    Raises ScheduleError for another number of stages a rank than a V has.
+    """
+    if name == "auto-v" and stages_per_rank not in STAGES_PER_RANK["zb-v"]:
+        raise ScheduleError(
+            f"stages_per_rank={stages_per_rank}, but the schedule 'auto-v' has exactly 2. Give stages_per_rank=2, or "
+            "schedule='auto', which can have any number."
+        )
     if name == "auto":
         return "1f1b" if stages_per_rank == 1 else "interleaved-1f1b"
     return "zb-v" if name == "auto-v" else name
