@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,8 +65,9 @@ def sent(payload: Counter[str], num_ranks: int) -> float:
 
 def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Every layer by itself and what is left with the root; gathered for each pass, gradients summed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # the default is one of GPUs where there are some
     for module in (*layers, model):
-        fully_shard(module, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # the loss is a global mean already; of this module only
         module.set_force_sum_reduction_for_comms(True)

@@ -72,7 +72,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_stopped_contenders_end_with_a_killed_benchmark() -> None:
     here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
+    paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     ended = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, timeout=300)
     assert becomes(int(ended.stdout), ("", "Z"))
 

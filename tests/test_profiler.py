@@ -100,7 +100,7 @@ def test_something_else_is_read_before_every_op() -> None:
     """As much as a small model's weights and gradients, so that the caches are as a step leaves them."""
     (bench,) = make_benches(llama(), SETTINGS, CPU, [range(1, 2)])
     size = 2 * sum(parameter.nbytes for parameter in bench.stage.model.parameters())
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as recorded:
         bench.run(8, 0)
     reads = [event for event in recorded.events() if event.name == "aten::sum" and event.input_shapes[0] == [size // 4]]
     assert len(reads) == 5  # F, B, and F, I, W
