@@ -30,11 +30,16 @@ INTERLEAVED = "torch interleaved 1f1b"
 ZERO_BUBBLE = "torch interleaved zero-bubble"
 AT_ONCE = "two processes, a sequence each"
 SLICED_AT_ONCE = "two processes, a sequence each in 8 slices"
-OURS: dict[str, dict[str, object]] = {  # of one sequence
-    "whole": {"slices": 8, "partition": CUT},
-    "auto": {"slices": "auto", "schedule": "auto"},
-    "turns": {"schedule": "auto", "stages_per_rank": 3, "partition": TURNS_CUT},
-}
+
+
+def ours(length: int) -> dict[str, dict[str, object]]:
+    """Ways to run one sequence."""
+    slices = [length * part // 32 for part in TURNS_SLICES]
+    return {
+        "whole": {"slices": 8, "partition": CUT},
+        "auto": {"slices": "auto", "schedule": "auto"},
+        "turns": {"slices": slices, "schedule": "auto", "stages_per_rank": 3, "partition": TURNS_CUT},
+    }
 
 
 def tokens(batch: int, length: int) -> Tensor:
@@ -122,7 +127,7 @@ def alone(batch: int, length: int, slices: Sequence[int]) -> list[Contender]:
     return contenders
 
 
-def one_sequence(length: int, rounds: dict[str, int], ours: Sequence[str], apart: bool) -> dict[str, object]:
+def one_sequence(length: int, rounds: dict[str, int], ways: Sequence[str], apart: bool) -> dict[str, object]:
     """torch's 1F1B refuses a single microbatch on two stages."""
     contenders = [
         Contender(name, Peer, name.removeprefix("torch "), 1, 1, length)
@@ -134,8 +139,7 @@ def one_sequence(length: int, rounds: dict[str, int], ours: Sequence[str], apart
             Contender(AT_ONCE, Unsliced, 1, length, apart=True),  # they share no data: what the cores cost each other
             Contender(SLICED_AT_ONCE, Ours, 1, length, {"slices": 8, "schedule": "gpipe"}, apart=True),
         ]
-    turns = {"slices": [length * part // 32 for part in TURNS_SLICES]}
-    contenders += [Contender(f"slipstream, {name}", Ours, 1, length, turns | OURS[name]) for name in ours]
+    contenders += [Contender(f"slipstream, {way}", Ours, 1, length, ours(length)[way]) for way in ways]
     return compare(1, length, contenders, rounds)
 
 
@@ -232,7 +236,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="*", default=[2, 4, 8], help="of --batch-length tokens each")
     parser.add_argument("--batch-length", type=int, default=1024)
     parser.add_argument("--fewer", type=int, nargs="*", default=[], help="microbatches torch may choose from as well")
-    parser.add_argument("--ours", nargs="*", default=[*OURS], choices=[*OURS], help="ways to run the single sequence")
+    parser.add_argument(
+        "--ours", nargs="*", default=[*ours(0)], choices=[*ours(0)], help="ways to run the single sequence"
+    )
     parser.add_argument("--apart", action="store_true", help="also two processes that share nothing: 4 GiB more")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=3, help="rounds before, which don't count")

@@ -121,7 +121,8 @@ class TensorParallel:
 
     def _embeds(self, modules: dict[str, nn.Module]) -> bool:
         """Not where the embedding is there for the sake of a head that has its weight."""
-        return self._first_layer in modules or self.plan.head not in modules
+        is_read = self._first_layer in modules or self.plan.head not in modules
+        return self.plan.embedding in modules and is_read
 
     def _first_row(self, module: str) -> int:
         ((first, _),) = self.share(f"{module}.weight").ranges

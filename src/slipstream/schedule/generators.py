@@ -93,14 +93,12 @@ def placed_as(name: str, stages_per_rank: int) -> str:
 
     Raises ScheduleError for another number of stages a rank than a V has.
     """
-    if name == "auto-v" and stages_per_rank not in STAGES_PER_RANK["zb-v"]:
-        raise ScheduleError(
-            f"stages_per_rank={stages_per_rank}, but the schedule 'auto-v' has exactly 2. Give stages_per_rank=2, or "
-            "schedule='auto', which can have any number."
-        )
     if name == "auto":
         return "1f1b" if stages_per_rank == 1 else "interleaved-1f1b"
-    return "zb-v" if name == "auto-v" else name
+    if name == "auto-v":
+        _check_stages(name, STAGES_PER_RANK["zb-v"], stages_per_rank)
+        return "zb-v"
+    return name
 
 
 def check_name(name: str, besides: Sequence[str] = ()) -> None:
@@ -114,6 +112,16 @@ def check_name(name: str, besides: Sequence[str] = ()) -> None:
         )
 
 
+def _check_stages(name: str, allowed: range, stages_per_rank: int) -> None:
+    if stages_per_rank not in allowed:
+        number = f"exactly {allowed.start}" if len(allowed) == 1 else f"at least {allowed.start}"
+        others = ", ".join(other for other, counts in STAGES_PER_RANK.items() if stages_per_rank in counts)
+        raise ScheduleError(
+            f"stages_per_rank={stages_per_rank}, but the schedule {name!r} has {number}. Give stages_per_rank="
+            f"{allowed.start}{f', or a schedule that can have {stages_per_rank}: {others}' if others else ''}."
+        )
+
+
 def make_schedule(
     name: str, num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 1
 ) -> Schedule:
@@ -124,13 +132,7 @@ def make_schedule(
     """
     check_name(name)
     allowed = STAGES_PER_RANK[name]
-    if stages_per_rank not in allowed:
-        number = f"exactly {allowed.start}" if len(allowed) == 1 else f"at least {allowed.start}"
-        others = ", ".join(other for other, counts in STAGES_PER_RANK.items() if stages_per_rank in counts)
-        raise ScheduleError(
-            f"stages_per_rank={stages_per_rank}, but the schedule {name!r} has {number}. Give stages_per_rank="
-            f"{allowed.start}{f', or a schedule that can have {stages_per_rank}: {others}' if others else ''}."
-        )
+    _check_stages(name, allowed, stages_per_rank)
     if len(allowed) == 1:
         return GENERATORS[name](num_ranks, num_microbatches, num_slices)
     return GENERATORS[name](num_ranks, num_microbatches, num_slices, stages_per_rank)
