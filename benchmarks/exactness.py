@@ -19,7 +19,7 @@ from typing import Any
 
 import slipstream
 from benchmarks.harness import RESULTS, setting, write
-from slipstream.training.agreement import hash_sources
+from slipstream.launch.agreement import hash_sources
 
 BOUND = 1e-9
 SOURCES = hash_sources(Path(slipstream.__file__).parent)

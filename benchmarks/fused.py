@@ -23,7 +23,7 @@ from slipstream.model.fused import check_compiler, fuse
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.loading import model_to_time
 from slipstream.model.stage import Stage
-from slipstream.pipeline.loss import causal_cross_entropy
+from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
 

@@ -27,13 +27,13 @@ from transformers import LlamaConfig
 from benchmarks.harness import interleaved, medians, setting, write
 from slipstream.attention import ContextStore
 from slipstream.model.anatomy import find_anatomy
-from slipstream.model.context import TokenSlice
 from slipstream.model.fused import check_compiler, fuse
+from slipstream.model.hooks.token_slice import TokenSlice
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.loading import model_to_time
 from slipstream.model.stage import Stage
 from slipstream.pipeline.batch import slice_lengths
-from slipstream.training.peak import measure_peak
+from slipstream.training.metrics.device_peak import measure_peak
 
 LLAMA_3_8B = {
     "vocab_size": 128256,

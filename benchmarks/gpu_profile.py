@@ -22,9 +22,9 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import setting, write
 from benchmarks.profile_fit import held_out
-from slipstream.planner.analytic import Analytic
-from slipstream.planner.cluster import load_cluster
-from slipstream.planner.profile import OPS, Profile
+from slipstream.planner.costs.analytic_costs import Analytic
+from slipstream.planner.costs.cluster import load_cluster
+from slipstream.planner.costs.profile_file import OPS, Profile
 from slipstream.profiler import ProfileSettings, profile_model
 from slipstream.profiler.count import count_model
 

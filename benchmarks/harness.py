@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from slipstream.training.launch import MALLOC
+from slipstream.launch.local_ranks import MALLOC
 
 RESULTS = Path(__file__).parent / "results"
 ENVIRONMENT = MALLOC | {"OMP_NUM_THREADS": "1"}  # what `slipstream train` gives its ranks on a CPU

@@ -25,9 +25,9 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import restart_in_environment, setting, write
 from slipstream import Pipeline, SlipstreamError
-from slipstream.memory import rank_memory
-from slipstream.pipeline.live_memory import memory_meter, tensors_alive
-from slipstream.pipeline.rehearsal import rehearse
+from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
+from slipstream.pipeline.memory.rehearsal import rehearse
+from slipstream.simulator.memory_account import rank_memory
 
 RANKS = (2, 4)
 BATCHES = ((1, 1024), (4, 512))  # microbatches of one row, tokens

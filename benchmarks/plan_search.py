@@ -14,10 +14,10 @@ from typing import Any
 from transformers import LlamaConfig
 
 from benchmarks.harness import restart_in_environment, setting, write
-from slipstream.planner.cluster import load_cluster
-from slipstream.planner.search import search
-from slipstream.planner.sources import AnalyticSource
-from slipstream.planner.space import Options, Space
+from slipstream.planner.costs.cluster import load_cluster
+from slipstream.planner.costs.cost_sources import AnalyticSource
+from slipstream.planner.search.configurations import Options, Space
+from slipstream.planner.search.plan_search import search
 from slipstream.profiler.count import count_model
 
 REPEATS = 3  # of computing all bounds

@@ -30,15 +30,15 @@ from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.token_slices import Unsliced
 from slipstream import Pipeline
-from slipstream.pipeline.live_memory import memory_meter, tensors_alive
-from slipstream.planner.configuration import Configuration, Prediction
-from slipstream.planner.judge import Candidate, predict
-from slipstream.planner.profile import Profile
-from slipstream.planner.profile_source import ProfileSource
-from slipstream.planner.space import Options, Space
+from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
+from slipstream.planner.costs.profile_file import Profile
+from slipstream.planner.costs.profile_source import ProfileSource
+from slipstream.planner.plans import Configuration, Prediction
+from slipstream.planner.search.configurations import Options, Space
+from slipstream.planner.search.simulated_configuration import Candidate, predict
 from slipstream.profiler import ProfileSettings, profile_model
 from slipstream.profiler.links import measure_link
-from slipstream.simulator import simulate
+from slipstream.simulator.simulation import simulate
 
 CPU = torch.device("cpu")
 BATCHES = [(1, 1024), (2, 512), (4, 512)]  # sequences, tokens

@@ -23,7 +23,7 @@ from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.waterfall import WithoutLinks
 from slipstream import Pipeline, Schedule, make_schedule, simulate
-from slipstream.pipeline.trials import Samples
+from slipstream.pipeline.tuning.trials import Samples
 from slipstream.schedule.lowering import split_backwards
 
 TOKENS = 1024  # of a step, over all microbatches

@@ -34,10 +34,10 @@ from multiprocessing import get_context
 import numpy as np
 
 from benchmarks.harness import setting, write
-from slipstream.cost import TableCost
-from slipstream.planner.ordering import best_hand_written, find_order, lower_bound
+from slipstream.planner.order.best_order import best_hand_written, find_order, lower_bound
 from slipstream.schedule.action import Op
-from slipstream.simulator import simulate
+from slipstream.simulator.costs import TableCost
+from slipstream.simulator.simulation import simulate
 
 NUM_PROBLEMS = 540
 FACTORS: dict[str, tuple[object, ...]] = {
@@ -149,7 +149,8 @@ def timed_16_cubed() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as cache:
         program = (
             "import time; began = time.perf_counter()\n"
-            "from slipstream.cost import UnitCost; from slipstream.planner.ordering import find_order\n"
+            "from slipstream.simulator.costs import UnitCost\n"
+            "from slipstream.planner.order.best_order import find_order\n"
             "cost = UnitCost(link=0.05); limits = [1.5 * 16] * 16\n"
             "find_order(range(16), 16, 16, cost, memory_limit=limits); print(time.perf_counter() - began)"
         )

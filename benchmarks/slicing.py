@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
-from slipstream.planner.branch_and_bound import minimize
-from slipstream.planner.jit import compiled
-from slipstream.planner.shortest_path import Path, Search, search_compiled, search_numpy, shortest_path
-from slipstream.planner.time_table import Array, TimeTable, time_table
+from slipstream.planner.slicing.branch_and_bound import minimize
+from slipstream.planner.slicing.shortest_path import Path, Search, search_compiled, search_numpy, shortest_path
+from slipstream.planner.slicing.time_table import Array, TimeTable, time_table
+from slipstream.simulator.numba_jit import compiled
 
 LENGTH, GRANULARITY = 131_072, 128
 EPSILON = 1e-4  # seconds, TeraPipe section 3.3

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream import simulate
-from slipstream.cost import MeasuredCost, TableCost
-from slipstream.planner.ordering import lower_bound
+from slipstream.planner.order.best_order import lower_bound
 from slipstream.schedule.action import COMMUNICATION, Action, Op, Schedule
-from slipstream.timeline import Timeline
+from slipstream.simulator.costs import MeasuredCost, TableCost
+from slipstream.timeline.spans import Timeline
 
 
 class WithoutLinks(MeasuredCost):

@@ -28,8 +28,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from slipstream.model import reference
-from slipstream.pipeline.loss import causal_cross_entropy
+from slipstream.model.toy import reference
+from slipstream.pipeline.families.loss import causal_cross_entropy
 
 VOCABULARY = 61
 LENGTH = 64

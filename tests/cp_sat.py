@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from slipstream.cost import TableCost
 from slipstream.schedule import Op
+from slipstream.simulator.costs import TableCost
 
 
 @dataclass

@@ -27,7 +27,7 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     [
         "slipstream.pipeline.pipeline",
-        "slipstream.planner.ordering",
+        "slipstream.planner.order.best_order",
         "slipstream.training.rank",
         "transformers.models.auto.modeling_auto",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mixtral", "qwen3")),

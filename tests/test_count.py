@@ -12,10 +12,10 @@ from slipstream.model.anatomy import find_anatomy
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.loading import random_model
 from slipstream.model.stage import Stage
-from slipstream.pipeline.loss import causal_cross_entropy
-from slipstream.planner.fit import Window
-from slipstream.planner.formulas import GPT
-from slipstream.planner.operations import ModelCount
+from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.planner.costs.operation_counts import ModelCount
+from slipstream.planner.costs.paper_formulas import GPT
+from slipstream.planner.costs.time_fit import Window
 from slipstream.profiler.count import count_model
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule.action import Op

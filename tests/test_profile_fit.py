@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.fit import Point, TimeFit, Window, find_window, fit_times, relative_errors
+from slipstream.planner.costs.time_fit import Point, TimeFit, Window, find_window, fit_times, relative_errors
 
 LENGTHS = (1, 16, 64, 128, 256)
 CONTEXTS = (0, 32, 128, 300, 512)

@@ -17,9 +17,9 @@ from architectures import ARCHITECTURES, llama
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import find_anatomy
-from slipstream.model.context import TokenSlice
-from slipstream.planner.fit import Window
-from slipstream.planner.profile import OPS
+from slipstream.model.hooks.token_slice import TokenSlice
+from slipstream.planner.costs.profile_file import OPS
+from slipstream.planner.costs.time_fit import Window
 from slipstream.profiler import ProfileSettings, identify_hardware, identify_model, profile_model
 from slipstream.profiler.grid import Grid, make_grid
 from slipstream.profiler.kinds import layer_kinds

@@ -47,7 +47,7 @@ def test_planning_needs_no_torch() -> None:
     """Schedules, simulation and the command line's help answer without loading torch."""
     program = (
         "import sys, slipstream, slipstream.cli\n"
-        "from slipstream.cost import UnitCost\n"
+        "from slipstream.simulator.costs import UnitCost\n"
         "slipstream.simulate(slipstream.one_f_one_b(2, 1, 4), UnitCost())\n"
         "slipstream.partition_layers([1, 2, 3], 2)\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"

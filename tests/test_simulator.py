@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.cost import MeasuredCost, TableCost, UnitCost
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import (
     Action,
@@ -24,8 +23,9 @@ from slipstream.schedule import (
     gpipe,
     one_f_one_b,
 )
-from slipstream.simulator import simulate
-from slipstream.timeline import Timeline
+from slipstream.simulator.costs import MeasuredCost, TableCost, UnitCost
+from slipstream.simulator.simulation import simulate
+from slipstream.timeline.spans import Timeline
 
 COUNTS = list(product(range(1, 9), range(1, 7), range(1, 7)))  # ranks p, microbatches m, slices s
 POSITIVE = st.integers(1, 50)

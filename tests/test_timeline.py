@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from slipstream import palette
-from slipstream.cost import UnitCost
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import (
     Action,
@@ -29,9 +27,11 @@ from slipstream.schedule import (
     make_schedule,
     one_f_one_b,
 )
-from slipstream.simulator import simulate
-from slipstream.timeline import Span, Timeline
-from slipstream.trace import load
+from slipstream.simulator.costs import UnitCost
+from slipstream.simulator.simulation import simulate
+from slipstream.timeline import colors as palette
+from slipstream.timeline.chrome_trace import load
+from slipstream.timeline.spans import Span, Timeline
 
 
 def measured() -> Timeline:
@@ -325,7 +325,7 @@ def test_a_damaged_timeline(change: Callable[[dict[str, Any]], object], tmp_path
 
 def test_neither_torch_nor_matplotlib_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, slipstream.schedule, slipstream.schedule.torch_csv, slipstream.simulator\n"
+        "import sys, slipstream.schedule, slipstream.schedule.torch_csv, slipstream.simulator.simulation\n"
         "print([name for name in ('torch', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     path = str(Path(__file__).parents[1] / "src")

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.cost import TableCost, UnitCost
 from slipstream.schedule import (
     GENERATORS,
     Action,
@@ -21,9 +20,10 @@ from slipstream.schedule import (
     one_f_one_b,
     split_backwards,
 )
-from slipstream.simulator import simulate
-from slipstream.timeline import Span, Timeline
-from slipstream.waits import Cause
+from slipstream.simulator.costs import TableCost, UnitCost
+from slipstream.simulator.simulation import simulate
+from slipstream.timeline.idle_causes import Cause
+from slipstream.timeline.spans import Span, Timeline
 
 POSITIVE = st.integers(1, 50)
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.batch_norm import MiniBatch
-from slipstream.model.sequence_context import Microbatch, Value, as_tuple
-from slipstream.model.sequence_trace import Boundary, Trace, Tracer
-from slipstream.model.sequential import Layer, find_routes, flatten
-from slipstream.model.skips import Pop, Stash
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
+from slipstream.model.sequence.batch_norm import MiniBatch
+from slipstream.model.sequence.layers import Layer, find_routes, flatten
+from slipstream.model.sequence.sequence_context import Microbatch, Value, as_tuple
+from slipstream.model.sequence.shape_trace import Boundary, Trace, Tracer
+from slipstream.model.sequence.skips import Pop, Stash
 from slipstream.model.tensor_spec import TensorSpec
-from slipstream.model.weight_gradients import add_weight_gradients_in_place
-from slipstream.pipeline.executor import LossFunction
+from slipstream.pipeline.execution.executor import LossFunction
 
 
 @dataclass(frozen=True)

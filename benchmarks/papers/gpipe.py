@@ -9,9 +9,9 @@ from __future__ import annotations
 from fractions import Fraction
 
 from benchmarks.papers.tables import errors, read
-from slipstream.cost import UnitCost
 from slipstream.schedule import add_recompute, make_schedule
-from slipstream.simulator import simulate
+from slipstream.simulator.costs import UnitCost
+from slipstream.simulator.simulation import simulate
 
 
 def step(num_partitions: int, num_microbatches: int) -> Fraction:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.tables import errors, gpt, read
-from slipstream.planner.analytic import Analytic, Attention
-from slipstream.planner.cluster import Cluster, load_cluster
-from slipstream.planner.formulas import GPT, data_parallel_bubble
+from slipstream.planner.costs.analytic_costs import Analytic, Attention
+from slipstream.planner.costs.cluster import Cluster, load_cluster
+from slipstream.planner.costs.paper_formulas import GPT, data_parallel_bubble
 from slipstream.schedule.action import Op
 
 LENGTH = 2048

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from slipstream.planner.operations import ModelCount
+from slipstream.planner.costs.operation_counts import ModelCount
 
 TABLES = Path(__file__).parent / "tables"
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
-from slipstream.planner.analytic import Analytic, Attention
-from slipstream.planner.cluster import Cluster, load_cluster
-from slipstream.planner.slicing import slice_tokens
+from slipstream.planner.costs.analytic_costs import Analytic, Attention
+from slipstream.planner.costs.cluster import Cluster, load_cluster
+from slipstream.planner.slicing.equal_stages import slice_tokens
 from slipstream.schedule.action import Op
 
 LENGTH = 2048

@@ -7,44 +7,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError
-    from slipstream.model.cut_tokens import CutTokens, causal_attention
-    from slipstream.model.hf_sequence import sequence_of
+    from slipstream.model.hf_sequence.planned_sequence import sequence_of
     from slipstream.model.self_check import check_sliceable
-    from slipstream.model.skips import Skip
+    from slipstream.model.sequence.cut_tokens import CutTokens, causal_attention
+    from slipstream.model.sequence.skips import Skip
     from slipstream.parallel.mesh import make_mesh
     from slipstream.pipeline.pipeline import Pipeline
-    from slipstream.planner.partition import partition_layers
-    from slipstream.planner.slicing import slice_tokens
-    from slipstream.profiler.planning import plan
+    from slipstream.planner.partition.layers_to_stages import partition_layers
+    from slipstream.planner.slicing.equal_stages import slice_tokens
+    from slipstream.planning.plan_model import plan
     from slipstream.schedule.action import Action, Op, Schedule
     from slipstream.schedule.dependencies import validate
     from slipstream.schedule.generators import gpipe, make_schedule, one_f_one_b
-    from slipstream.simulator import simulate
-    from slipstream.timeline import Timeline
+    from slipstream.simulator.simulation import simulate
+    from slipstream.timeline.spans import Timeline
 
-__version__ = "0.1.0"
+from slipstream.version import __version__ as __version__
 
 # Loaded on first use: schedules and simulation work, and the command line answers, without importing torch.
 _HOMES = {
     "Action": "slipstream.schedule.action",
-    "CutTokens": "slipstream.model.cut_tokens",
+    "CutTokens": "slipstream.model.sequence.cut_tokens",
     "Op": "slipstream.schedule.action",
     "Pipeline": "slipstream.pipeline.pipeline",
     "Schedule": "slipstream.schedule.action",
-    "Skip": "slipstream.model.skips",
+    "Skip": "slipstream.model.sequence.skips",
     "SlipstreamError": "slipstream.errors",
-    "Timeline": "slipstream.timeline",
-    "causal_attention": "slipstream.model.cut_tokens",
+    "Timeline": "slipstream.timeline.spans",
+    "causal_attention": "slipstream.model.sequence.cut_tokens",
     "check_sliceable": "slipstream.model.self_check",
     "gpipe": "slipstream.schedule.generators",
     "make_mesh": "slipstream.parallel.mesh",
     "make_schedule": "slipstream.schedule.generators",
     "one_f_one_b": "slipstream.schedule.generators",
-    "partition_layers": "slipstream.planner.partition",
-    "plan": "slipstream.profiler.planning",
-    "sequence_of": "slipstream.model.hf_sequence",
-    "simulate": "slipstream.simulator",
-    "slice_tokens": "slipstream.planner.slicing",
+    "partition_layers": "slipstream.planner.partition.layers_to_stages",
+    "plan": "slipstream.planning.plan_model",
+    "sequence_of": "slipstream.model.hf_sequence.planned_sequence",
+    "simulate": "slipstream.simulator.simulation",
+    "slice_tokens": "slipstream.planner.slicing.equal_stages",
     "validate": "slipstream.schedule.dependencies",
 }
 

@@ -25,7 +25,7 @@ from architectures import (
 from slipstream import Op, Pipeline, SlipstreamError
 from slipstream.model import fused
 from slipstream.model.fused import check_compiler, fuse
-from slipstream.model.weight_gradients import whole_weights
+from slipstream.model.saving.weight_gradients import whole_weights
 
 
 def missing() -> str:

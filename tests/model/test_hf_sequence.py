@@ -26,7 +26,7 @@ from transformers import (
 
 from architectures import BOUND, gradient_error, gradients, no_rounding_inside
 from slipstream import Pipeline, SlipstreamError
-from slipstream.model.hf_sequence import sequence_of
+from slipstream.model.hf_sequence.planned_sequence import sequence_of
 
 LENGTH = 11
 _TEXT = {

@@ -9,7 +9,7 @@ from transformers import BartConfig, BloomConfig, MambaConfig, MixtralConfig, Pr
 import slipstream
 from architectures import ARCHITECTURES, llama
 from slipstream import SlipstreamError
-from slipstream.model import rope
+from slipstream.model.hooks import rope
 from slipstream.model.self_check import check_sliceable
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.sequence_context import Microbatch
-from slipstream.model.sequence_trace import Tracer
-from slipstream.model.sequential import find_routes, flatten
+from slipstream.model.sequence.layers import find_routes, flatten
+from slipstream.model.sequence.sequence_context import Microbatch
+from slipstream.model.sequence.shape_trace import Tracer
 
 ROWS, TOKENS, HEADS, GROUPS, WIDTH = 2, 8, 4, 2, 16
 

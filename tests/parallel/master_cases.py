@@ -12,10 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from architectures import ARCHITECTURES, build, no_rounding_inside, unsplit_step
 from slipstream import Pipeline, make_mesh
-from slipstream.parallel.gradients import Gradients
 from slipstream.parallel.group import Group
-from slipstream.parallel.loss_scale import LossScale
-from slipstream.parallel.masters import Masters
+from slipstream.parallel.replicas.gradient_reduction import Gradients
+from slipstream.parallel.replicas.loss_scale import LossScale
+from slipstream.parallel.replicas.masters import Masters
 
 
 @no_rounding_inside()

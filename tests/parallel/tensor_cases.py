@@ -22,14 +22,14 @@ from slipstream import SlipstreamError
 from slipstream.model.anatomy import find_anatomy
 from slipstream.model.halves import find_halves
 from slipstream.model.layer_range import LayerRange
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, deferring
 from slipstream.model.split import keep_layers, share
-from slipstream.model.weight_gradients import add_weight_gradients_in_place, deferring
 from slipstream.parallel.group import Group
-from slipstream.parallel.regions import with_first_tensor
-from slipstream.parallel.vocabulary import vocabulary_cross_entropy
+from slipstream.parallel.tensor.regions import with_first_tensor
+from slipstream.parallel.tensor.vocabulary import vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED
-from slipstream.pipeline.loss import causal_cross_entropy
-from slipstream.pipeline.tensor_check import check_tensor_parallel
+from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 
 
 def compare(name: str, group: Group) -> None:

@@ -10,10 +10,18 @@ from torch import Tensor, nn
 
 from architectures import ARCHITECTURES, build, tokens
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.buckets import flatten, in_buckets, pack_rows, rows_of, take_rows, unflatten, unpack_rows
-from slipstream.parallel.gradients import Gradients
 from slipstream.parallel.group import Group
-from slipstream.parallel.masters import Masters
+from slipstream.parallel.replicas.buckets import (
+    flatten,
+    in_buckets,
+    pack_rows,
+    rows_of,
+    take_rows,
+    unflatten,
+    unpack_rows,
+)
+from slipstream.parallel.replicas.gradient_reduction import Gradients
+from slipstream.parallel.replicas.masters import Masters
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6)
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from architectures import VOCABULARY, llama
 from slipstream import Pipeline
-from slipstream.memory import Kind, rank_memory
-from slipstream.pipeline.live_memory import memory_meter, tensors_alive
-from slipstream.pipeline.rehearsal import rehearse
+from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
+from slipstream.pipeline.memory.rehearsal import rehearse
+from slipstream.simulator.memory_account import Kind, rank_memory
 
 
 def compare(schedule: str, stages_per_rank: int, recompute: str, offload: float) -> None:

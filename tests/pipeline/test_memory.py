@@ -12,11 +12,11 @@ from torch import nn
 from architectures import ARCHITECTURES, labels_of, tokens
 from forked import launch
 from slipstream import Pipeline
-from slipstream.memory import Kind, memory_of, send_windows
-from slipstream.pipeline.live_memory import LiveMemory, memory_meter, tensors_alive
-from slipstream.pipeline.rehearsal import rehearse
-from slipstream.pipeline.transport import _windows
+from slipstream.pipeline.memory.live_memory import LiveMemory, memory_meter, tensors_alive
+from slipstream.pipeline.memory.rehearsal import rehearse
+from slipstream.pipeline.messages.transport import _windows
 from slipstream.schedule import add_communication, make_schedule
+from slipstream.simulator.memory_account import Kind, memory_of, send_windows
 
 WORKER = Path(__file__).with_name("memory_worker.py")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from architectures import ARCHITECTURES, build, gradients, labels_of, llama, tokens
 from live_memory import LiveMemory
 from slipstream import Action, Op, Pipeline, Schedule, SlipstreamError, gpipe
-from slipstream.model.saved_tensors import RecomputationError, SavedTensors
-from slipstream.pipeline.offload import TemporaryFiles, host_of
+from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
+from slipstream.pipeline.execution.host_memory import TemporaryFiles, host_of
 from slipstream.schedule import add_communication
 
 EMBEDDING = "model.embed_tokens.weight"

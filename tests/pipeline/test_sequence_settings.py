@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from architectures import BOUND, gradient_error, gradients
 from sequences import Unsplit, batch, build
 from slipstream import Pipeline, Skip
-from slipstream.model.checkpoints import segments_of
-from slipstream.pipeline.live_memory import LiveMemory, tensors_alive
+from slipstream.model.sequence.segments import segments_of
+from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
 
 
 def deep(num_layers: int = 16, width: int = 32) -> nn.Sequential:

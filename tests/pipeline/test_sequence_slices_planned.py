@@ -11,11 +11,11 @@ import torch
 from examples.gpipe.transformer import transformer
 
 from slipstream import CutTokens, SlipstreamError, make_schedule, partition_layers, simulate
-from slipstream.model.sequence_context import Microbatch
-from slipstream.model.sequence_trace import Tracer
-from slipstream.model.sequential import find_routes, flatten
-from slipstream.pipeline.sequence_partition import counted_costs
-from slipstream.planner.sequence_slices import slice_costs
+from slipstream.model.sequence.layers import find_routes, flatten
+from slipstream.model.sequence.sequence_context import Microbatch
+from slipstream.model.sequence.shape_trace import Tracer
+from slipstream.pipeline.families.sequence_partition import counted_costs
+from slipstream.planner.slicing.sequence_costs import slice_costs
 from slipstream.schedule.action import Op
 
 PAGE = Path(__file__).parents[2] / "docs" / "sequences.md"

@@ -23,8 +23,8 @@ from architectures import (
     unsplit_step,
 )
 from slipstream import Pipeline, SlipstreamError
-from slipstream.pipeline.loss import causal_cross_entropy
-from slipstream.pipeline.transport import TransportError
+from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.messages.transport import TransportError
 
 
 def exact(

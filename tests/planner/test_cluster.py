@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.cluster import SHIPPED, Cluster, load_cluster, parse_cluster
+from slipstream.planner.costs.cluster import SHIPPED, Cluster, load_cluster, parse_cluster
 
 DESCRIPTION: dict[str, Any] = {
     "name": "two",

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.cost import UnitCost
 from slipstream.errors import SlipstreamError
-from slipstream.planner.formulas import (
+from slipstream.planner.costs.paper_formulas import (
     GPT,
     SECONDS_PER_DAY,
     batch_seconds,
@@ -23,7 +22,8 @@ from slipstream.planner.formulas import (
     training_seconds,
 )
 from slipstream.schedule import make_schedule
-from slipstream.simulator import simulate
+from slipstream.simulator.costs import UnitCost
+from slipstream.simulator.simulation import simulate
 
 TABLE_1 = Path(__file__).parents[2] / "benchmarks/papers/tables/megatron_table1_weak_scaling.csv"
 

@@ -15,11 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cp_sat import Instance, shortest
-from slipstream.cost import TableCost, UnitCost
 from slipstream.errors import SlipstreamError
-from slipstream.planner.compiled import anneal, makespan, peak, start_times
-from slipstream.planner.ordering import best_hand_written, find_order, lower_bound
-from slipstream.planner.problem import Problem
+from slipstream.planner.order.best_order import best_hand_written, find_order, lower_bound
+from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
+from slipstream.planner.order.ordering_problem import Problem
 from slipstream.schedule import (
     GENERATORS,
     STAGES_PER_RANK,
@@ -32,7 +31,8 @@ from slipstream.schedule import (
     split_backwards,
     validate,
 )
-from slipstream.simulator import simulate
+from slipstream.simulator.costs import TableCost, UnitCost
+from slipstream.simulator.simulation import simulate
 
 EFFORT = 1e5  # a fraction of a second
 

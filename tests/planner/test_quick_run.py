@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.cost import TableCost
-from slipstream.memory import MemoryTable, pool_bytes
-from slipstream.planner.held import least_messages
-from slipstream.planner.quick_run import ActionArrays
-from slipstream.planner.written import written
+from slipstream.planner.search.memory_bound import least_messages
+from slipstream.planner.search.schedule_cache import written
 from slipstream.schedule.action import Op, Schedule
 from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
 from slipstream.schedule.lowering import add_communication
-from slipstream.simulator import simulate
+from slipstream.simulator.compiled_simulation import ActionArrays
+from slipstream.simulator.costs import TableCost
+from slipstream.simulator.memory_account import MemoryTable, pool_bytes
+from slipstream.simulator.simulation import simulate
 
 
 @st.composite

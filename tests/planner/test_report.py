@@ -13,12 +13,11 @@ import pytest
 from matplotlib.image import imread
 
 from hand_made_plan import make_plan
-from slipstream.memory import Kind
-from slipstream.planner.configuration import Alternative, Plan
-from slipstream.planner.report import report_page, write_report
-from slipstream.planner.report_charts import Bar, axis_ticks, bar_chart
-from slipstream.planner.report_timeline import MOST_RANKS, MOST_SPANS, shown_parts, timeline_svg
-from slipstream.planner.report_words import (
+from slipstream.planner.plans import Alternative, Plan
+from slipstream.planner.report.bar_charts import Bar, axis_ticks, bar_chart
+from slipstream.planner.report.html_page import report_page, write_report
+from slipstream.planner.report.timeline_svg import MOST_RANKS, MOST_SPANS, shown_parts, timeline_svg
+from slipstream.planner.report.wording import (
     bytes_text,
     count_text,
     reasons,
@@ -27,7 +26,8 @@ from slipstream.planner.report_words import (
     shared_choices,
     slices_text,
 )
-from slipstream.waits import Cause
+from slipstream.simulator.memory_account import Kind
+from slipstream.timeline.idle_causes import Cause
 from timeouts import LIMIT
 
 UNITS = {"s": 1, "ms": 1e-3, "us": 1e-6, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "%": 1e-2, "": 1}

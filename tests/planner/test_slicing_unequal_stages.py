@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from slipstream import SlipstreamError, simulate
-from slipstream.cost import TableCost
-from slipstream.planner.slicing import slice_tokens
-from slipstream.planner.unequal_stages import slice_for_stages
+from slipstream.planner.slicing.equal_stages import slice_tokens
+from slipstream.planner.slicing.unequal_stages import slice_for_stages
 from slipstream.schedule import Op, forward_only, gpipe
+from slipstream.simulator.costs import TableCost
 
 Table = list[list[float]]
 

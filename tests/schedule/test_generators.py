@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.cost import UnitCost
 from slipstream.schedule import (
     GENERATORS,
     STAGES_PER_RANK,
@@ -25,7 +24,8 @@ from slipstream.schedule import (
     split_backwards,
     validate,
 )
-from slipstream.simulator import simulate
+from slipstream.simulator.costs import UnitCost
+from slipstream.simulator.simulation import simulate
 
 PICTURED = {
     "gpipe": (2, 2, 2),

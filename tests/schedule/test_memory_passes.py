@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.cost import UnitCost
 from slipstream.schedule import (
     GENERATORS,
     STAGES_PER_RANK,
@@ -31,7 +30,8 @@ from slipstream.schedule import (
     split_backwards,
     validate,
 )
-from slipstream.simulator import simulate
+from slipstream.simulator.costs import UnitCost
+from slipstream.simulator.simulation import simulate
 
 NAMED = [
     make_schedule(name, 2, m, s, STAGES_PER_RANK[name].start)

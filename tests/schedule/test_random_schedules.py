@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slipstream.cost import TableCost, UnitCost
 from slipstream.schedule import (
     Action,
     Channel,
@@ -26,7 +25,8 @@ from slipstream.schedule import (
     validate,
 )
 from slipstream.schedule.action import RECEIVES, SENDS
-from slipstream.simulator import simulate
+from slipstream.simulator.costs import TableCost, UnitCost
+from slipstream.simulator.simulation import simulate
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.rendezvous import meet
-from slipstream.training.slurm import is_task, torchrun_variables
+from slipstream.launch.rendezvous import meet
+from slipstream.launch.slurm import is_task, torchrun_variables
 
 
 def main() -> None:

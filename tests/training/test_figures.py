@@ -15,11 +15,11 @@ from architectures import ARCHITECTURES, tokens
 from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import find_anatomy
-from slipstream.pipeline.layout import Layout, plan_layout
-from slipstream.planner.formulas import GPT, SECONDS_PER_DAY
+from slipstream.pipeline.families.stage_layout import Layout, plan_layout
+from slipstream.planner.costs.paper_formulas import GPT, SECONDS_PER_DAY
 from slipstream.schedule import make_schedule
-from slipstream.training.figures import Figures, document_lengths, recomputed_flops
-from slipstream.training.peak import Peak, find_peak, peak_by_name
+from slipstream.training.metrics.device_peak import Peak, find_peak, peak_by_name
+from slipstream.training.metrics.flops import Figures, document_lengths, recomputed_flops
 
 PEAK = Peak(1e12, "made up")
 BATCH, LENGTH, LAYERS, HIDDEN, VOCABULARY = 3, 512, 4, 256, 1024

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.launch import MALLOC, RankFailedError, launch
+from slipstream.launch.local_ranks import MALLOC, RankFailedError, launch
 from timeouts import LIMIT
 
 # Each rank says that it is there, then rank 0 waits inside gloo for a message that nobody sends.
@@ -21,7 +21,7 @@ RANK = """
 import os, pathlib, sys, time
 import torch, torch.distributed as dist
 from slipstream.errors import SlipstreamError
-from slipstream.training.launch import reported_to_the_launcher
+from slipstream.launch.local_ranks import reported_to_the_launcher
 
 def run():
     dist.init_process_group("gloo")
@@ -45,7 +45,7 @@ with reported_to_the_launcher():
 """
 PARENT = """
 import sys
-from slipstream.training.launch import launch
+from slipstream.launch.local_ranks import launch
 launch(sys.argv[1:], num_ranks=2)
 """
 

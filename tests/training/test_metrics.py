@@ -7,17 +7,17 @@ import pytest
 
 from architectures import ARCHITECTURES, tokens
 from slipstream import Pipeline
-from slipstream.cost import UnitCost
+from slipstream.launch.progress import describe_step, describe_time, duration
 from slipstream.schedule import make_schedule
 from slipstream.schedule.action import Action, Op
 from slipstream.schedule.lowering import add_communication
 from slipstream.schedule.memory_passes import add_recompute
-from slipstream.simulator import simulate
-from slipstream.timeline import Span, Timeline
-from slipstream.training.figures import StepFigures, TrainingTime
-from slipstream.training.metrics import MetricsFile, Step, Validation, as_record, gather, peak_memory
-from slipstream.training.phases import Phases
-from slipstream.training.progress import describe_step, describe_time, duration
+from slipstream.simulator.costs import UnitCost
+from slipstream.simulator.simulation import simulate
+from slipstream.timeline.spans import Span, Timeline
+from slipstream.training.metrics.flops import StepFigures, TrainingTime
+from slipstream.training.metrics.phases import Phases
+from slipstream.training.metrics.records import MetricsFile, Step, Validation, as_record, gather, peak_memory
 
 FIGURES = StepFigures(2000.0, 4e9, 5e9, 0.0123, 0.0154, 0.41, 0.5)
 STEP = Step(1, 2.5, 0.1, 1.0, 0.5, 2000.0, 0.25, [2**20, 3 * 2**20])

@@ -21,12 +21,12 @@ from torch.distributed.run import get_args_parser
 
 import slipstream
 from slipstream.errors import SlipstreamError
-from slipstream.training.agreement import differences, hash_sources
-from slipstream.training.config_file import load_config
-from slipstream.training.network import address_towards, find_address, find_interface, is_loopback
+from slipstream.launch.agreement import differences, hash_sources
+from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
+from slipstream.launch.rendezvous import meet
+from slipstream.launch.slurm import first_node, is_task, torchrun_variables
+from slipstream.training.config.config_file import load_config
 from slipstream.training.preflight import check_layers, load_model_config
-from slipstream.training.rendezvous import meet
-from slipstream.training.slurm import first_node, is_task, torchrun_variables
 from timeouts import LIMIT
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.cli import main
 from slipstream.errors import SlipstreamError
+from slipstream.launch.progress import Progress
 from slipstream.schedule import add_communication, gpipe
-from slipstream.training.config_file import dump_config, parse_config
+from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.output import Output
 from slipstream.training.preflight import check_world_size, preflight
-from slipstream.training.progress import Progress
 from slipstream.training.trainer import make_pipeline
 
 Refuse = Callable[[dict[str, Any]], str]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forked import launch
 from slipstream.parallel.group import Group
-from slipstream.training.traffic import Traffic
+from slipstream.training.metrics.traffic import Traffic
 
 WORKER = Path(__file__).with_name("traffic_worker.py")
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.parallel.mesh import Axes, make_mesh
-from slipstream.training.traffic import Traffic, add_up
+from slipstream.training.metrics.traffic import Traffic, add_up
 
 HIDDEN = (2, 24, 8)  # b, T, h
 

@@ -12,7 +12,7 @@ from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
 from slipstream.cli.train import train
 from slipstream.errors import SlipstreamError
-from slipstream.training.launch import RankFailedError
+from slipstream.launch.local_ranks import RankFailedError
 
 _INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
 

@@ -14,7 +14,7 @@ from slipstream.errors import SlipstreamError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slipstream.planner.configuration import Plan
+    from slipstream.planner.plans import Plan
 
 _List = str | None
 _FILE_COLUMNS = 140  # where the output isn't a terminal's
@@ -102,14 +102,14 @@ def _yes_or_no(text: str) -> bool:
 def _run(
     model: str, cluster: str, settings: dict[str, Any], output: Path, report: Path | None, overwrite: bool
 ) -> None:
-    from slipstream.training.plan_file import check_new_file, write_plan_file
+    from slipstream.planning.plan_file import check_new_file, write_plan_file
 
     check_new_file(output, "--output", overwrite)
     if report is not None:
         check_new_file(report, "--report", overwrite)
     with _progress() as progress:
-        from slipstream.profiler.planning import DTYPE, find_profile, model_section
-        from slipstream.profiler.planning import plan as find_plan
+        from slipstream.planning.plan_model import DTYPE, find_profile, model_section
+        from slipstream.planning.plan_model import plan as find_plan
 
         section = model_section(model)
         profile = find_profile(cluster)
@@ -117,7 +117,7 @@ def _run(
     _print(found)
     write_plan_file(found, section, settings["dtype"] or (profile.dtype if profile else DTYPE), output)
     if report is not None:
-        from slipstream.planner.report import write_report
+        from slipstream.planner.report.html_page import write_report
 
         write_report(found, report)
     print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
@@ -140,7 +140,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 def _print(plan: Plan) -> None:
     from rich.console import Console
 
-    from slipstream.planner.report_words import reasons, search_text, shared_choices, shared_text
+    from slipstream.planner.report.wording import reasons, search_text, shared_choices, shared_text
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -166,7 +166,7 @@ def _predictions(plan: Plan) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from slipstream.planner.report_words import COLUMNS, shared_choices
+    from slipstream.planner.report.wording import COLUMNS, shared_choices
 
     shared = shared_choices(plan.predictions)
     table = Table(*(name for name in COLUMNS if name not in shared), box=SIMPLE_HEAD, pad_edge=False)
@@ -180,7 +180,7 @@ def _memory(plan: Plan) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from slipstream.planner.report_words import bytes_text, memory_text
+    from slipstream.planner.report.wording import bytes_text, memory_text
 
     best = plan.best
     table = Table(f"memory of rank {best.fullest_rank}", memory_text(best), box=SIMPLE_HEAD, pad_edge=False)

@@ -12,7 +12,7 @@ from slipstream.errors import SlipstreamError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slipstream.planner.profile import Profile
+    from slipstream.planner.costs.profile_file import Profile
 
 
 def profile(
@@ -39,10 +39,10 @@ def profile(
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     from rich.console import Console
 
-    from slipstream.training.config import ModelSection
-    from slipstream.training.config_file import load_config
+    from slipstream.launch.profile_ranks import measure_profile
+    from slipstream.training.config.config_file import load_config
+    from slipstream.training.config.sections import ModelSection
     from slipstream.training.preflight import load_model_config
-    from slipstream.training.profiling import measure_profile
 
     if device not in ("auto", "cpu", "cuda"):
         raise SlipstreamError(f"--device={device!r} isn't known; choose auto, cpu or cuda")
@@ -76,7 +76,7 @@ def _table(profile: Profile) -> Table:
     """Milliseconds of every part and op at a few slice lengths and contexts."""
     from rich.table import Table
 
-    from slipstream.planner.profile import OPS
+    from slipstream.planner.costs.profile_file import OPS
 
     longest = profile.stages[0].activation_bytes[-1][0]
     lengths = sorted({max(1, longest // 16), max(1, longest // 4)})

@@ -13,9 +13,9 @@ import typer
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
-    from slipstream.cost import TableCost
     from slipstream.schedule import Schedule
-    from slipstream.timeline import Timeline
+    from slipstream.simulator.costs import TableCost
+    from slipstream.timeline.spans import Timeline
 
 _SUFFIXES = (".png", ".svg", ".pdf", ".json")
 _SIMULATED = "simulated"
@@ -95,8 +95,8 @@ class _Setting:
     def find(self, name: str) -> tuple[Timeline, ...]:
         """The simulation of a schedule by name or file, or the timelines a file holds."""
         from slipstream.schedule import GENERATORS
-        from slipstream.simulator import simulate
-        from slipstream.trace import load
+        from slipstream.simulator.simulation import simulate
+        from slipstream.timeline.chrome_trace import load
 
         path = Path(name)
         if name not in GENERATORS and path.suffix == ".json":
@@ -130,8 +130,8 @@ class _Setting:
 
     def _cost(self, plan: Schedule) -> TableCost:
         """A rank's seconds are shared by its stages, and its activations are counted in microbatches."""
-        from slipstream.cost import TableCost
         from slipstream.schedule import Op
+        from slipstream.simulator.costs import TableCost
 
         seconds = {Op.F: self.forward, Op.B: self.backward, Op.R: self.forward}
         seconds |= {Op.I: self.input_gradient, Op.W: self.weight_gradient, Op.OFFLOAD: 0, Op.RELOAD: 0}
@@ -146,8 +146,8 @@ class _Setting:
 
 def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
     """The same order with the times that were measured: the run without what the executor added."""
-    from slipstream.cost import MeasuredCost
-    from slipstream.simulator import simulate
+    from slipstream.simulator.costs import MeasuredCost
+    from slipstream.simulator.simulation import simulate
 
     (run,) = measured if len(measured) == 1 else (None,)
     if run is None or not run.measured:
@@ -159,7 +159,7 @@ def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
 
 
 def _show(shown: tuple[Timeline, ...], output: Path | None) -> None:
-    from slipstream.timeline import time_unit
+    from slipstream.timeline.spans import time_unit
 
     first, *others = shown
     if output is not None and output.suffix == ".json":
@@ -189,8 +189,8 @@ def _text(timeline: Timeline, longest: float, columns: int) -> str:
 
 def _table(timeline: Timeline) -> str:
     """Per rank: busy, idle by cause, and peak memory where it is known."""
-    from slipstream.timeline import time_unit
-    from slipstream.waits import Cause
+    from slipstream.timeline.idle_causes import Cause
+    from slipstream.timeline.spans import time_unit
 
     per_second, unit = time_unit(timeline.makespan)
     causes = [cause for cause in Cause if any(cause in idle for idle in timeline.idle_by_cause)]

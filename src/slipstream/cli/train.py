@@ -17,7 +17,7 @@ def train(
     Any setting can be given on the command line: --training.steps=100 --pipeline.slices=[128,256,640].
     Starts its own local processes, or joins those of torchrun or srun.
     """
-    from slipstream.training.config_file import load_config
+    from slipstream.training.config.config_file import load_config
     from slipstream.training.run import train as run
 
     run(load_config(config, context.args))

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
-from slipstream.model import attention_interface
 from slipstream.model.anatomy import Anatomy, LayerPart
-from slipstream.model.context import SliceContext, TokenSlice, active_slice, keyed_random_state
+from slipstream.model.hooks import attention_interface
+from slipstream.model.hooks.masks import MaskTables
+from slipstream.model.hooks.rope import fix_length_dependent_rope
+from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_slice, keyed_random_state
 from slipstream.model.layer_range import Edge, LayerRange
-from slipstream.model.masks import MaskTables
-from slipstream.model.rope import fix_length_dependent_rope
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
 from slipstream.model.split import has_edge, keep_layers, second_half
 from slipstream.model.tensor_spec import Tensors, TensorSpec
-from slipstream.model.weight_gradients import add_weight_gradients_in_place
 
 _SECOND_HALF = 100  # where the parts of a layer's second half are counted from, wherever its first half ran
 

@@ -1,1 +1,1 @@
-"""Tensor and data parallelism beside the pipeline: the mesh, its groups, and what is spread over them."""
+"""Tensor and data parallelism within the pipeline: the mesh, its groups, and which rank holds what."""

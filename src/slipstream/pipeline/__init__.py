@@ -1,1 +1,1 @@
-"""Runs a schedule with real tensors: batches cut into slices, messages between ranks, one executor a rank."""
+"""Runs a schedule with real tensors: the public Pipeline and the parts it is built from."""

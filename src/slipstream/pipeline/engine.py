@@ -12,20 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.executor import Executor, LossFunction
-from slipstream.pipeline.families import family_of
-from slipstream.pipeline.family import Inputs
-from slipstream.pipeline.layout import Ran, check_ranks
-from slipstream.pipeline.memory_limit import Gauge
+from slipstream.pipeline.execution.executor import Executor, LossFunction
+from slipstream.pipeline.execution.run_ranks import run_together
+from slipstream.pipeline.families.choose_family import family_of
+from slipstream.pipeline.families.model_family import Inputs
+from slipstream.pipeline.families.settings import Settings
+from slipstream.pipeline.families.stage_layout import Ran, check_ranks
+from slipstream.pipeline.memory.memory_limit import Gauge
+from slipstream.pipeline.messages.scatter_gather import ScatterGather
+from slipstream.pipeline.messages.skip_messages import skip_channels
+from slipstream.pipeline.messages.transport import LocalTransport, Transport, connect
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
-from slipstream.pipeline.scatter_gather import ScatterGather
-from slipstream.pipeline.settings import Settings
-from slipstream.pipeline.skip_mail import skip_channels
-from slipstream.pipeline.transport import LocalTransport, Transport, connect
-from slipstream.pipeline.trials import Answer
-from slipstream.pipeline.tuning import Tuner
-from slipstream.pipeline.turns import run_together
+from slipstream.pipeline.tuning.trials import Answer
+from slipstream.pipeline.tuning.tuner import Tuner
 from slipstream.schedule.action import Schedule
 
 Order = tuple[str | Schedule, int, int | Sequence[int] | str | None, int, int]

@@ -16,16 +16,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.model.loading import load_config, pretrained_model, random_model
 from slipstream.parallel.group import Group
 from slipstream.pipeline.engine import Engine
-from slipstream.pipeline.executor import LossFunction
-from slipstream.pipeline.export import gather_state
-from slipstream.pipeline.family import Inputs
-from slipstream.pipeline.layout import Ran
+from slipstream.pipeline.execution.executor import LossFunction
+from slipstream.pipeline.families.export import gather_state
+from slipstream.pipeline.families.model_family import Inputs
+from slipstream.pipeline.families.sequence_partition import Balance
+from slipstream.pipeline.families.settings import Settings
+from slipstream.pipeline.families.stage_layout import Ran
+from slipstream.pipeline.families.weight_source import Source
 from slipstream.pipeline.parameters import Piece
-from slipstream.pipeline.sequence_partition import Balance
-from slipstream.pipeline.settings import Settings
-from slipstream.pipeline.source import Source
 from slipstream.schedule.action import Schedule
-from slipstream.timeline import Timeline
+from slipstream.timeline.spans import Timeline
 
 
 class Pipeline(Engine):

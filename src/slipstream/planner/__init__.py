@@ -1,1 +1,1 @@
-"""Decides before anything runs: which stage gets which layers."""
+"""Decides before anything runs: degrees, stages, slices and order. Imports no torch."""

@@ -27,9 +27,9 @@ from transformers import (
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy, find_anatomy
 from slipstream.model.loading import skeleton
-from slipstream.pipeline.loss import causal_cross_entropy
-from slipstream.planner.fit import Window, find_window
-from slipstream.planner.operations import Amount, AttentionCall, ModelCount, OpCount, PartCount
+from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount
+from slipstream.planner.costs.time_fit import Window, find_window
 from slipstream.profiler.kinds import layer_kinds
 from slipstream.profiler.tally import SavedStorages, Tally, counting
 from slipstream.schedule.action import Op

@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-import slipstream
-from slipstream.planner.measurements import Hardware, ModelIdentity
+from slipstream.planner.costs.measurements import Hardware, ModelIdentity
+from slipstream.version import __version__
 
 # What a configuration says about where it came from and how it is loaded
 _ORIGIN = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
@@ -47,7 +47,7 @@ def without_origin(settings: Mapping[str, Any]) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """What computed."""
     found = {
-        "slipstream": slipstream.__version__,
+        "slipstream": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from slipstream.model.tensor_spec import TensorSpec
+from slipstream.pipeline.messages.transport import DistributedTransport
 from slipstream.pipeline.ranks import Ranks
-from slipstream.pipeline.transport import DistributedTransport
-from slipstream.planner.measurements import Link
+from slipstream.planner.costs.measurements import Link
 from slipstream.schedule.action import Action, Op
 from slipstream.schedule.lowering import Channel
 

@@ -20,12 +20,12 @@ from slipstream.model.limits import check_length
 from slipstream.model.loading import model_to_time
 from slipstream.model.split import share
 from slipstream.model.stage import Stage
-from slipstream.pipeline.loss import causal_cross_entropy
+from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.pipeline.ranks import Ranks
-from slipstream.planner.composition import choose_stages
-from slipstream.planner.fit import Point, Window, fit_times
-from slipstream.planner.measurements import Link, MeasuredStage, Measurement
-from slipstream.planner.profile import OPS, Profile
+from slipstream.planner.costs.measurements import Link, MeasuredStage, Measurement
+from slipstream.planner.costs.profile_file import OPS, Profile
+from slipstream.planner.costs.stage_basis import choose_stages
+from slipstream.planner.costs.time_fit import Point, Window, fit_times
 from slipstream.profiler.grid import Grid, make_grid
 from slipstream.profiler.identity import identify_hardware, identify_model, versions
 from slipstream.profiler.kinds import layer_kinds

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.store import ContextStore, _Slice
-from slipstream.model.context import TokenSlice
-from slipstream.model.saved_tensors import SavedTensors
+from slipstream.model.hooks.token_slice import TokenSlice
+from slipstream.model.saving.saved_tensors import SavedTensors
+from slipstream.model.saving.weight_gradients import deferring
 from slipstream.model.stage import Stage
-from slipstream.model.weight_gradients import deferring
-from slipstream.planner.fit import Window, find_window
+from slipstream.planner.costs.time_fit import Window, find_window
 from slipstream.schedule.action import Op
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

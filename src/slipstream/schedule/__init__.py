@@ -1,4 +1,4 @@
-"""What runs, in which order: schedules as data, their rules, generators and passes."""
+"""What runs in which order: schedules as data, their rules, generators and passes. Imports no torch."""
 
 from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import predecessors, running_order, validate

@@ -1,1 +1,1 @@
-"""From text to a trained, exported model: the configuration, the data, the ranks and the loop."""
+"""Trains from a configuration: data, loop, metrics and checkpoints."""

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.config import Config, ModelSection, named_schedule
-from slipstream.training.config_file import dump_config
-from slipstream.training.corpus import read_documents
-from slipstream.training.data import PackedSequences, TokenisedText
+from slipstream.launch.progress import Progress
+from slipstream.training.config.config_file import dump_config
+from slipstream.training.config.sections import Config, ModelSection, named_schedule
+from slipstream.training.data.corpus import read_documents
+from slipstream.training.data.packing import PackedSequences, TokenisedText
+from slipstream.training.data.tokenizer import load_tokenizer, tokenise, train_tokenizer
+from slipstream.training.metrics.trackers import check_trackers
 from slipstream.training.output import Output
-from slipstream.training.progress import Progress
-from slipstream.training.tokenizer import load_tokenizer, tokenise, train_tokenizer
-from slipstream.training.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def check_layers(config: Config, model_config: Any) -> None:
 def check_layout(config: Config, model_config: Any) -> None:
     """The stages, the schedule, and what it is to recompute and to offload go together, as every rank will find."""
     from slipstream.model.anatomy import find_anatomy
-    from slipstream.pipeline.layout import plan_layout
-    from slipstream.pipeline.tuning import Tuner
+    from slipstream.pipeline.families.stage_layout import plan_layout
+    from slipstream.pipeline.tuning.tuner import Tuner
 
     pipeline = config.pipeline
     tuner = Tuner(
@@ -196,7 +196,7 @@ def check_shared_layers(config: Config, model_config: Any) -> None:
     if config.parallel.tensor == 1:
         return
     from slipstream.model.anatomy import find_anatomy
-    from slipstream.pipeline.building import plan_shares
+    from slipstream.pipeline.families.causal_lm_stages import plan_shares
 
     plan_shares(model_config, find_anatomy(model_config), config.parallel.tensor, config.parallel.tensor_plan)
 
@@ -206,7 +206,7 @@ def check_sharded_parameters(config: Config, model_config: Any) -> None:
     if not config.parallel.shard_parameters:
         return
     from slipstream.model.anatomy import find_anatomy
-    from slipstream.pipeline.building import check_sharding
+    from slipstream.pipeline.families.causal_lm_stages import check_sharding
 
     precision = config.training.precision
     excluded = {

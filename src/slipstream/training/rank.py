@@ -15,15 +15,15 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.errors import SlipstreamError
-from slipstream.training import slurm
-from slipstream.training.agreement import describe, name_ranks
-from slipstream.training.config import Config
-from slipstream.training.config_file import load_config
-from slipstream.training.launch import reported_to_the_launcher
+from slipstream.launch import slurm
+from slipstream.launch.agreement import describe, name_ranks
+from slipstream.launch.local_ranks import reported_to_the_launcher
+from slipstream.launch.progress import Progress, make_console
+from slipstream.launch.rendezvous import Meeting, meet, time_limit
+from slipstream.training.config.config_file import load_config
+from slipstream.training.config.sections import Config
 from slipstream.training.output import Output
 from slipstream.training.preflight import check_device, check_world_size, preflight
-from slipstream.training.progress import Progress, make_console
-from slipstream.training.rendezvous import Meeting, meet, time_limit
 from slipstream.training.trainer import start
 
 # Under torchrun rank 0 reads and tokenises the text while the others wait.

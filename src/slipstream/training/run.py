@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from slipstream.training.config import Config
-from slipstream.training.launch import has_launcher, launch
+from slipstream.launch.local_ranks import has_launcher, launch
+from slipstream.launch.progress import Progress, make_console
+from slipstream.training.config.sections import Config
 from slipstream.training.output import Output
-from slipstream.training.progress import Progress, make_console
 
 
 def train(config: Config) -> None:

@@ -1,0 +1,84 @@
+"""What all ranks of a run must have in common, and how a difference between them is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import slipstream
+from slipstream.schedule import Schedule
+from slipstream.training.config.sections import Config, named_schedule
+from slipstream.version import __version__
+
+_ABSENT = "absent"
+
+
+def describe(config: Config, device_type: str) -> dict[str, str]:
+    """This rank's versions, sources, kind of device and settings, by name; the same on all ranks of one run."""
+    facts = {
+        "slipstream": __version__,
+        "slipstream's source files": hash_sources(Path(slipstream.__file__).parent),
+        "torch": str(torch.__version__),
+        "transformers": str(transformers.__version__),
+        "device": device_type,
+        **dict(_flatten(config.model_dump(mode="json"))),
+    }
+    schedule = named_schedule(config.pipeline)
+    if isinstance(schedule, Schedule):
+        facts[f"contents of {config.pipeline.schedule}"] = _hash(str(schedule).encode())
+    return facts
+
+
+def hash_sources(package: Path) -> str:
+    """Of the names and contents of a package's Python files."""
+    files = sorted(package.rglob("*.py"))
+    return _hash(b"".join(f"{file.relative_to(package)} {_hash(file.read_bytes())}\n".encode() for file in files))
+
+
+def differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
+    """A line for each name whose value isn't the same on all ranks: the values, and which ranks have them."""
+    names = {name: None for each in facts for name in each}  # in order, each once
+    lines = []
+    for name in names:
+        ranks_with: dict[str, list[int]] = {}
+        for rank, each in enumerate(facts):
+            ranks_with.setdefault(each.get(name, _ABSENT), []).append(rank)
+        if len(ranks_with) > 1:
+            values = (f"{value} on {name_ranks(ranks, hosts)}" for value, ranks in ranks_with.items())
+            lines.append(f"{name}: {'; '.join(values)}")
+    return lines
+
+
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """`ranks 0-3 (node0), rank 5 (node1)`."""
+    grouped = groupby(ranks, key=lambda rank: hosts[rank])
+    return ", ".join(f"{_count_up(list(numbers))} ({host})" for host, numbers in grouped)
+
+
+def _count_up(numbers: list[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return f"rank {first}"
+    if numbers == list(range(first, last + 1)):
+        return f"ranks {first}-{last}"
+    return f"ranks {', '.join(map(str, numbers))}"
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted names and values, as they are typed on the command line."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{name}.{key}" if name else key)
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

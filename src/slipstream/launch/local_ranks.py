@@ -1,0 +1,182 @@
+"""Local ranks through torchrun's process API: all end together, and the first cause is told last."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch.slurm import is_task
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import SubprocessContext
+
+# glibc gives freed memory back to the system and pages it in again at every step; this keeps it.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name that torchrun gives it too
+_PARENT = "SLIPSTREAM_PARENT"
+_POLL_SECONDS = 0.1
+_SECONDS_TO_END = 3  # between asking ranks to end and killing them
+
+
+class RankFailedError(RuntimeError):
+    """A rank ended early; the message names it and its cause."""
+
+
+def has_launcher() -> bool:
+    """Whether torchrun (or another launcher that sets RANK and WORLD_SIZE), or srun, started this process."""
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys() or is_task(os.environ)
+
+
+def launch(command: Sequence[str], num_ranks: int) -> None:
+    """Runs `python *command` as `num_ranks` local ranks on the loopback interface and waits for them.
+
+    Whatever ends this call (the ranks' end, the failure of one, Ctrl-C) ends every rank. Raises
+    RankFailedError with the first cause, SlipstreamError where that was one, KeyboardInterrupt.
+    """
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        SignalException,
+        SubprocessContext,
+        start_processes,
+    )
+
+    # The parent keeps the store, so that the port is one that is free: the system chose it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    environments = {rank: _environment(rank, num_ranks, store.port) for rank in range(num_ranks)}
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as logs, _quiet_and_own_signals():
+        context: Any = None
+        try:
+            context = start_processes(
+                name="slipstream",
+                entrypoint=sys.executable,
+                args=dict.fromkeys(range(num_ranks), tuple(command)),
+                envs=environments,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+            )
+            assert isinstance(context, SubprocessContext)
+            ended = _wait(context)
+        except SignalException as interruption:
+            if interruption.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + interruption.sigval) from None
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C mustn't leave orphans
+            if context is not None:
+                context.close(timeout=_SECONDS_TO_END)
+        _raise_first_cause(ended, {rank: Path(file) for rank, file in context.error_files.items()})
+
+
+def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun would set, the memory settings, and one thread a rank; what the user set stays."""
+    chosen = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **MALLOC}
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    if loopback:
+        chosen["GLOO_SOCKET_IFNAME"] = min(loopback)
+    return {
+        **{name: os.environ.get(name, value) for name, value in chosen.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        _PARENT: str(os.getpid()),
+    }
+
+
+@contextmanager
+def _quiet_and_own_signals() -> Iterator[None]:
+    """Torch's process API logs every signal it sends and keeps its signal handlers; neither outlasts this."""
+    import logging
+
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {name: signal.getsignal(name) for name in names}
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for name, handler in handlers.items():
+            signal.signal(name, handler)
+
+
+def _wait(context: SubprocessContext) -> dict[int, int]:
+    """Exit codes of the ranks that have ended, once all have or one of them failed."""
+    while True:
+        codes = {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        if len(ended) == len(codes) or any(ended.values()):
+            return ended
+        time.sleep(_POLL_SECONDS)
+
+
+def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> None:
+    """Raises what went wrong first, if anything did.
+
+    A rank that was killed wrote nothing, and its neighbours' broken connections are only a consequence.
+    A rank that raised wrote when; its neighbours may have noticed and ended before it did.
+    """
+    errors = {rank: json.loads(file.read_text()) for rank, file in error_files.items() if file.exists()}
+    silent = {rank: code for rank, code in ended.items() if code != 0 and rank not in errors}
+    if silent:
+        rank, code = min(silent.items())
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped")
+    if errors:
+        rank, error = min(errors.items(), key=lambda item: item[1]["time"])
+        if error["user_error"]:
+            raise SlipstreamError(error["message"])
+        raise RankFailedError(f"rank {rank} failed; the other ranks were stopped\n{error['message']}")
+
+
+@contextmanager
+def reported_to_the_launcher() -> Iterator[None]:
+    """In a rank: what is raised inside ends this process and is told by the launcher that started it.
+
+    Without our launcher the exception goes on as it is.
+    """
+    parent = os.environ.get(_PARENT)
+    if parent is None:
+        yield
+        return
+    threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
+    try:
+        yield
+    except BaseException as error:
+        user_error = isinstance(error, SlipstreamError)
+        message = str(error) if user_error else traceback.format_exc().rstrip()
+        # "message" is what torch's own reader of such files looks for
+        report = {"message": message, "time": time.time(), "user_error": user_error}
+        part = Path(os.environ[_ERROR_FILE] + ".part")
+        part.write_text(json.dumps(report))
+        part.replace(os.environ[_ERROR_FILE])
+        sys.stdout.flush()
+        os._exit(1)  # a clean exit could wait for a neighbour that is gone
+
+
+def end_with(parent: int) -> None:
+    """Ends this process when its parent has died without a chance to say so; works in a blocked rank."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -1,0 +1,105 @@
+"""A profile measured by local ranks as a training run starts them: same memory settings, threads and links."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch.local_ranks import has_launcher, launch, reported_to_the_launcher
+from slipstream.planner.costs.profile_file import Profile, load_profile
+
+_REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What the ranks are told; the model's configuration lies beside it."""
+
+    settings: dict[str, Any]  # of ProfileSettings
+    device: str  # "cpu" or "cuda"
+
+
+def measure_profile(model_config: Any, settings: dict[str, Any], num_ranks: int, device: str = "auto") -> Profile:
+    """Start `num_ranks` local ranks that measure side by side; their link, and the times of the first.
+
+    Args:
+        model_config: a transformers.PretrainedConfig.
+        settings: the arguments of ProfileSettings.
+        num_ranks: as many as the ranks of a pipeline that share this machine.
+        device: "cpu", "cuda", or "auto": CUDA where there is a device for each rank.
+
+    Raises:
+        SlipstreamError: for what can't be measured. RankFailedError: where a rank ended early.
+    """
+    import torch
+
+    from slipstream.profiler import ProfileSettings
+
+    ProfileSettings(**settings).check()
+    if has_launcher():
+        raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun or srun.")
+    num_devices = torch.cuda.device_count()
+    if device == "cuda" and num_devices < num_ranks:
+        raise SlipstreamError(
+            f"--device=cuda with --ranks={num_ranks} needs as many CUDA devices, but there are {num_devices}; "
+            f"use --device=cpu{f' or --ranks={num_devices}' if num_devices else ''}"
+        )
+    chosen = ("cuda" if num_devices >= num_ranks else "cpu") if device == "auto" else device
+    with tempfile.TemporaryDirectory(prefix="slipstream-profile-") as name:
+        folder = Path(name)
+        model_config.save_pretrained(folder / _MODEL)
+        (folder / _REQUEST).write_text(json.dumps(asdict(ProfileRequest(settings, chosen))))
+        launch(["-m", "slipstream.launch.profile_ranks", name], num_ranks)
+        return load_profile(folder / _PROFILE)
+
+
+def _measure_as_rank(folder: Path) -> None:
+    """One rank: all measure, the first shows progress and writes."""
+    import torch
+    import torch.distributed as dist
+
+    from slipstream.launch.progress import Progress, make_console
+    from slipstream.model.loading import load_config
+    from slipstream.profiler import ProfileSettings, profile_model
+    from slipstream.profiler.links import measure_link
+
+    request = ProfileRequest(**json.loads((folder / _REQUEST).read_text()))
+    device = torch.device("cpu")
+    if request.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    is_first = dist.get_rank() == 0
+    progress = Progress(make_console() if is_first else None)
+    with progress.waiting("measuring the link"):
+        link = measure_link(device)
+    with progress.counting("measuring the layers", total=100) as advance:
+        percent = 0
+
+        def show(share: float) -> None:
+            nonlocal percent
+            advance(int(100 * share) - percent)
+            percent = int(100 * share)
+
+        config = load_config(str(folder / _MODEL))
+        profile = profile_model(config, ProfileSettings(**request.settings), device, link, show)
+    if is_first:
+        profile.save(folder / _PROFILE)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """The process that the launcher starts: `python -m slipstream.launch.profile_ranks folder`."""
+    with reported_to_the_launcher():
+        _measure_as_rank(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What one sees while text is prepared and the model trains: bars on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from slipstream.training.metrics.flops import TrainingTime
+    from slipstream.training.metrics.records import Step
+
+_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+
+
+def describe_step(step: Step) -> str:
+    """What stands beside the bar: loss, speed, use of the devices, and the memory of the fullest rank."""
+    parts = [f"loss {step.loss:.3f}", f"{step.tokens_per_second:,.0f} tokens/s"]
+    if step.figures is not None:
+        parts += [f"{step.figures.tflops_per_device:.3g} TFLOP/s a device", f"MFU {step.figures.mfu:.1%}"]
+    parts += [f"idle {step.idle_fraction:.0%}", f"{max(step.peak_memory) / 2**20:,.0f} MiB"]
+    return "  ".join(parts)
+
+
+def describe_time(tokens: int, time: TrainingTime) -> str:
+    """How long training on so many tokens takes, as measured and by the paper's rule."""
+    return f"{tokens:,} tokens take {duration(time.measured)} at this rate (8TP/(nX): {duration(time.ptdp)})"
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which there are two: 34 days, 3.5 hours, 0.2 seconds."""
+    size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= 2 * size), _UNITS[-1])
+    number = seconds / size
+    return f"{number:,.0f} {unit}" if number >= 10 else f"{number:.1f} {unit}"
+
+
+def make_console() -> Console:
+    """A console on standard output."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
+class Progress:
+    """Bars on a console; `Progress(None)` shows none (for ranks that don't own the terminal)."""
+
+    def __init__(self, console: Console | None) -> None:
+        self.console = console
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        if self.console is not None:
+            self.console.print(text, markup=False)
+
+    @contextmanager
+    def waiting(self, description: str) -> Iterator[None]:
+        """A spinner for work of unknown length."""
+        if self.console is None:
+            yield
+            return
+        with self.console.status(description):
+            yield
+
+    @contextmanager
+    def counting(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar; the caller gets a function that advances it."""
+        with self._bars("{task.percentage:>3.0f}%") as bars:
+            task = bars.add_task(description, total=total)
+            yield lambda amount: bars.advance(task, amount)
+
+    @contextmanager
+    def training(self, num_steps: int) -> Iterator[Callable[[int, str], None]]:
+        """The bar of the training loop; the caller gets a function of the step and what to show beside it."""
+        with self._bars("{task.completed}/{task.total} steps", "{task.fields[state]}") as bars:
+            task = bars.add_task("training", total=num_steps, state="")
+
+            def show(step: int, state: str) -> None:
+                bars.update(task, completed=step, state=state)
+                if bars.disable and step % max(1, num_steps // 20) == 0:
+                    self.say(f"step {step}/{num_steps}: {state}")
+
+            yield show
+
+    def _bars(self, *columns: str) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        return Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            *(TextColumn(column) for column in columns),
+            TimeRemainingColumn(),
+            console=self.console or Console(quiet=True),
+            transient=True,
+            disable=self.console is None or not self.console.is_terminal,
+        )

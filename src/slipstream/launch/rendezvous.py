@@ -1,0 +1,261 @@
+"""Where the ranks of several nodes meet before anything is built, and find out whether they can train together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch.agreement import differences, name_ranks
+from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_SECONDS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
+_DEFAULT_SECONDS = 120.0
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_CONNECT_SECONDS = 10.0
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, and where the launcher says that the ranks meet."""
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    keeps_store: bool  # torchrun's agent keeps it for its ranks, otherwise rank 0 does
+    attempt: str
+    seconds: float
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Place:
+        """Raises SlipstreamError where the launcher, or the user, left something out or wrote no number."""
+        seconds = time_limit(environment)
+        try:
+            rank = int(environment["RANK"])
+            return cls(
+                rank=rank,
+                world_size=int(environment["WORLD_SIZE"]),
+                address=environment["MASTER_ADDR"],
+                port=int(environment["MASTER_PORT"]),
+                keeps_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+                attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+                seconds=seconds,
+            )
+        except KeyError as missing:
+            raise SlipstreamError(
+                f"RANK and WORLD_SIZE are set, but {missing} is not; start with torchrun or srun, which set it, or "
+                f"set it to the place where rank 0 runs"
+            ) from None
+        except ValueError as error:
+            raise SlipstreamError(
+                f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers; {error}; start with torchrun or srun"
+            ) from None
+
+    def __str__(self) -> str:
+        return f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What it leads to: the store for the process group, and the machine that each rank runs on."""
+
+    rank: int
+    world_size: int
+    store: Store
+    hosts: list[str]
+
+    def __str__(self) -> str:
+        return name_ranks(range(self.world_size), self.hosts)
+
+
+def time_limit(environment: Mapping[str, str]) -> float:
+    """Seconds that a rank waits for the master's answer, and for the other ranks."""
+    given = environment.get(_SECONDS, str(_DEFAULT_SECONDS))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise SlipstreamError(f"{_SECONDS}={given} is not a number of seconds above 0; remove it, or set it to 300")
+    return seconds
+
+
+def meet(facts: Mapping[str, str], problem: str | None = None) -> Meeting:
+    """Collective, before a process group exists: the ranks compare their facts and try their connections.
+
+    Chooses the interface that gloo uses (GLOO_SOCKET_IFNAME, unless it is set): the one on the way to the master.
+    Raises SlipstreamError on every rank alike where ranks differ, one has a problem, or two can't reach each other; and
+    on those that are there where the master doesn't answer or a rank doesn't come in time.
+    """
+    place = Place.from_environment(os.environ)
+    table = _Table(place, _connect(place))
+    mine = address_towards(place.address, place.port)
+    problem = problem or _check_interface(os.environ.get(_INTERFACE))
+    here = {"host": socket.gethostname(), "address": mine, "facts": dict(facts), "problem": problem}
+    ranks = table.exchange("ranks", here)
+    hosts = [each["host"] for each in ranks]
+    problems = _tell_problems([each["problem"] for each in ranks], hosts)
+    table.end_where(problems or _tell_differences([each["facts"] for each in ranks], hosts))
+    address = _choose_address(mine, [each["address"] for each in ranks])
+    table.end_where(_tell_problems(_try_connections(table, address, hosts), hosts))
+    return Meeting(place.rank, place.world_size, table.store, hosts)
+
+
+class _Table:
+    """Lays what each rank says where all can read it."""
+
+    def __init__(self, place: Place, store: Store) -> None:
+        self.place, self.store = place, store
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        """Every rank's value, anything that JSON has, in order. SlipstreamError names the ranks that don't come."""
+        keys = [f"{name}/{rank}" for rank in range(self.place.world_size)]
+        try:
+            self.store.set(keys[self.place.rank], json.dumps(value))
+            return [json.loads(answer) for answer in self.store.multi_get(keys)]
+        except RuntimeError as error:
+            raise SlipstreamError(self._describe_absence(keys)) from error
+
+    def end_where(self, problem: str | None) -> None:
+        """Raises SlipstreamError where there is a problem: on every rank the same one, and when all know it."""
+        if problem is None:
+            return
+        self.exchange("known", None)
+        self.store.set(f"gone/{self.place.rank}", "")
+        if self.place.keeps_store:  # it ends last, for the store ends with it
+            with suppress(RuntimeError):
+                self.store.wait([f"gone/{rank}" for rank in range(self.place.world_size)])
+        raise SlipstreamError(problem)
+
+    def _describe_absence(self, keys: list[str]) -> str:
+        place = self.place
+        try:
+            absent = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+        except RuntimeError:
+            return f"rank {place.rank} lost the store at {place}: rank 0, or its torchrun, has ended; it says why"
+        return (
+            f"rank {place.rank} met at {place}, but of {place.world_size} ranks these didn't come within "
+            f"{place.seconds:g} seconds: {', '.join(absent)}. See what they say; if they only start late, wait longer "
+            f"with {_SECONDS}={2 * place.seconds:g}"
+        )
+
+
+def _connect(place: Place) -> Store:
+    """The store under MASTER_ADDR; each of torchrun's restarts has keys of its own."""
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            place.address,
+            place.port,
+            place.world_size,
+            is_master=place.keeps_store,
+            timeout=timedelta(seconds=place.seconds),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise SlipstreamError(_describe_silence(place, str(error).splitlines()[0])) from error
+    return dist.PrefixStore(f"slipstream/{place.attempt}", store)  # type: ignore[attr-defined]
+
+
+def _describe_silence(place: Place, reason: str) -> str:
+    host = socket.gethostname()
+    if place.keeps_store:
+        return (
+            f"rank 0 on {host} can't listen at {place} ({reason}); choose a free port with MASTER_PORT, and start "
+            f"rank 0 on the machine that MASTER_ADDR names"
+        )
+    return (
+        f"rank {place.rank} on {host} got no answer from the master at {place} ({_resolve(place)}) within "
+        f"{place.seconds:g} seconds ({reason}). Check that rank 0 has started there, that the name stands for its "
+        f"address here (getent hosts {place.address}), and that firewalls pass the port (nc -vz {place.address} "
+        f"{place.port}); to wait longer, set {_SECONDS}={2 * place.seconds:g}"
+    )
+
+
+def _resolve(place: Place) -> str:
+    try:
+        found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return "a name without an address on this machine"
+    return " or ".join(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _check_interface(given: str | None) -> str | None:
+    """What is wrong with the interfaces that the user names, if anything is."""
+    known = sorted(name for _, name in socket.if_nameindex())
+    if given is None or set(given.split(",")) <= set(known):
+        return None
+    return f"{_INTERFACE}={given}, but the interfaces here are {', '.join(known)}; remove it, or name one of them"
+
+
+def _choose_address(mine: str, all_addresses: list[str]) -> str:
+    """The address that other ranks reach this one by. Names its interface to gloo, unless the user did.
+
+    `mine` lies on the way to the master. On the master's own machine that can be the loopback interface (Debian's
+    /etc/hosts gives the host's name to it): there, the way to a rank of another machine counts.
+    """
+    given = os.environ.get(_INTERFACE)
+    if given is not None:
+        return find_address(given.partition(",")[0]) or mine
+    if len(set(all_addresses)) == 1:
+        mine = _LOOPBACK  # all are on this machine, and nobody else should reach them
+    elif is_loopback(mine):
+        mine = address_towards(next(address for address in all_addresses if not is_loopback(address)), port=9)
+    interface = find_interface(mine)
+    if interface is not None:
+        os.environ[_INTERFACE] = interface
+    return mine
+
+
+def _try_connections(table: _Table, address: str, hosts: list[str]) -> list[str | None]:
+    """Each rank's problem with the next one, reached as gloo will: directly, at a port that the system chose."""
+    place = table.place
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listening:
+        places = table.exchange("listening", listening.getsockname()[:2])
+        following = (place.rank + 1) % place.world_size
+        host, port = places[following]
+        try:
+            socket.create_connection((host, port), timeout=min(_CONNECT_SECONDS, place.seconds / 2)).close()
+        except OSError as error:
+            who = name_ranks([following], hosts)
+            return table.exchange("connected", _describe_obstacle(f"{who} at {host}, port {port} ({error})"))
+        return table.exchange("connected", None)
+
+
+def _describe_obstacle(where: str) -> str:
+    return (
+        f"no connection to {where}. The ranks talk directly, at ports that the system chooses: let firewalls pass TCP "
+        f"between the nodes, or name the interface between them in {_INTERFACE} and NCCL_SOCKET_IFNAME on each node"
+    )
+
+
+def _tell_problems(problems: list[str | None], hosts: list[str]) -> str | None:
+    ranks_with: dict[str, list[int]] = {}
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            ranks_with.setdefault(problem, []).append(rank)
+    return "\n".join(f"{name_ranks(ranks, hosts)}: {problem}" for problem, ranks in ranks_with.items()) or None
+
+
+def _tell_differences(facts: list[dict[str, str]], hosts: list[str]) -> str | None:
+    found = differences(facts, hosts)
+    if not found:
+        return None
+    return (
+        "the ranks of one run must have the same code and the same settings, but these differ:\n  "
+        + "\n  ".join(found)
+        + "\ninstall the same versions on all nodes, and start the same command on each"
+    )

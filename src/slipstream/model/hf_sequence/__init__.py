@@ -1,0 +1,1 @@
+"""Hugging Face models other than causal LMs as a sequence of layers."""

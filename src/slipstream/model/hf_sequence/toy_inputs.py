@@ -1,0 +1,57 @@
+"""A model of transformers at toy size, with encoder, decoder or vision parts, and inputs that fit it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.model.toy.toy_model import quiet_transformers, toy_config
+
+_LENGTH = 12  # tokens
+
+
+def toy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The same class with few small layers and random weights, in float64, in evaluation mode."""
+    config = _shrunk(model.config)
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        torch.manual_seed(0)
+        toy: Any = type(model)(config).double().eval()
+    found: PreTrainedModel = toy
+    return found
+
+
+def toy_inputs(model: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
+    """A random tensor for each name, two rows; the second row's last tokens are padding."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: _input(model, name, generator).to(model.device) for name in names}
+
+
+def _input(model: PreTrainedModel, name: str, generator: torch.Generator) -> Tensor:
+    config: Any = model.config
+    if name == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        return torch.randn(2, config.num_channels, height, width, generator=generator).to(model.dtype)
+    if name == "inputs_embeds":
+        return torch.randn(2, _LENGTH, config.get_text_config().hidden_size, generator=generator).to(model.dtype)
+    if name.endswith("attention_mask"):
+        return (torch.arange(_LENGTH) < torch.tensor([[_LENGTH], [_LENGTH - 3]])).long()
+    return torch.randint(1, config.get_text_config().vocab_size, (2, _LENGTH), generator=generator)
+
+
+def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
+    toy = toy_config(copy.deepcopy(config))
+    for name, value in list(vars(toy).items()):
+        if isinstance(value, PretrainedConfig):
+            setattr(toy, name, _shrunk(value))
+    decoder: Any
+    encoder: Any
+    decoder, encoder = getattr(toy, "decoder", None), getattr(toy, "encoder", None)
+    if encoder is not None and hasattr(decoder, "cross_attention_hidden_size"):
+        decoder.cross_attention_hidden_size = encoder.hidden_size
+    return toy

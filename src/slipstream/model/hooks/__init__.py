@@ -1,0 +1,1 @@
+"""What Slipstream registers with transformers, and what that code may ask about the current token slice."""

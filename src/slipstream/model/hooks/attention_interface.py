@@ -1,0 +1,70 @@
+"""Slipstream's attention and mask functions, registered with transformers under the name 'slipstream'.
+
+A model whose attention goes through `AttentionInterface` calls these instead of its own, so its code stays untouched:
+the mask function answers with the range of keys each query of the slice sees, the attention function reads the keys
+and values of the slices before from the context store.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from slipstream.attention import KeyRanges, attend
+from slipstream.errors import SlipstreamError
+from slipstream.model.hooks.masks import MaskFunction, NotCausalError
+from slipstream.model.hooks.token_slice import current_slice
+
+NAME = "slipstream"
+
+
+def sliced_mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> KeyRanges | NotCausalError:
+    """What transformers passes to every layer as `attention_mask`."""
+    context = current_slice()
+    if context.records_masks:
+        context.tables.register(mask_function)
+    return context.next_mask()
+
+
+def sliced_attention(
+    module: nn.Module,
+    query: Tensor,  # (b, heads, T, d)
+    key: Tensor,  # (b, key-value heads, T, d)
+    value: Tensor,
+    attention_mask: KeyRanges | NotCausalError | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # attention sinks, one logit a head
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one slice to itself and all slices before: (b, T, heads, d), as transformers expects it."""
+    if not isinstance(attention_mask, KeyRanges):
+        raise SlipstreamError(
+            f"{type(module).__name__} attends with {attention_mask or 'no mask of transformers'}, so what a slice may "
+            "attend to is unknown. Token slices need causal, sliding-window or blockwise masks."
+        )
+    context = current_slice()
+    module_call = context.next_call(module)
+    output = attend(
+        query,
+        key,
+        value,
+        store=context.store,
+        call=module_call,
+        ranges=attention_mask,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
+        seed=context.attention_seed(),
+    )
+    return output.transpose(1, 2), None
+
+
+def register() -> None:
+    """Make `attn_implementation="slipstream"` known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(NAME, sliced_attention)
+    AttentionMaskInterface.register(NAME, sliced_mask)

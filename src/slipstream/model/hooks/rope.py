@@ -1,0 +1,46 @@
+"""Rotary tables whose frequencies depend on the longest position of the batch, made exact for a slice of it."""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.model.hooks.token_slice import current_slice
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+def fix_length_dependent_rope(model: nn.Module) -> None:
+    """Give every rotary module of type dynamic or longrope the batch's largest position beside the slice's own.
+
+    A slice below the threshold would otherwise compute other frequencies than the whole sequence does. The extra
+    column decides the frequencies and is cut off again; the columns of the slice are computed element by element.
+    """
+    for module in model.modules():
+        if _is_length_dependent(getattr(module, "rope_type", None)):
+            module.forward = _with_largest_position(module)
+
+
+def _is_length_dependent(rope_type: object) -> bool:
+    types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(isinstance(t, str) and any(word in t for word in _LENGTH_DEPENDENT) for t in types)
+
+
+def _with_largest_position(module: nn.Module) -> Any:
+    forward = type(module).forward
+    signature = inspect.signature(forward)
+
+    @wraps(forward)
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(module, *args, **kwargs)
+        position_ids = bound.arguments["position_ids"]  # (b, T)
+        largest = position_ids.new_full((position_ids.shape[0], 1), current_slice().token_slice.max_position)
+        bound.arguments["position_ids"] = torch.cat([position_ids, largest], dim=1)
+        tables = forward(*bound.args, **bound.kwargs)  # cos and sin, each (b, T + 1, d)
+        return tables[:, :-1] if isinstance(tables, Tensor) else tuple(table[:, :-1] for table in tables)
+
+    return extended

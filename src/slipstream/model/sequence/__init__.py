@@ -1,0 +1,1 @@
+"""Stages of an `nn.Sequential`: its layers, skip connections, token slices and batch norms."""

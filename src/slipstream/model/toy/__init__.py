@@ -1,0 +1,1 @@
+"""A model at toy size and its unsliced reference, for the self-checks."""

@@ -1,0 +1,1 @@
+"""Data parallelism: gradient reduction, sharded parameters and optimizer state, loss scaling."""

@@ -1,0 +1,100 @@
+"""Buckets: tensors of several parameters in one flat buffer, so that one collective exchanges them all.
+
+A parameter's rows (dim 0; a scalar is one row) are spread over replicas as evenly as can be, the first ones having one
+more where they don't divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slipstream.parallel.tensor.parameter_cut import bounds
+
+BUCKET_BYTES = 25 * 2**20
+Named = tuple[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A collective over the replicas that runs: what it fills, of which parameters' gradients."""
+
+    bucket: list[Named]
+    sent: Tensor
+    result: Tensor  # all of it, or of a scatter this replica's rows
+    work: dist.Work | None
+
+
+def in_buckets(
+    parameters: Iterable[Named], dtype_of: Callable[[nn.Parameter], torch.dtype], bucket_bytes: int
+) -> list[list[Named]]:
+    """The parameters in order, those of each dtype in buckets of at most `bucket_bytes`; a larger one has its own."""
+    buckets: list[list[Named]] = []
+    filling: dict[torch.dtype, list[Named]] = {}
+    for name, parameter in parameters:
+        dtype = dtype_of(parameter)
+        room = bucket_bytes // dtype.itemsize - parameter.numel()
+        if dtype not in filling or sum(other.numel() for _, other in filling[dtype]) > room:
+            filling[dtype] = []
+            buckets.append(filling[dtype])
+        filling[dtype].append((name, parameter))
+    return buckets
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other in a new tensor of one dimension; a single one as it is."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+    """Views of these shapes, one after the other; what is left at the end is padding."""
+    views, position = [], 0
+    for shape in shapes:
+        views.append(flat[position : position + prod(shape)].view(tuple(shape)))
+        position += prod(shape)
+    return views
+
+
+def rows_of(tensor: Tensor, owner: int, num_owners: int) -> range:
+    """The rows of `tensor` that belong to one of several owners."""
+    return range(*bounds(tensor.shape[0] if tensor.ndim else 1, num_owners, owner))
+
+
+def take_rows(tensor: Tensor, rows: range) -> Tensor:
+    """A view of these rows; of a scalar itself or, with no rows, nothing."""
+    if tensor.ndim:
+        return tensor[rows.start : rows.stop]
+    return tensor if rows else tensor.reshape(1)[:0]
+
+
+def pack_rows(tensors: Sequence[Tensor], num_owners: int) -> Tensor:
+    """Each owner's rows of all tensors in one line, ended by zeros where others have more: (num_owners, width)."""
+    pieces = [piece for owner in range(num_owners) for piece in _line(tensors, owner, num_owners)]
+    return torch.cat(pieces).view(num_owners, sum(piece.numel() for piece in pieces) // num_owners)
+
+
+def pack_line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> Tensor:
+    """One line of `pack_rows`: (width,)."""
+    return torch.cat(_line(tensors, owner, num_owners))
+
+
+def unpack_rows(line: Tensor, tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:
+    """Undo `pack_rows` for one owner: views of its rows, in the shapes they have in `tensors`."""
+    shapes = [take_rows(tensor, rows_of(tensor, owner, num_owners)).shape for tensor in tensors]
+    return unflatten(line, shapes)
+
+
+def _line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:
+    """An owner's rows of every tensor, and zeros up to the length of the first owner's: none has more than that."""
+    first, mine = (
+        [take_rows(tensor, rows_of(tensor, each, num_owners)).reshape(-1) for tensor in tensors] for each in (0, owner)
+    )
+    padding = sum(piece.numel() for piece in first) - sum(piece.numel() for piece in mine)
+    return [*mine, tensors[0].new_zeros(padding)]

@@ -1,0 +1,214 @@
+"""What becomes of a step's gradients: summed over tensor ranks where they are partial, then over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slipstream.parallel.group import Group
+from slipstream.parallel.replicas.buckets import (
+    BUCKET_BYTES,
+    Named,
+    Started,
+    flatten,
+    in_buckets,
+    pack_rows,
+    unflatten,
+    unpack_rows,
+)
+from slipstream.parallel.replicas.masters import Masters
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One stage's collectives, in order: buckets to sum over tensor ranks, then to sum or to scatter over replicas."""
+
+    partial: list[tuple[Group, list[Named]]]
+    summed: list[list[Named]]
+    scattered: list[list[Named]]
+
+    def __bool__(self) -> bool:
+        return bool(self.partial or self.summed or self.scattered)
+
+
+class Gradients:
+    """Around every step: `begin`, `reduce` of each stage after its last backward, `finish`; then `.grad` is complete.
+
+    The loss is divided by the tokens of the whole batch, so replicas' gradients are summed up, never averaged: buckets
+    of several parameters are all-reduced, or with sharded masters reduce-scattered, so that a replica gets its rows
+    (ZeRO-1: Rajbhandari et al. 2020, "ZeRO", section 5.1). That runs while other stages still work, and `finish` waits
+    for it. Every trained parameter takes part, with zeros where a backward left it no gradient, so that all ranks call
+    the same collectives in the same order. With one replica and nothing partial, gradients stay where backward leaves
+    them.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[Named]],
+        data: Group,
+        tensor: Group,
+        added_over: Callable[[str], tuple[int, ...]],
+        masters: Masters,
+        whole: Collection[str] = (),
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Collective.
+
+        Args:
+            stages: what each of this rank's stages leaves gradients in, under the model's names. One that two stages
+                hold is reduced with the first of them, whose backward ends last.
+            data: the replicas.
+            tensor: the ranks that share every layer.
+            added_over: those of them whose gradients of a parameter are to be added up first; () where none are.
+            masters: what gradients are delivered to, in its dtype.
+            whole: names whose gradients `finish` leaves in `.grad`, of this step alone and with all rows, until
+                `deliver` takes their place: tied weights, whose two gradients are to be added up first.
+            bucket_bytes: about how much one collective exchanges.
+        """
+        self._stages = _each_once(stages)
+        self._data, self._masters, self._whole, self._bucket_bytes = data, masters, frozenset(whole), bucket_bytes
+        names = {name for parameters in self._stages.values() for name, _ in parameters}
+        self._added_over = {name: ranks for name in sorted(names) if (ranks := added_over(name))}
+        self._groups = {ranks: _subgroup(tensor, ranks) for ranks in sorted({*self._added_over.values()})}
+        for parameters in self._stages.values():
+            for _, parameter in parameters:
+                if parameter.requires_grad:
+                    parameter.grad_dtype = masters.dtype_of(parameter)  # of every slice's addition
+        self._plans: dict[int, _Plan] = {}
+        self._missing: set[int] = set()
+        self._earlier: dict[int, Tensor | None] = {}
+        self._started: list[Started] = []
+        self._scale = 1.0
+
+    def begin(self, scale: float = 1.0) -> None:
+        """Before a step, whose losses will be multiplied by `scale` (see LossScale), and its gradients divided by it.
+
+        Gradients of earlier steps are set aside, so that only this step's are reduced. Raises SlipstreamError where a
+        parameter was frozen too late.
+        """
+        self._masters.check_trained()
+        self._scale = scale
+        self._started = []
+        self._plans = {stage: self._plan(parameters) for stage, parameters in self._stages.items()}
+        self._missing = {stage for stage, plan in self._plans.items() if plan}
+        self._earlier = {}
+        for name, parameter in self._handled():
+            if self._masters.updates(name, parameter):
+                self._earlier[id(parameter)] = parameter.grad
+            parameter.grad = None
+
+    @torch.no_grad()
+    def reduce(self, stage: int) -> None:
+        """No backward of the stage comes any more in this step: start the reduction of its gradients."""
+        plan = self._plans[stage]
+        self._missing.discard(stage)
+        for group, bucket in plan.partial:
+            flat = group.sum(flatten(_taken(bucket)))
+            totals = unflatten(flat, (parameter.shape for _, parameter in bucket))
+            for (_, parameter), total in zip(bucket, totals, strict=True):
+                parameter.grad = total
+        for bucket in plan.summed:
+            flat = flatten(_taken(bucket))
+            self._started.append(Started(bucket, flat, flat, self._data.start_sum(flat)))
+        for bucket in plan.scattered:
+            packed = pack_rows(_taken(bucket), self._data.size)
+            self._started.append(Started(bucket, packed, *self._data.start_reduce_scatter(packed)))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for all reductions; add this step's gradients to the earlier ones, in the masters' `.grad`.
+
+        The parameters' own `.grad` are then None, unless they are their own masters or in `whole`.
+        """
+        if self._missing:
+            raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
+        for name, parameter, gradient in self._reduced():
+            if name in self._whole:
+                parameter.grad = gradient
+            else:
+                parameter.grad = self._earlier.pop(id(parameter), None)
+                self._masters.add(name, self._unscaled(gradient))
+
+    @torch.no_grad()
+    def deliver(self, name: str, total: Tensor) -> None:
+        """After `finish`: the gradient of a parameter of `whole`, with all rows, of this step. It is taken over."""
+        for other, parameter in self._handled():
+            if other == name:
+                parameter.grad = self._earlier.pop(id(parameter), None)
+        self._masters.add_whole(name, self._unscaled(total))
+
+    def _reduced(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """This replica's part of every gradient, in the order in which reductions end."""
+        if self._data.size == 1:
+            handled = [(name, parameter, parameter.grad) for name, parameter in self._handled()]
+            yield from ((name, parameter, gradient) for name, parameter, gradient in handled if gradient is not None)
+        for started in self._started:
+            if started.work is not None:
+                started.work.wait()
+            parameters = [parameter for _, parameter in started.bucket]
+            if started.result is started.sent:
+                pieces = unflatten(started.result, (parameter.shape for parameter in parameters))
+            else:
+                pieces = unpack_rows(started.result, parameters, self._data.rank, self._data.size)
+            yield from ((name, p, piece) for (name, p), piece in zip(started.bucket, pieces, strict=True))
+        self._started = []
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        return gradient if self._scale == 1 else gradient.div_(self._scale)
+
+    def _plan(self, parameters: Sequence[Named]) -> _Plan:
+        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        partial = [
+            (group, bucket)
+            for ranks, group in self._groups.items()
+            for bucket in self._in_buckets(named for named in trained if self._added_over.get(named[0]) == ranks)
+        ]
+        if self._data.size == 1:
+            return _Plan(partial, [], [])
+        whole = [named for named in trained if not self._masters.is_sharded or named[0] in self._whole]
+        rows = [named for named in trained if self._masters.is_sharded and named[0] not in self._whole]
+        return _Plan(partial, self._in_buckets(whole), self._in_buckets(rows))
+
+    def _in_buckets(self, parameters: Iterable[Named]) -> list[list[Named]]:
+        return in_buckets(parameters, self._masters.dtype_of, self._bucket_bytes)
+
+    def _handled(self) -> Iterator[Named]:
+        """Those whose gradients don't simply stay where backward leaves them."""
+        everything = self._data.size > 1 or self._scale != 1
+        for parameters in self._stages.values():
+            for name, parameter in parameters:
+                special = name in self._whole or name in self._added_over or not self._masters.updates(name, parameter)
+                if parameter.requires_grad and (everything or special):
+                    yield name, parameter
+
+
+def _each_once(stages: Mapping[int, Sequence[Named]]) -> dict[int, list[Named]]:
+    seen: set[int] = set()
+    once: dict[int, list[Named]] = {}
+    for stage in sorted(stages):
+        once[stage] = [(name, parameter) for name, parameter in stages[stage] if id(parameter) not in seen]
+        seen |= {id(parameter) for _, parameter in once[stage]}
+    return once
+
+
+def _subgroup(tensor: Group, ranks: tuple[int, ...]) -> Group:
+    """Some of the tensor ranks; what they exchange counts as the axis's."""
+    if len(ranks) == tensor.size:
+        return tensor
+    members = [tensor.global_ranks[rank] for rank in ranks]
+    group = Group(dist.new_group(members, use_local_synchronization=True))
+    group.calls, group.payload = tensor.calls, tensor.payload
+    return group
+
+
+def _taken(bucket: Sequence[Named]) -> list[Tensor]:
+    """The gradients of a bucket's parameters, zeros for those that have none; they are no longer in `.grad`."""
+    gradients = []
+    for _, parameter in bucket:
+        gradient, parameter.grad = parameter.grad, None
+        gradients.append(torch.zeros_like(parameter, dtype=parameter.grad_dtype) if gradient is None else gradient)
+    return gradients

@@ -1,0 +1,224 @@
+"""Parameters that are spread over the replicas between steps (ZeRO-3), each gathered once a step: FSDP2's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.group import Group
+from slipstream.parallel.replicas.buckets import BUCKET_BYTES, Named, Started, in_buckets, unflatten
+
+
+class ShardedParameters:
+    """Around every step: `begin`, `reduce` of each stage after its last backward, `finish`; as Gradients and Masters.
+
+    Rajbhandari et al. 2020, "ZeRO", P_os+g+p (section 5.3), with the gathers of a whole step made into one. A replica
+    keeps its rows (dim 0) of every parameter, its gradient and its optimizer's state:
+
+        begin      all-gather: the stages' modules hold whole, plain tensors; every slice's F, I and W is as ever
+        reduce     reduce-scatter of the stage's summed gradients; its whole tensors are let go of
+        finish     the rows' gradients are in `.grad` of what `named_parameters` yields
+
+    A step of any number of slices thus sends 2 (n-1)/n of the parameters' bytes on each of n replicas, as ZeRO-1 does;
+    gathering for each slice's pass instead would send that as often as there are passes. The price is that a stage's
+    weights are whole, with whole gradients, from `begin` to its `reduce`: what is saved is memory between steps, and
+    that of optimizer and its rows. FSDP2 shards, gathers and lets go; its reductions stay off.
+
+    Gradients are summed, never averaged: the loss is divided by the tokens of the whole batch.
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self,
+        stages: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]],
+        data: Group,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Collective over the replicas, which hold equal parameters. From now on parameters of the modules are DTensors
+        between steps.
+
+        Args:
+            stages: of each of this rank's stages its model and those layers of it that are gathered by themselves.
+            data: the replicas, two or more.
+            bucket_bytes: about how much one reduce-scatter exchanges.
+
+        Raises SlipstreamError where a parameter has no rows, or is held by two modules.
+        """
+        self._data, self._bucket_bytes = data, bucket_bytes
+        for model, _ in stages.values():
+            _check_can_be_sharded(model)
+        mesh = _mesh(data, next(iter(stages.values()))[0])
+        self._modules = {stage: _shard(*modules, mesh) for stage, modules in stages.items()}
+        self._models = {stage: model for stage, (model, _) in stages.items()}
+        named = [named for model in self._models.values() for named in model.named_parameters()]
+        self._shapes = {name: parameter.shape for name, parameter in named}
+        self._trained = {name for name, parameter in named if parameter.requires_grad}
+        self._masters = {name: master for name, parameter in named if (master := _rows_of(parameter)).numel()}
+        self._missing: set[int] = set()
+        self._started: list[Started] = []
+        self._scale = 1.0
+
+    def named_parameters(self) -> Iterator[Named]:
+        """What goes to the optimizer, under the parameters' names: this replica's rows, views of FSDP2's shards.
+
+        A parameter of fewer rows than replicas has none on some.
+        """
+        return iter(self._masters.items())
+
+    def rows(self, name: str) -> range:
+        """Which rows (dim 0) of the parameter this replica has: as torch.chunk deals them."""
+        num_rows = self._shapes[name][0]
+        most = _most_rows(self._shapes[name], self._data.size)
+        return range(min(most * self._data.rank, num_rows), min(most * (self._data.rank + 1), num_rows))
+
+    def is_spread(self, name: str) -> bool:
+        """Whether each replica has other rows of it: of every parameter, frozen ones too."""
+        return name in self._shapes
+
+    def publish(self) -> None:
+        """Let go of what was gathered: after an evaluation, and wherever an optimizer may have updated the shards."""
+        for modules in self._modules.values():
+            _reshard(modules)
+
+    def begin(self, scale: float = 1.0) -> None:
+        """Before a step, whose losses will be multiplied by `scale`, and its gradients divided by it. Collective over
+        the replicas: every parameter is gathered. Raises SlipstreamError where one was frozen too late."""
+        self._check_trained()
+        self._scale, self._started, self._missing = scale, [], set(self._modules)
+        self.publish()
+        for modules in self._modules.values():
+            handles = [module.unshard(async_op=True) for module in modules]
+            for handle in handles:
+                if handle is not None:
+                    handle.wait()
+        for model in self._models.values():
+            for _, parameter in model.named_parameters():
+                parameter.grad = None
+
+    @torch.no_grad()
+    def reduce(self, stage: int) -> None:
+        """No backward of the stage comes any more in this step: start the reduction of its gradients, and let go of its
+        whole parameters."""
+        self._missing.discard(stage)
+        trained = [named for named in self._models[stage].named_parameters() if named[0] in self._trained]
+        for bucket in in_buckets(trained, lambda parameter: parameter.dtype, self._bucket_bytes):
+            packed = torch.cat([_in_parts(_taken(parameter), self._data.size) for _, parameter in bucket], 1)
+            self._started.append(Started(bucket, packed, *self._data.start_reduce_scatter(packed)))
+        _reshard(self._modules[stage])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for all reductions; add this step's gradients to the earlier ones, in the rows' `.grad`."""
+        if self._missing:
+            raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
+        for started in self._started:
+            if started.work is not None:
+                started.work.wait()
+            names = [name for name, _ in started.bucket]
+            parts = unflatten(started.result, (self._padded(name) for name in names))
+            for name, part in zip(names, parts, strict=True):
+                self._add(name, part[: len(self.rows(name))])
+        self._started = []
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        master = self._masters.get(name)
+        if master is None:
+            return
+        if self._scale != 1:
+            gradient.div_(self._scale)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+    def _padded(self, name: str) -> tuple[int, ...]:
+        """The shape of a replica's part on the way: that of the largest."""
+        shape = self._shapes[name]
+        return (_most_rows(shape, self._data.size), *shape[1:])
+
+    def _check_trained(self) -> None:
+        for name, master in self._masters.items():
+            if master.requires_grad != (name in self._trained):
+                raise SlipstreamError(
+                    f"requires_grad of {name} was changed. With sharded parameters, freeze those of the model before "
+                    "the Pipeline is made of it."
+                )
+
+
+def _check_can_be_sharded(model: nn.Module) -> None:
+    storages: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise SlipstreamError(
+                f"shard_parameters: {name} is a scalar, which has no rows to spread. Use shard_optimizer=True instead."
+            )
+        other = storages.setdefault(parameter.untyped_storage().data_ptr(), name)
+        if other != name:
+            raise SlipstreamError(
+                f"shard_parameters: {other} and {name} are one tied weight, whose shards would be updated apart. Use "
+                "shard_optimizer=True instead, or a model with tie_word_embeddings=False."
+            )
+
+
+def _mesh(data: Group, model: nn.Module) -> DeviceMesh:
+    assert data.process_group is not None
+    return DeviceMesh.from_group(data.process_group, next(model.parameters()).device.type, mesh_dim_names=("dp",))
+
+
+def _shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> list[FSDPModule]:
+    """FSDP2's modules, which neither reduce gradients nor let go of what they gathered until told to."""
+    modules = []
+    for module in _units(model, layers):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        modules.append(cast(FSDPModule, module))
+    for sharded in modules:
+        sharded.set_requires_gradient_sync(False)
+        sharded.set_reshard_after_backward(False)
+    return modules
+
+
+def _units(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The layers, and what has parameters outside of them, inner modules first. Not simply the model: on a stage that
+    isn't the last one its output is a placeholder's, of which FSDP2 would warn."""
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if id(module) not in in_layers]
+    yield from (layer for layer in layers if next(layer.parameters(), None) is not None)
+    yield from (module for module in reversed(outside) if next(module.parameters(recurse=False), None) is not None)
+
+
+def _reshard(modules: Sequence[FSDPModule]) -> None:
+    for module in modules:
+        module.reshard()
+    for module in modules:
+        left = [name for name, p in cast(nn.Module, module).named_parameters() if not isinstance(p, DTensor)]
+        if left:  # the next step would compute with weights from before the optimizer's
+            raise RuntimeError(f"{left[0]} is still whole: a forward that failed has left FSDP2 in the middle of it")
+
+
+def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
+    """A view of a shard: the optimizer updates FSDP2's own memory."""
+    assert isinstance(parameter, DTensor)
+    return nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+
+
+def _most_rows(shape: Sequence[int], size: int) -> int:
+    return -(-shape[0] // size)
+
+
+def _taken(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, zeros where no backward left one; no longer in `.grad`."""
+    gradient, parameter.grad = parameter.grad, None
+    return torch.zeros_like(parameter) if gradient is None else gradient
+
+
+def _in_parts(gradient: Tensor, size: int) -> Tensor:
+    """(size, numel of the largest part): each replica's rows in a line, ended by zeros where others have more."""
+    missing = _most_rows(gradient.shape, size) * size - gradient.shape[0]
+    padded = functional.pad(gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None], (0, 0, 0, missing))
+    return padded.reshape(size, -1)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: which weights are split over ranks, and the collectives around them."""

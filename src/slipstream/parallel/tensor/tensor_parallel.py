@@ -1,0 +1,169 @@
+"""Tensor parallelism: a model whose layers several ranks compute together, each with its share of the weights.
+
+PTD-P section 2.3 (Megatron-LM): two all-reduces of (b, T, hidden) in the forward of a layer of attention and MLP and
+two in its backward. With sequence parallelism (Korthikanti et al. 2022) each is an all-gather or a reduce-scatter, and
+what is between the regions is spread over the ranks by tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.group import Group
+from slipstream.parallel.shares import Share
+from slipstream.parallel.tensor.operators import copy_to_ranks, gather, part_length, split
+from slipstream.parallel.tensor.regions import TOKENS, RegionOperators, Whose, with_first_tensor
+from slipstream.parallel.tensor.tensor_plan import TensorPlan
+from slipstream.parallel.tensor.vocabulary import VocabularyEmbedding
+
+
+class TensorParallel:
+    """This rank's part of a plan.
+
+    `shard` once, `install` on every skeleton over the parameters, `begin` before every forward. With `sequence` the
+    residual stream is (b, local_length(T), hidden) from the first layer to the last, padded where T doesn't divide.
+
+    Raises SlipstreamError where `sequence` is asked of a model with more than a norm between its layers and its head.
+    """
+
+    def __init__(self, plan: TensorPlan, group: Group, sequence: bool) -> None:
+        if group.size != plan.tensor_ranks:
+            raise ValueError(f"a plan for {plan.tensor_ranks} tensor ranks, but the group has {group.size}")
+        if sequence and len(plan.after_layers) > 1:
+            raise SlipstreamError(
+                f"sequence parallelism needs one norm between the layers and the head, and here run "
+                f"{', '.join(plan.after_layers)}. Turn it off for this model."
+            )
+        self.plan = plan
+        self.group = group
+        self.sequence = sequence
+        self._length = 0
+
+    @property
+    def rank(self) -> int:
+        """This process's place among those that share its layers."""
+        return self.group.rank
+
+    def begin(self, length: int) -> None:
+        """The next forwards are of `length` tokens."""
+        self._length = length
+
+    def shard(self, model: nn.Module) -> None:
+        """Leave of every parameter of `model` this rank's share, in place. Tied weights stay one parameter."""
+        done: set[int] = set()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in done:
+                done.add(id(parameter))
+                parameter.data = self.share(name).take(parameter.data)
+
+    def install(self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        """Put the operators around what is there of `model`, which `shard` has been at, and adjust its sizes.
+
+        To be called before other hooks are on it: one that gives the first layer another input gives one that is split.
+        `enter` is called where computing becomes this rank's own, `leave` where it is the same on all ranks again, in
+        turn. Between regions it is the same on all ranks; with sequence parallelism it is the rank's own from the
+        first layer to the last, so there the first call is `leave`.
+        """
+        every = dict(model.named_modules())
+        modules = {name: module for name, module in every.items() if next(module.parameters(), None) is not None}
+        whose = Whose(enter, leave, is_own=self.sequence)
+        self._adjust_sizes(modules)
+        for region in self.plan.regions:
+            if region.name in modules:
+                RegionOperators(region, self.group, self.sequence, lambda: self._length, whose).install(modules)
+        embedding = modules.get(self.plan.embedding)
+        if isinstance(embedding, nn.Embedding):
+            first_id = self._first_row(self.plan.embedding)
+            VocabularyEmbedding(self.group, first_id, is_read=self._embeds(modules)).install(embedding)
+        if self.sequence:
+            self._install_ends(every, modules)
+        elif self.plan.head in modules:
+            modules[self.plan.head].register_forward_pre_hook(self._before_head)
+
+    def share(self, name: str) -> Share:
+        """What this rank has of the parameter that the whole model calls `name`, or ties to another of that name."""
+        cut = self.plan.cuts.get(name)
+        if cut is None:
+            return Share.whole(self.plan.shapes[name], copy=self.group.rank)
+        return cut.share(self.group.rank, self.group.size)
+
+    def added_over(self, name: str) -> tuple[int, ...]:
+        """The tensor ranks, itself among them, whose gradients of this parameter must be added up; () for none.
+
+        All of them where a whole parameter is applied to a rank's own heads, or its own tokens; those that have the
+        same key and value heads.
+        """
+        everyone = tuple(range(self.group.size))
+        cut = self.plan.cuts.get(name)
+        if cut is not None:
+            holders = cut.holders(self.group.rank, self.group.size)
+            return holders if len(holders) > 1 else ()
+        is_partial = name in self.plan.per_head or (self.sequence and self.plan.is_spread(name))
+        return everyone if is_partial and len(everyone) > 1 else ()
+
+    @property
+    def first_id(self) -> int:
+        """The token id of this rank's first logit; 0 where the head isn't here."""
+        return self._first_row(self.plan.head) if f"{self.plan.head}.weight" in self.plan.cuts else 0
+
+    def local_length(self, length: int) -> int:
+        """Of `length` tokens those that this rank has in the residual stream, padding included."""
+        return part_length(length, self.group.size) if self.sequence else length
+
+    @property
+    def _first_layer(self) -> str:
+        return f"{self.plan.layers}.0"
+
+    def _embeds(self, modules: dict[str, nn.Module]) -> bool:
+        """Not where the embedding is there for the sake of a head that has its weight."""
+        is_read = self._first_layer in modules or self.plan.head not in modules
+        return self.plan.embedding in modules and is_read
+
+    def _first_row(self, module: str) -> int:
+        ((first, _),) = self.share(f"{module}.weight").ranges
+        return first
+
+    def _adjust_sizes(self, modules: dict[str, nn.Module]) -> None:
+        for name in {parameter.rpartition(".")[0] for parameter in self.plan.cuts} & modules.keys():
+            module = modules[name]
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+            elif isinstance(module, Conv1D):
+                module.nx, module.nf = module.weight.shape
+        for name, sizes in self.plan.attributes.items():
+            for attribute, size in sizes.items() if name in modules else ():
+                setattr(modules[name], attribute, size)
+
+    def _install_ends(self, every: dict[str, nn.Module], modules: dict[str, nn.Module]) -> None:
+        """Where tokens are spread and gathered again: the first layer, and the norm before the head."""
+        if self._embeds(modules):
+            every[self._first_layer].register_forward_pre_hook(
+                lambda _module, args, kwargs: with_first_tensor(self._split_tokens, args, kwargs), with_kwargs=True
+            )
+        has_head = self.plan.head in modules
+        if self.plan.after_layers:
+            change = self._gather_tokens if has_head else self._as_long_as_gathered
+            every[self.plan.after_layers[0]].register_forward_hook(lambda _module, _args, output: change(output))
+        elif has_head:
+            modules[self.plan.head].register_forward_pre_hook(
+                lambda _module, args: (self._gather_tokens(args[0]), *args[1:])
+            )
+
+    def _before_head(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (copy_to_ranks(args[0], self.group), *args[1:])
+
+    def _split_tokens(self, hidden: Tensor) -> Tensor:
+        return split(hidden, self.group, TOKENS)
+
+    def _gather_tokens(self, hidden: Tensor) -> Tensor:
+        """f before the head: the norm before it is applied to a rank's own tokens."""
+        return gather(hidden, self.group, TOKENS, self._length, is_partial=True)
+
+    def _as_long_as_gathered(self, hidden: Tensor) -> Tensor:
+        """On stages without the head nobody reads what follows the layers, but GPT-2's code reshapes it."""
+        return hidden.new_zeros(()).expand(len(hidden), self._length, hidden.shape[-1])

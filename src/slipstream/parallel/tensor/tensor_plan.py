@@ -1,0 +1,259 @@
+"""Which parts of a model are spread over the tensor ranks, and how: the model's own plan, resolved and checked.
+
+Transformers' configs carry the plan (`base_model_tp_plan`): a style for every linear layer that is cut, in pairs, by
+columns and then by rows, so that nothing is exchanged between the two (PTD-P section 2.3). Embedding and head are cut
+by rows of the vocabulary in every model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.tensor.heads import Heads, is_attention
+from slipstream.parallel.tensor.parameter_cut import Cut
+from slipstream.parallel.tensor.weight_cutting import cut_experts, cut_linear, cut_vocabulary
+
+
+class Style(Enum):
+    """How a module is spread, by transformers' names."""
+
+    COLUMN = "colwise"  # f before it; output features are this rank's own
+    PACKED_COLUMN = "packed_colwise"  # the same for several matrices in one weight
+    GATHERED_COLUMN = "colwise_gather_output"  # and its output is gathered, as the model's code needs all of it
+    ROW = "rowwise"  # input features are this rank's own; g after it
+    SPLIT_ROW = "rowwise_split_input"  # its input is the same on all ranks, and split first
+    EXPERTS = "moe_tp_experts"  # f before all experts together, g after them
+    PER_HEAD = "replicated_with_grad_allreduce"  # whole, but each rank applies it to its own heads
+
+
+COLUMNS = (Style.COLUMN, Style.PACKED_COLUMN, Style.GATHERED_COLUMN)
+ROWS = (Style.ROW, Style.SPLIT_ROW)
+_ALSO_CALLED = {"colwise_rep": Style.GATHERED_COLUMN, "rowwise_rep": Style.SPLIT_ROW}
+_WITHOUT_STYLE = {"replicate"}
+_VOCABULARY_STYLES = {"embedding_rowwise", "colwise", "colwise_gather_output", "colwise_rep"}
+_OWN_PLANS = {  # of models for which transformers has none
+    "gpt2": {
+        "h.*.attn.c_attn": "packed_colwise",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    }
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A layer's child with something in it that is cut. What goes in and what comes out is not."""
+
+    name: str  # "model.layers.0.mlp"
+    styles: Mapping[str, Style]  # of the modules in it, by their names in the model
+    is_direct: bool  # from its input only to columns, and to its output only from a row: nothing else has parameters
+
+    @property
+    def has_columns(self) -> bool:
+        return any(style in COLUMNS for style in self.styles.values())
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A model over `tensor_ranks`: what each parameter's cut is, and where f and g go."""
+
+    tensor_ranks: int
+    layers: str  # "model.layers"
+    embedding: str  # "model.embed_tokens"
+    head: str  # "lm_head"
+    after_layers: tuple[str, ...]  # what runs between the layers and the head: ("model.norm",)
+    regions: tuple[Region, ...]
+    shapes: Mapping[str, tuple[int, ...]]  # of every whole parameter, tied names included
+    cuts: Mapping[str, Cut]  # of those that are cut
+    per_head: frozenset[str]  # parameters that are whole and whose gradients are of a rank's own heads
+    attributes: Mapping[str, Mapping[str, int]]  # of modules whose code reads sizes: what they are on a rank
+
+    def is_spread(self, name: str) -> bool:
+        """Whether sequence parallelism applies this whole parameter to a rank's own tokens only."""
+        region = next((region for region in self.regions if name.startswith(f"{region.name}.")), None)
+        if region is not None:
+            return region.is_direct and name not in self.cuts and name not in self.per_head  # a row's bias
+        return name.startswith(tuple(f"{part}." for part in (self.layers, *self.after_layers)))
+
+
+def find_tensor_plan(
+    model: nn.Module,
+    config: Any,
+    tensor_ranks: int,
+    before: Sequence[str],
+    after: Sequence[str],
+    given: Mapping[str, str] | None = None,
+) -> TensorPlan:
+    """The plan of `model`, a causal LM of transformers, for `tensor_ranks` ranks.
+
+    Args:
+        model: the whole model, or what is left of it; its parameters may be on the meta device.
+        config: the model's.
+        before: names of the modules that run before the layers, the embedding among them.
+        after: names of the modules that run after the layers, the head among them.
+        given: styles by patterns of names, such as {"model.layers.*.mlp.up_proj": "colwise"}, instead of the model's.
+
+    Raises:
+        SlipstreamError: the model has no plan, the plan has a style that isn't run here, or heads, features or
+            vocabulary can't be shared by so many ranks.
+    """
+    config = config.get_text_config()
+    embedding = _name_of(model, model.get_input_embeddings(), before, "embedding")  # type: ignore[operator]
+    head = _name_of(model, model.get_output_embeddings(), after, "head")  # type: ignore[operator]
+    styles = _resolve(model, config, given, embedding, head)
+    layers = _common_list(styles)
+    cuts = cut_vocabulary(model, (embedding, head), tensor_ranks)
+    attributes: dict[str, Mapping[str, int]] = {}
+    for name, style in styles.items():
+        found, sizes = _cut(model, config, name, style, tensor_ranks, styles)
+        cuts |= found
+        attributes |= sizes
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    per_head = frozenset(
+        name for name in parameters if styles.get(name, styles.get(name.rpartition(".")[0])) is Style.PER_HEAD
+    )
+    return TensorPlan(
+        tensor_ranks,
+        layers,
+        embedding,
+        head,
+        tuple(name for name in after if name != head),
+        _regions(model, layers, styles, cuts, per_head),
+        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        cuts,
+        per_head,
+        attributes,
+    )
+
+
+def _own_plan(model: nn.Module, config: Any) -> Mapping[str, str]:
+    """By names within the base model, such as "layers.*.mlp.up_proj"."""
+    plan = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(config.model_type)
+    if plan:
+        found: Mapping[str, str] = plan
+        return found
+    linear = _linear_layers(model)
+    raise SlipstreamError(
+        f"model_type {config.model_type!r} has no plan for tensor parallelism. Its linear layers are "
+        f"{', '.join(linear)}. Give each that is to be cut a style ({', '.join(style.value for style in Style)}), such "
+        f"as tensor_plan={{{linear[0]!r}: 'colwise', ...}}, or train with tp=1."
+    )
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Of one layer, as patterns."""
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    return [*dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names if re.search(r"\.\d+\.", name))] or names
+
+
+def _resolve(
+    model: nn.Module, config: Any, given: Mapping[str, str] | None, embedding: str, head: str
+) -> dict[str, Style]:
+    """The style of every module, or parameter of experts, that a pattern is meant for."""
+    names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
+    base = "" if given is not None else r"(?:.+\.)?"
+    found: dict[str, Style] = {}
+    for pattern, style in (_own_plan(model, config) if given is None else given).items():
+        matcher = re.compile(base + re.escape(pattern).replace(r"\*", r"[^.]+"))
+        matches = [name for name in names if matcher.fullmatch(name)]
+        if given is not None and not matches:
+            raise SlipstreamError(
+                f"tensor_plan names {pattern!r}, which this model doesn't have. Its linear layers are "
+                f"{', '.join(_linear_layers(model))}."
+            )
+        of_vocabulary = style in _VOCABULARY_STYLES and set(matches) <= {embedding, head}
+        if matches and not of_vocabulary and style not in _WITHOUT_STYLE:
+            found |= dict.fromkeys(matches, _style(pattern, style))
+    return found
+
+
+def _style(pattern: str, style: str) -> Style:
+    try:
+        return _ALSO_CALLED.get(style) or Style(style)
+    except ValueError:
+        raise SlipstreamError(
+            f"the plan spreads {pattern!r} in the style {style!r}, which isn't run here. Known are "
+            f"{', '.join(known.value for known in Style)}: give a tensor_plan with these, or train with tp=1."
+        ) from None
+
+
+def _common_list(styles: Mapping[str, Style]) -> str:
+    """The list of layers that all the names are in."""
+    lists = {re.split(r"\.\d+(?=\.)", name, maxsplit=1)[0] if re.search(r"\.\d+\.", name) else "" for name in styles}
+    if len(lists) != 1 or "" in lists:
+        named = ", ".join([*sorted(styles)[:3], *(["..."] if len(styles) > 3 else [])]) or "none of this model's"
+        raise SlipstreamError(
+            f"the plan must spread modules of one list of layers, and it names {named}. Give a tensor_plan with "
+            "patterns such as 'model.layers.*.mlp.up_proj'."
+        )
+    return lists.pop()
+
+
+def _cut(
+    model: nn.Module, config: Any, name: str, style: Style, tensor_ranks: int, styles: Mapping[str, Style]
+) -> tuple[dict[str, Cut], dict[str, Mapping[str, int]]]:
+    """The cuts of the parameters of one module, and the attributes to change in the one around it, or in itself."""
+    parent = name.rpartition(".")[0]
+    if style is Style.PER_HEAD or styles.get(parent) is Style.EXPERTS:
+        return {}, {}  # whole; a parameter of experts, which are cut together
+    module = model.get_submodule(name)
+    if style is Style.EXPERTS:
+        of_styles = {kind: _parameters_of(module, name, kind, styles) for kind in Style}
+        cuts, sizes = cut_experts(
+            module, name, of_styles[Style.PACKED_COLUMN], of_styles[Style.COLUMN], of_styles[Style.ROW], tensor_ranks
+        )
+        return cuts, {name: sizes}
+    around = model.get_submodule(parent)
+    keeps_heads = style in (Style.GATHERED_COLUMN, Style.SPLIT_ROW)  # the code around sees all of them
+    heads = Heads.of(around, config) if is_attention(around) and not keeps_heads else None
+    cuts = cut_linear(module, name, style in ROWS, tensor_ranks, heads, style is Style.PACKED_COLUMN)
+    return cuts, {} if heads is None else {parent: heads.attributes(around, tensor_ranks)}
+
+
+def _parameters_of(module: nn.Module, name: str, style: Style, styles: Mapping[str, Style]) -> set[str]:
+    return {key for key, _ in module.named_parameters() if styles.get(f"{name}.{key}") is style}
+
+
+def _regions(
+    model: nn.Module, layers: str, styles: Mapping[str, Style], cuts: Mapping[str, Cut], per_head: frozenset[str]
+) -> tuple[Region, ...]:
+    """With those children of layers that attend and have nothing cut: they need all tokens."""
+    depth = layers.count(".") + 3  # the list, a layer's number, its child
+    found: dict[str, dict[str, Style]] = {}
+    for name, module in model.named_modules():
+        is_cut = styles.get(name, Style.PER_HEAD) is not Style.PER_HEAD
+        if is_cut or (name.startswith(f"{layers}.") and name.count(".") >= depth - 1 and is_attention(module)):
+            inside = found.setdefault(".".join(name.split(".")[:depth]), {})
+            inside |= {name: styles[name]} if is_cut else {}
+    return tuple(
+        Region(name, inside, _is_direct(model, name, inside, cuts, per_head)) for name, inside in found.items()
+    )
+
+
+def _is_direct(
+    model: nn.Module, region: str, styles: Mapping[str, Style], cuts: Mapping[str, Cut], per_head: frozenset[str]
+) -> bool:
+    rows = [name for name, style in styles.items() if style in ROWS]
+    parameters = {f"{region}.{name}" for name, _ in model.get_submodule(region).named_parameters()}
+    whole = parameters - set(cuts) - per_head - {f"{name}.bias" for name in rows}
+    return bool(styles) and not whole and len(rows) <= 1 and Style.EXPERTS not in styles.values()
+
+
+def _name_of(model: nn.Module, wanted: Any, names: Sequence[str], role: str) -> str:
+    """The name of the embedding or the head among those of the modules outside the layers."""
+    found = next((name for name in names if wanted is not None and model.get_submodule(name) is wanted), None)
+    if found is None:
+        raise SlipstreamError(
+            f"the {role} of {type(model).__name__} is not among {', '.join(names) or 'its modules'}, so tensor ranks "
+            "can't share its vocabulary. Train with tp=1."
+        )
+    return found

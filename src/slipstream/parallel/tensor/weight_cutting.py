@@ -1,0 +1,131 @@
+"""Where the weights of a linear layer, of experts and of the vocabulary are cut, or why they can't be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.tensor.heads import Heads
+from slipstream.parallel.tensor.parameter_cut import Cut
+
+_EXPERT_SIZES = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim")
+
+
+def cut_linear(
+    module: nn.Module, name: str, by_rows: bool, tensor_ranks: int, heads: Heads | None, is_packed: bool = False
+) -> dict[str, Cut]:
+    """Of y = x W^T + b: `by_rows` W's columns, which are x's features, and b stays whole; else W's rows, and b.
+
+    (PTD-P cuts A in Y = X A, so that its rows are W's columns.) `heads` are those of the attention module around it;
+    `is_packed` says that several matrices lie in W, one after the other: query, key and value, else gate and up.
+    """
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        raise SlipstreamError(
+            f"the plan cuts {name}, a {type(module).__name__}; only linear layers can be. Train with tp=1."
+        )
+    if heads is not None:
+        heads.check(name.rpartition(".")[0], tensor_ranks)
+    shape = tuple(module.weight.shape)
+    dim = int(by_rows != isinstance(module, Conv1D))  # Conv1D keeps its weight transposed
+    size, num_parts = shape[dim], tensor_ranks
+    matrices: tuple[int, ...] = (size,)
+    if is_packed:
+        matrices = _packed(name, size, heads, tensor_ranks)
+    elif heads is not None and not by_rows:
+        num_parts = heads.num_parts(size, tensor_ranks)
+    for each in matrices:
+        _check_features(name, each, num_parts)
+    cuts = {f"{name}.weight": Cut(shape, dim, matrices, num_parts)}
+    if not by_rows and module.bias is not None:
+        cuts[f"{name}.bias"] = Cut(tuple(module.bias.shape), 0, matrices, num_parts)
+    return cuts
+
+
+def cut_experts(
+    module: nn.Module,
+    name: str,
+    packed: Collection[str],
+    columns: Collection[str],
+    rows: Collection[str],
+    tensor_ranks: int,
+) -> tuple[dict[str, Cut], dict[str, int]]:
+    """Of experts held as 3-D weights (expert, output, input), each cut alike; and the sizes that their code reads."""
+    parameters = dict(module.named_parameters())
+    without = sorted(set(parameters) - {*packed, *columns, *rows})
+    if without:
+        raise SlipstreamError(
+            f"the plan cuts the experts {name}, but not their {', '.join(without)}, which every rank would then count. "
+            "Train with tp=1."
+        )
+    if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
+        raise SlipstreamError(
+            f"the experts {name} keep their weights transposed or interleave gate and up, for which there is no cut "
+            "here. Train with tp=1."
+        )
+    cuts = {}
+    for key, parameter in parameters.items():
+        shape = tuple(parameter.shape)
+        dim = len(shape) - 1 if key in rows else len(shape) - 2
+        matrices = (shape[dim] // 2,) * 2 if key in packed else (shape[dim],)
+        _check_features(f"{name}.{key}", matrices[0], tensor_ranks)
+        cuts[f"{name}.{key}"] = Cut(shape, dim, matrices, tensor_ranks)
+    sizes = {key: value for key, value in vars(module).items() if key in _EXPERT_SIZES and isinstance(value, int)}
+    return cuts, {key: value // tensor_ranks for key, value in sizes.items()}
+
+
+def cut_vocabulary(model: nn.Module, names: Sequence[str], tensor_ranks: int) -> dict[str, Cut]:
+    """Of embedding and head: rows, one an id. Any vocabulary can be cut that has a row for each rank."""
+    cuts = {}
+    for name in names:
+        module = model.get_submodule(name)
+        _check_vocabulary(module, name)
+        for key, parameter in module.named_parameters():
+            shape = tuple(parameter.shape)
+            if shape[0] < tensor_ranks:
+                raise SlipstreamError(f"{name} has {shape[0]} rows, too few for {tensor_ranks} tensor ranks.")
+            cuts[f"{name}.{key}"] = Cut(shape, 0, (shape[0],), tensor_ranks)
+    return cuts
+
+
+def _check_vocabulary(module: nn.Module, name: str) -> None:
+    """What is left of a module that isn't on this rank has no parameters, and is not looked at."""
+    if next(module.parameters(), None) is None:
+        return
+    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+        raise SlipstreamError(
+            f"{name} has max_norm, scale_grad_by_freq or sparse gradients, which need all rows of the vocabulary. "
+            "Build the embedding without, or train with tp=1."
+        )
+    if not isinstance(module, (nn.Embedding, nn.Linear)):
+        raise SlipstreamError(
+            f"{name} is a {type(module).__name__}; tensor ranks share the vocabulary of nn.Embedding and nn.Linear. "
+            "Train with tp=1."
+        )
+
+
+def _packed(name: str, size: int, heads: Heads | None, tensor_ranks: int) -> tuple[int, ...]:
+    if heads is None:
+        return (size // 2,) * 2  # gate and up
+    matrices = heads.matrices()
+    if sum(matrices) != size:
+        raise SlipstreamError(
+            f"{name} has {size} output features, which are not query, key and value of {heads.num_heads} and "
+            f"{heads.num_key_value_heads} heads of {heads.size}: it can't be cut as packed_colwise."
+        )
+    if heads.num_key_value_heads % tensor_ranks:
+        raise SlipstreamError(
+            f"{name} has query, key and value in one weight, so {tensor_ranks} tensor ranks can't each have one of its "
+            f"{heads.num_key_value_heads} key-value heads. Choose tp from the divisors of {heads.num_key_value_heads}."
+        )
+    return matrices
+
+
+def _check_features(name: str, size: int, num_parts: int) -> None:
+    if size % num_parts:
+        raise SlipstreamError(
+            f"{name} has {size} features to share, which {num_parts} tensor ranks can't evenly. Choose tp from the "
+            f"divisors of {size}."
+        )

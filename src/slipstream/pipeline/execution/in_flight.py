@@ -1,0 +1,99 @@
+"""What a rank holds between the actions of a step, and the two ends of a slice's autograd graph on a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from slipstream.attention import ContextStore
+from slipstream.model.saving.recompute import Replay
+from slipstream.model.saving.weight_gradients import WeightGradient
+from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.pipeline.batch import Batch
+from slipstream.pipeline.execution.host_memory import Offloaded
+from slipstream.schedule.action import Action
+
+Key = tuple[int, int, int]  # stage, microbatch, slice
+Roots = dict[int, Tensor | GradientEdge]  # by the output
+
+
+def key_of(action: Action) -> Key:
+    return action.stage, action.microbatch, action.slice
+
+
+@dataclass
+class Flight:
+    """What a step holds between its actions; all of it is empty when the step ends."""
+
+    batch: Batch
+    loss: Tensor  # sum over this rank's slices so far, float64
+    count: Tensor
+    input_gradients: dict[Key, dict[int, Tensor]] = field(default_factory=dict)  # by the input, for the stages before
+    roots: dict[Key, Roots] = field(default_factory=dict)  # of the backward; none: all frozen
+    replays: dict[Key, Replay] = field(default_factory=dict)  # of slices that are recomputed or offloaded
+    offloaded: dict[Key, Offloaded] = field(default_factory=dict)
+    handed: dict[Key, Tensors] = field(default_factory=dict)  # from a stage of the same rank: its outputs
+    gradients: dict[Key, Tensors] = field(default_factory=dict)  # of a stage's outputs, from the same rank
+    outgoing: dict[Action, Tensors] = field(default_factory=dict)  # computed, not yet sent
+    weights: dict[Key, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
+    stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # by stage and microbatch
+
+    def leftovers(self) -> list[str]:
+        held = {name: value for name, value in vars(self).items() if isinstance(value, dict) and value}
+        return [f"{name}: {list(value)}" for name, value in held.items()]
+
+
+def entrances(inputs: Tensors, specs: Sequence[TensorSpec], leave: Callable[[int, Tensor], None]) -> Tensors:
+    """The inputs of a stage as its graph's beginnings: `leave` gets their gradients, each with its input's number, and
+    nothing keeps their memory."""
+    numbered = enumerate(zip(inputs, specs, strict=True))
+    return tuple(_entrance(t, partial(leave, n)) if spec.needs_gradient else t for n, (t, spec) in numbered)
+
+
+def _entrance(tensor: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
+    token = torch.empty(0, requires_grad=True)
+    found: Tensor = _Entrance.apply(token, tensor, leave)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Entrance(torch.autograd.Function):
+    """The identity; a leaf would hold its data as long as the graph lives."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, hidden: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
+        ctx.leave = leave
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.leave(gradient)
+        return None, None, None
+
+
+def roots_of(outputs: Tensors) -> Roots:
+    """Where the backward of a forward's outputs begins: not the tensors, whose memory the next stage needs."""
+    return {
+        number: output if output.dim() == 0 else get_gradient_edge(output)
+        for number, output in enumerate(outputs)
+        if output.requires_grad
+    }
+
+
+def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
+    """`gradients` are those of the outputs that something depends on; a loss has None.
+
+    The last output comes first: where several are one tensor, their gradients are added up in the order in which
+    autograd adds those of its users, the last first.
+    """
+    numbers = [number for number in sorted(roots, reverse=True) if number in gradients]
+    if numbers:
+        chosen: Any = [roots[number] for number in numbers]
+        torch.autograd.backward(chosen, [gradients[number] for number in numbers])

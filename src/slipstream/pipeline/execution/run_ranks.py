@@ -1,0 +1,29 @@
+"""The pipeline's ranks in this process, one or all, each running its actions as far as it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, closing
+
+from slipstream.pipeline.batch import Batch
+from slipstream.pipeline.execution.executor import Executor
+from slipstream.schedule.action import Action, Schedule
+from slipstream.schedule.hang import report_wait
+
+
+def run_together(executors: list[Executor], schedule: Schedule, batch: Batch) -> None:
+    """Run the ranks of this process in turn, each as far as it gets: one rank, or all of a pipeline in one process."""
+    with ExitStack() as stack:
+        rows = [stack.enter_context(closing(executor.start(schedule, batch))) for executor in executors]
+        _take_turns(rows, schedule)
+
+
+def _take_turns(rows: list[Generator[Action]], schedule: Schedule) -> None:
+    awaiting: dict[Generator[Action], Action | None] = dict.fromkeys(rows)
+    while awaiting:
+        before = dict(awaiting)
+        awaiting = {actions: action for actions in awaiting if (action := next(actions, None)) is not None}
+        if awaiting == before:
+            waiting = [action for action in awaiting.values() if action is not None]
+            reports = [report_wait(schedule, schedule.placement[action.stage], action) for action in waiting]
+            raise RuntimeError("\n".join(["no rank can go on:", *reports]))

@@ -1,0 +1,115 @@
+"""What a causal LM is made of on this rank: its stages, cut over the ranks that share them, and their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import Anatomy
+from slipstream.model.fused import fuse
+from slipstream.model.loading import skeleton
+from slipstream.model.self_check import check_sliceable
+from slipstream.model.split import share
+from slipstream.model.stage import Stage
+from slipstream.parallel.tensor.tensor_parallel import TensorParallel
+from slipstream.parallel.tensor.tensor_plan import TensorPlan, find_tensor_plan
+from slipstream.parallel.tensor.vocabulary import vocabulary_cross_entropy
+from slipstream.pipeline.batch import IGNORED
+from slipstream.pipeline.execution.executor import LossFunction
+from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families.stage_layout import Layout
+from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
+from slipstream.pipeline.families.weight_source import Source, cast
+from slipstream.pipeline.ranks import Ranks
+
+
+def check_architecture(
+    config: PretrainedConfig, ranks: Ranks, tensor_plan: Mapping[str, str] | None, sequence: bool
+) -> None:
+    """Collective: a toy of the architecture, sliced and whole, and cut over the ranks that share layers and whole."""
+    error = None
+    if ranks.leads:
+        try:
+            check_sliceable(config)
+        except SlipstreamError as found:
+            error = found
+    ranks.agree(error)
+    if ranks.tensor.size > 1:
+        check_tensor_parallel(config, tensor_plan, ranks.tensor, sequence)
+
+
+def check_sharding(anatomy: Anatomy, tensor_parallel: int, settings: Mapping[str, object]) -> None:
+    """What can't be exact with parameters spread over replicas; every rank finds the same. `settings` are others of the
+    Pipeline that exclude it, by name, where they are used."""
+    given = [f"{name}={value}" for name, value in settings.items() if value]
+    if given:
+        raise SlipstreamError(f"shard_parameters=True with {given[0]}: leave one of the two out.")
+    if tensor_parallel > 1:
+        raise SlipstreamError(
+            f"shard_parameters=True on a mesh with tp={tensor_parallel}: gradients that are partial on tensor ranks "
+            "would not be added up. Use tp=1, or shard_optimizer=True."
+        )
+    if anatomy.tied:
+        raise SlipstreamError(
+            f"shard_parameters=True with {anatomy.tied[0][0]} tied to {anatomy.tied[0][1]}: the two shards would be "
+            "updated apart. Use shard_optimizer=True, or a model with tie_word_embeddings=False."
+        )
+
+
+def load_shares(
+    source: Source,
+    anatomy: Anatomy,
+    layout: Layout,
+    ranks: Ranks,
+    dtype: torch.dtype | None,
+    tensor_plan: Mapping[str, str] | None,
+    sequence: bool,
+    fused: bool,
+) -> tuple[PreTrainedModel, TensorParallel | None]:
+    """The layers of this process's stages; of every weight this rank's share, where several ranks share them."""
+    here = layout.stages_of(ranks.here(layout.num_ranks))
+    model = source.load(anatomy, [layer for stage in here for layer in layout.layers[stage]])
+    if dtype is not None:
+        cast(model, dtype)
+    if fused:  # before it is cut into stages, which then share kernels
+        fuse(model)
+    if ranks.tensor.size == 1:
+        return model, None
+    tensor = TensorParallel(plan_shares(source.config, anatomy, ranks.tensor.size, tensor_plan), ranks.tensor, sequence)
+    tensor.shard(model)
+    return model, tensor
+
+
+def plan_shares(
+    config: PretrainedConfig, anatomy: Anatomy, tensor_ranks: int, tensor_plan: Mapping[str, str] | None
+) -> TensorPlan:
+    """How the whole model is cut, whatever a rank has of it. Raises SlipstreamError by name where it can't be."""
+    return find_tensor_plan(skeleton(config), config, tensor_ranks, anatomy.before, anatomy.after, tensor_plan)
+
+
+def make_stages(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    layout: Layout,
+    ranks: Ranks,
+    device: torch.device,
+    tensor: TensorParallel | None,
+) -> dict[int, Stage]:
+    """Those of this process, each its own layers of `model`."""
+    here = layout.stages_of(ranks.here(layout.num_ranks))
+    return {stage: Stage(share(model), anatomy, layout.layers[stage], device, tensor) for stage in here}
+
+
+def choose_loss(given: LossFunction | None, ranks: Ranks, tensor: TensorParallel | None) -> LossFunction:
+    """The one given, else cross-entropy: over the whole vocabulary, of which a rank may have a part."""
+    if tensor is None:
+        return given or causal_cross_entropy
+    if given is not None:
+        raise SlipstreamError(
+            "loss_fn with tensor parallelism: no rank has all logits, only those of its part of the vocabulary. "
+            "Leave it out for cross-entropy, or use a mesh with tp=1."
+        )
+    return vocabulary_cross_entropy(ranks.tensor, tensor.first_id, IGNORED)

@@ -1,0 +1,83 @@
+"""Gather the stages' weights on one rank and write them as transformers does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+from slipstream.model.loading import skeleton
+from slipstream.model.toy.toy_model import quiet_transformers
+from slipstream.parallel.shares import Share
+from slipstream.pipeline.parameters import Parameters
+from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.stage import Stage
+
+
+def save_pretrained(
+    folder: str | Path, config: PretrainedConfig, stages: list[Stage], ranks: Ranks, parameters: Parameters
+) -> None:
+    """Collective: the leader holds the whole model in host memory for a moment and writes config and safetensors."""
+    state = gather_state(stages, ranks, parameters)
+    if ranks.leads:
+        dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+        with quiet_transformers():
+            skeleton(config, dtype).save_pretrained(folder, state_dict=state)
+    ranks.world.barrier()  # nobody goes on before the folder is whole
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank has of one tensor of the model's state."""
+
+    name: str
+    share: Share
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def gather_state(stages: list[Stage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
+    """The unsplit model's state by its own names, on the leader; empty on the others."""
+    own = {name: _whole(tensor) for stage in stages for name, tensor in stage.state().items()}
+    parts = [
+        _Part(name, parameters.shares.get(name) or Share.whole(tuple(tensor.shape)), tensor.shape, tensor.dtype)
+        for name, tensor in own.items()
+    ]
+    mine = [part for part in parts if ranks.data.rank == 0 and part.share.copy == 0]
+    others = ranks.world.gather(mine)
+    if not ranks.leads:
+        for part in mine:
+            tensor = own[part.name].to(ranks.device).contiguous()
+            dist.send(tensor, ranks.world.global_ranks[0], ranks.world.process_group)
+        return {}
+    whole: dict[str, Tensor] = {}
+    for source, sent in enumerate(others):
+        for part in sent:
+            tensor = own[part.name] if source == 0 else _received(part, source, ranks)
+            _put(part, tensor.cpu(), whole)
+    return whole
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Collective over the replicas where the tensor is spread over them."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _received(part: _Part, source: int, ranks: Ranks) -> Tensor:
+    tensor = torch.empty(part.shape, dtype=part.dtype, device=ranks.device)
+    dist.recv(tensor, ranks.world.global_ranks[source], ranks.world.process_group)
+    return tensor
+
+
+def _put(part: _Part, tensor: Tensor, whole: dict[str, Tensor]) -> None:
+    if part.share.is_whole:
+        whole.setdefault(part.name, tensor)
+        return
+    if part.name not in whole:
+        whole[part.name] = torch.empty(part.share.shape, dtype=part.dtype)
+    part.share.put(tensor, whole[part.name])

@@ -1,0 +1,268 @@
+"""A Pipeline's model as a sequence of any layers: an nn.Sequential (GPipe section 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.layer_range import LayerRange
+from slipstream.model.saving.recompute import Recompute
+from slipstream.model.saving.weight_gradients import compiled_modules
+from slipstream.model.sequence.cut_tokens import check_cut, find_cut
+from slipstream.model.sequence.layers import check_weights, find_routes, flatten
+from slipstream.model.sequence.sequence_context import Microbatch, Value, as_tuple, as_value
+from slipstream.model.sequence.sequence_stage import SequenceStage
+from slipstream.model.sequence.shape_trace import Boundary, Tracer
+from slipstream.model.sequence.slice_check import compare_slices
+from slipstream.pipeline.batch import IGNORED, Batch
+from slipstream.pipeline.execution.executor import LossFunction
+from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
+from slipstream.pipeline.families.settings import Settings
+from slipstream.pipeline.families.stage_layout import Layout, check_lengths
+from slipstream.pipeline.parameters import Parameters
+from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.stage import Stage
+from slipstream.schedule.action import Schedule
+
+_OF_LANGUAGE_MODELS = ("seq_len", "sequence_parallel", "tensor_plan", "fused")
+_NOT_YET = ("memory_limit", "shard_parameters")
+
+
+class SequenceModel:
+    """The Family of sequences. Its pieces are microbatches, rows of the inputs; and token slices of them, where a layer
+    CutTokens says from where on."""
+
+    default_slices = 1
+
+    def __init__(self, model: nn.Sequential, settings: Settings, ranks: Ranks, device: torch.device) -> None:
+        settings.refuse(_OF_LANGUAGE_MODELS, "a setting of causal LMs, but the model is an nn.Sequential.")
+        settings.refuse(_NOT_YET, "not for an nn.Sequential.")
+        if ranks.tensor.size > 1:
+            raise SlipstreamError(
+                f"an nn.Sequential on a mesh with tp={ranks.tensor.size}: nothing says how its layers could be shared. "
+                "Use tp=1."
+            )
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise SlipstreamError("the nn.Sequential is on the meta device, so it has no weights. Build it in memory.")
+        self._settings, self._ranks = settings, ranks
+        self._has_checkpoints = settings.recompute == "checkpoints"
+        if self._has_checkpoints and settings.offload:
+            raise SlipstreamError(f"recompute='checkpoints' with offload={settings.offload}: leave one of the two out.")
+        self._layers = flatten(model)
+        self._routes = find_routes(self._layers)
+        self._cut, self._is_sliced = find_cut(self._layers), False
+        self.compiled = tuple(compiled_modules(model))
+        if settings.dtype is not None:
+            model.to(settings.dtype)
+        self._tracer = Tracer(self._layers, self._routes, device)
+        self._costs = self._find_costs()
+        self._stages: dict[int, SequenceStage] = {}
+
+    @property
+    def config(self) -> NoReturn:
+        raise SlipstreamError("an nn.Sequential has no config: only models of transformers do.")
+
+    def check_slices(self, slices: object) -> None:
+        if slices == 1:
+            return
+        if self._cut is None:
+            raise SlipstreamError(
+                f"slices={slices!r}: the layers of this nn.Sequential take whole microbatches. Put "
+                "slipstream.CutTokens() before those that work token by token or attend by "
+                "slipstream.causal_attention; or leave slices out, and raise num_microbatches instead."
+            )
+        if slices == "auto":
+            raise SlipstreamError("slices='auto' is for causal LMs. Give a count, such as 4, or token lengths.")
+
+    def length(self, inputs: Value) -> int:
+        """The tokens that reach CutTokens, where they are cut into slices."""
+        if not self._is_sliced:
+            return 1
+        assert self._cut is not None
+        boundary = self._tracer.trace(Microbatch(inputs), self._is_training()).boundaries[self._cut]
+        return boundary.specs[0].shape[1] if len(boundary.specs[0].shape) > 1 else 1
+
+    def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> Layout:
+        self._check_slices(schedule, slices)
+        given = self._settings
+        stages = divide(self._layers, given.partition, self._costs, schedule.placement)
+        check_weights(self._layers, stages)
+        ranges = tuple(LayerRange(stage.start, stage.stop) for stage in stages)
+        what = "none" if self._has_checkpoints else given.recompute
+        recompute = Recompute.parse(what, max(map(len, stages)), besides="'checkpoints', ")
+        return Layout.of(schedule, ranges, recompute, given.offload, self._ranks.world.size > self._ranks.size)
+
+    def make_stages(self, layout: Layout, device: torch.device) -> tuple[Mapping[int, Stage], None]:
+        here = layout.stages_of(self._ranks.here(layout.num_ranks))
+        owned = _ranges(layout)
+        self._stages = {
+            number: SequenceStage(
+                number, owned, self._layers, self._routes, self._tracer, device, self._has_checkpoints
+            )
+            for number in here
+        }
+        kept = {id(layer) for stage in self._stages.values() for layer in stage.layers}
+        for layer in self._layers:
+            if id(layer.module) not in kept:
+                layer.module.to("meta")  # its memory is another rank's business
+        return self._stages, None
+
+    def loss_function(self, tensor: object) -> LossFunction:
+        return self._settings.loss_fn or cross_entropy
+
+    def tied_ends(self, layout: Layout) -> tuple[int, int]:
+        return 0, 0
+
+    def routes(self, layout: Layout) -> list[tuple[int, int]]:
+        place = {index: number for number, owned in enumerate(_ranges(layout)) for index in owned}
+        ends = {(place[route.stash], place[route.pop]) for route in self._routes}
+        return sorted((stash, pop) for stash, pop in ends if pop > stash + 1)
+
+    def balance(self, layout: Layout) -> Balance:
+        if self._costs is None:
+            raise SlipstreamError("the costs of the layers aren't known: give the Pipeline example=... or costs=[...].")
+        return balance_of(self._costs, _ranges(layout), layout.training.placement, self._layers)
+
+    def cut(
+        self,
+        inputs: Value,
+        targets: Tensor,
+        lengths: Sequence[int],
+        num_microbatches: int,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        seed: int,
+    ) -> Batch:
+        """Rows to microbatches, the first ones a row longer where they don't divide, and a look at every layer."""
+        if position_ids is not None or document_ids is not None:
+            raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")
+        _check_rows(inputs, targets, num_microbatches)
+        if self._is_sliced:
+            _check_tokens(targets, sum(lengths))
+        parts = [tensor.tensor_split(num_microbatches) for tensor in as_tuple(inputs)]
+        values = [as_value(tensors, isinstance(inputs, tuple)) for tensors in zip(*parts, strict=True)]
+        bounds: list[range | None] = [None]
+        if self._is_sliced:
+            bounds = [range(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
+        pieces = [
+            [Microbatch(value, number, index, seed, tokens, sum(lengths)) for index, tokens in enumerate(bounds)]
+            for number, value in enumerate(values)
+        ]
+        rows = targets.tensor_split(num_microbatches)
+        labels = [[row if t is None else row[:, t.start : t.stop] for t in bounds] for row in rows]
+        for piece, label in zip(chain(*pieces), chain(*labels), strict=True):
+            outputs = self._tracer.trace(piece, self._is_training()).boundaries[-1]
+            if self._settings.loss_fn is None:
+                _check_classes(outputs, label)
+        num_valid = targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
+        return Batch(pieces, labels, num_valid)
+
+    def begin(self) -> None:
+        for stage in self._stages.values():
+            stage.statistics.begin()
+
+    def end(self) -> None:
+        """Every batch norm's moving averages take in the whole mini-batch."""
+        over = self._ranks.data
+        for stage in self._stages.values():
+            stage.statistics.update(
+                over.all_gather if self._settings.batch_norm_over_replicas else lambda sums: sums[None]
+            )
+
+    def save_pretrained(self, folder: str | Path, stages: Mapping[int, Stage], parameters: Parameters) -> None:
+        raise SlipstreamError(
+            "save_pretrained is for models of transformers. Save a sequence by torch.save(pipe.state_dict(), path), "
+            "which rank 0 has as a whole."
+        )
+
+    def _is_training(self) -> bool:
+        return next(iter(self._stages.values())).model.training
+
+    def _check_slices(self, schedule: Schedule, slices: int | Sequence[int]) -> None:
+        """Of the schedule that runs: whether all of its slices are exact. Raises SlipstreamError where not."""
+        self.check_slices(slices)
+        self._is_sliced = slices != 1
+        if not self._is_sliced:
+            return
+        assert self._cut is not None
+        check_lengths(schedule, slices)
+        if schedule.reach is not None:
+            raise SlipstreamError(
+                f"the schedule {schedule.name!r} has a reach, but slices of an nn.Sequential attend to all before "
+                "them. Leave it out."
+            )
+        check_cut(self._layers, self._routes, self._cut)
+        if self._settings.self_check:
+            if self._settings.example is None:
+                raise SlipstreamError(
+                    f"slices={slices!r} of an nn.Sequential are compared with the whole before training. Give "
+                    "example=inputs like those of a microbatch, or self_check=False."
+                )
+            compare_slices(self._layers, self._cut, self._settings.example)
+
+    def _find_costs(self) -> list[float] | None:
+        given = self._settings
+        if given.costs is not None:
+            check_costs(given.costs, self._layers)
+            return list(given.costs)
+        if given.example is None:
+            return None
+        return counted_costs(self._tracer.trace(Microbatch(given.example), training=True))
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The default loss: (sum, number of valid targets) of outputs (b, classes, ...) and integer targets (b, ...)."""
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    total = functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+def _ranges(layout: Layout) -> list[range]:
+    return [stage.layers for stage in layout.layers]
+
+
+def _check_rows(inputs: Value, targets: Tensor, num_microbatches: int) -> None:
+    named = [("targets", targets), *(("inputs", tensor) for tensor in as_tuple(inputs))]
+    rows = as_tuple(inputs)[0].shape[0] if as_tuple(inputs)[0].dim() else 0
+    for name, tensor in named:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            raise SlipstreamError(
+                f"{name} of shape {tuple(tensor.shape)} for a batch of {rows} rows: dim 0 of every tensor is the batch."
+            )
+    if rows < num_microbatches:
+        raise SlipstreamError(
+            f"a batch of {rows} rows can't be cut into {num_microbatches} microbatches. Give at least "
+            f"{num_microbatches} rows or set num_microbatches={rows}."
+        )
+
+
+def _check_tokens(targets: Tensor, length: int) -> None:
+    if targets.is_floating_point():
+        raise SlipstreamError(
+            f"targets of {targets.dtype} in token slices: such a loss is a mean over rows, and every slice has a part "
+            "of each. Leave slices out."
+        )
+    if targets.dim() < 2 or targets.shape[1] != length:
+        raise SlipstreamError(
+            f"targets of shape {tuple(targets.shape)} for {length} tokens in slices: give (rows, {length}, ...)."
+        )
+
+
+def _check_classes(outputs: Boundary, targets: Tensor) -> None:
+    """Whether the default loss is for them."""
+    shapes = [tuple(spec.shape) for spec in outputs.specs]
+    fits = not outputs.is_tuple and len(shapes[0]) > 1 and (shapes[0][0], *shapes[0][2:]) == tuple(targets.shape)
+    if not fits or targets.is_floating_point():
+        raise SlipstreamError(
+            f"the sequence returns {' and '.join(map(str, shapes))} for targets of {tuple(targets.shape)} "
+            f"{targets.dtype}, "
+            "but the default loss is the cross-entropy of (rows, classes, ...) with class numbers (rows, ...). Give a "
+            "loss_fn."
+        )

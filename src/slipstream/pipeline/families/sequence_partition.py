@@ -1,0 +1,102 @@
+"""Which layers of a sequence each stage has: as the user says, or balanced by what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.sequence.layers import Layer
+from slipstream.model.sequence.shape_trace import Trace
+from slipstream.planner.partition.layers_to_stages import partition_layers
+
+FLOPS_PER_BYTE = 10  # what memory holds up a layer that computes little with what it reads: about that of a CPU's core
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How even the ranks are: 1.0 where all cost the same."""
+
+    imbalance: float  # the slowest rank's cost over the mean
+    rank: int  # the slowest
+    layer: str  # the one of it that costs most: no cut goes through it
+    share: float  # its part of the mean rank's cost
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is the slowest, {self.imbalance:.2f} times the mean; of its layers {self.layer} costs "
+            f"most, {self.share:.2f} of what a rank does on average"
+        )
+
+
+def counted_costs(trace: Trace) -> list[float]:
+    """Of every layer: operations of its matrix products, convolutions and attention, and what memory takes."""
+    return [1.0 + work.flops + FLOPS_PER_BYTE * work.num_bytes for work in trace.work]
+
+
+def check_costs(costs: Sequence[float], layers: Sequence[Layer]) -> None:
+    if len(costs) != len(layers):
+        names = ", ".join(map(str, layers[:3]))
+        raise SlipstreamError(
+            f"costs has {len(costs)} numbers, but the sequence has {len(layers)} layers, nested ones counted one by "
+            f"one: {names}{', ...' if len(layers) > 3 else ''}. Give {len(layers)} costs."
+        )
+    for layer, cost in zip(layers, costs, strict=True):
+        if not 0 < cost < float("inf"):
+            raise SlipstreamError(f"costs: {layer} costs {cost}, but a cost is above 0 and finite.")
+
+
+def divide(
+    layers: Sequence[Layer],
+    partition: str | Sequence[float],
+    costs: Sequence[float] | None,
+    placement: Sequence[int],
+) -> tuple[range, ...]:
+    """The layers of every stage. Raises SlipstreamError for a partition that isn't one, or too many stages."""
+    num_stages = len(placement)
+    if num_stages > len(layers):
+        raise SlipstreamError(
+            f"{num_stages} stages, but the sequence has {len(layers)} layers, nested ones counted one by one. Use "
+            f"{len(layers)} stages or fewer."
+        )
+    if isinstance(partition, str) and partition != "auto":
+        raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")
+    if not isinstance(partition, str):
+        counts = _checked(partition, num_stages, len(layers))
+    elif num_stages == 1:
+        counts = [len(layers)]
+    elif costs is None:
+        raise SlipstreamError(
+            "partition='auto' must know what the layers cost. Give example=inputs like those of a microbatch, from "
+            "which "
+            f"operations are counted, costs=[...] of {len(layers)} layers, or partition=[...] of {num_stages} stages."
+        )
+    else:
+        counts = partition_layers(costs, num_stages, placement=placement)
+    return tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
+
+
+def _checked(partition: Sequence[float], num_stages: int, num_layers: int) -> list[int]:
+    counts = [int(count) for count in partition]
+    if counts != list(partition) or len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
+        raise SlipstreamError(
+            f"partition={list(partition)} has {len(partition)} stages and {sum(partition)} layers; needed are "
+            f"{num_stages} stages of at least one layer, {num_layers} layers in all, nested ones counted one by one."
+        )
+    return counts
+
+
+def balance_of(
+    costs: Sequence[float], stages: Sequence[range], placement: Sequence[int], layers: Sequence[Layer]
+) -> Balance:
+    ranks = sorted(set(placement))
+    owned = {
+        rank: [i for stage, owner in zip(stages, placement, strict=True) if owner == rank for i in stage]
+        for rank in ranks
+    }
+    totals = {rank: sum(costs[index] for index in indices) for rank, indices in owned.items()}
+    mean = sum(totals.values()) / len(ranks)
+    slowest = max(ranks, key=totals.__getitem__)
+    dearest = max(owned[slowest], key=costs.__getitem__)
+    return Balance(totals[slowest] / mean, slowest, str(layers[dearest]), costs[dearest] / mean)

@@ -1,0 +1,130 @@
+"""From a user's settings to what runs where: a lowered schedule, its evaluation, and the layers of every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformers import PretrainedConfig
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import Anatomy
+from slipstream.model.layer_range import LayerRange
+from slipstream.model.saving.recompute import Recompute
+from slipstream.pipeline.families.causal_lm_partition import assign_layers
+from slipstream.schedule.action import Op, Schedule
+from slipstream.schedule.lowering import add_communication, add_reductions, check_communication, forward_only
+from slipstream.schedule.memory_passes import add_offload, add_recompute
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Two lowered schedules over the same stages, and which layers each stage owns."""
+
+    training: Schedule
+    evaluation: Schedule
+    layers: tuple[LayerRange, ...]
+    recompute: Recompute | None = None  # what the R's of `training` recompute
+    offload: float = 0.0  # the share of slices that wait in host memory
+    reduces: bool = False  # whether gradients are summed over replicas, or over ranks that share layers
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        layers: tuple[LayerRange, ...],
+        recompute: Recompute | None,
+        offload: float,
+        reduces: bool,
+    ) -> Layout:
+        """Lower the schedule, and prove that its communication ends."""
+        schedule = _with_less_memory(schedule, recompute, offload)
+        if reduces and not any(action.op is Op.REDUCE_GRAD for action in schedule.positions):
+            schedule = add_reductions(schedule)
+        lowered = schedule if schedule.is_lowered else add_communication(schedule)
+        check_communication(lowered)
+        evaluation = add_communication(forward_only(schedule))  # its order within a rank is that of training
+        return cls(lowered, evaluation, layers, recompute, offload, reduces)
+
+    def with_schedule(self, schedule: Schedule) -> Layout:
+        """The same stages in another order, of any number of slices."""
+        return Layout.of(schedule, self.layers, self.recompute, self.offload, self.reduces)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.training.num_ranks
+
+    def stages_of(self, ranks: Iterable[int]) -> list[int]:
+        wanted = set(ranks)
+        return [stage for stage, rank in enumerate(self.training.placement) if rank in wanted]
+
+
+class Ran(NamedTuple):
+    """What a step ran."""
+
+    layout: Layout
+    slices: list[int]  # tokens of each
+
+
+def check_ranks(schedule: Schedule, num_ranks: int) -> None:
+    if schedule.num_ranks != num_ranks:
+        raise SlipstreamError(
+            f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but there are {num_ranks}. "
+            f"Start {schedule.num_ranks} processes or make a schedule for {num_ranks}."
+        )
+
+
+def check_lengths(schedule: Schedule, slices: int | Sequence[int]) -> None:
+    if not isinstance(slices, int) and len(slices) != schedule.num_slices:
+        raise SlipstreamError(
+            f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
+            f"{schedule.num_slices} slices. Give {schedule.num_slices} lengths."
+        )
+
+
+def plan_layout(
+    config: PretrainedConfig,
+    anatomy: Anatomy,
+    schedule: Schedule,
+    slices: int | Sequence[int],
+    partition: str | Sequence[float],
+    recompute: str | int = "none",
+    offload: float = 0.0,
+    seq_len: int | None = None,
+    reduces: bool = False,
+) -> tuple[Layout, Anatomy]:
+    """Of a causal LM: check that everything fits together; the anatomy comes back with `halves` if they are needed.
+
+    Raises SlipstreamError with what was given, allowed, and to type.
+    """
+    check_lengths(schedule, slices)
+    if seq_len is None and not isinstance(slices, int):
+        seq_len = sum(slices)
+    layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement, seq_len)
+    most_layers = max(len(stage.layers) for stage in layers)
+    return Layout.of(schedule, layers, Recompute.parse(recompute, most_layers), offload, reduces), anatomy
+
+
+def _with_less_memory(schedule: Schedule, recompute: Recompute | None, offload: float) -> Schedule:
+    """With R, OFFLOAD and RELOAD added; a given schedule may have them already."""
+    if not 0 <= offload <= 1:
+        raise SlipstreamError(
+            f"offload={offload}: the share of every rank's slices whose activations wait in host memory, 0.0 to 1.0."
+        )
+    given = next((action for action in schedule.positions if action.op is Op.R), None)
+    if given is not None and recompute is None:
+        raise SlipstreamError(
+            f"the schedule {schedule.name!r} has {schedule.text(given)}, but recompute='none'. Say what it recomputes: "
+            "recompute='full', 'selective', or a number of layers."
+        )
+    adds = {"recompute": recompute is not None and given is None, "offload": offload > 0}
+    if schedule.is_lowered and any(adds.values()):
+        setting = next(name for name, wanted in adds.items() if wanted)
+        raise SlipstreamError(
+            f"{setting} is set, but the schedule {schedule.name!r} has its sends and receives already, so nothing can "
+            f"be added to it. Leave {setting} out, and it runs as it is, or give it without sends and receives."
+        )
+    if adds["recompute"]:
+        schedule = add_recompute(schedule)
+    return add_offload(schedule, offload) if offload else schedule

@@ -1,0 +1,136 @@
+"""Before training with tensor parallelism: the same architecture at toy size, shared by the ranks against whole.
+
+A plan says how weights are cut, not what the code between them reads: a size that stays whole, a norm over features
+that a rank has only some of, a bias counted on every rank. Running it shows all of these.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import find_anatomy
+from slipstream.model.self_check import TOLERANCE
+from slipstream.model.toy.reference import full_precision
+from slipstream.model.toy.toy_model import move_off_special_values, small_model, toy_config, toy_tokens
+from slipstream.parallel.group import Group
+from slipstream.parallel.tensor.tensor_parallel import TensorParallel
+from slipstream.parallel.tensor.tensor_plan import find_tensor_plan
+from slipstream.parallel.tensor.vocabulary import vocabulary_cross_entropy
+from slipstream.pipeline.batch import IGNORED
+from slipstream.pipeline.families.loss import causal_cross_entropy
+
+_INTERMEDIATE_SIZES = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "intermediate_size_mlp",
+    "ffn_dim",
+    "n_inner",
+)
+
+
+def check_tensor_parallel(
+    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: Group, sequence: bool
+) -> None:
+    """Collective over the tensor axis: loss and all gradients in float64, with heads and features for its ranks.
+
+    Raises SlipstreamError, on every rank, that names the parameter whose gradient would be wrong, or what can't run.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), full_precision():
+            wrong = _first_wrong(config, given_plan, group, sequence)
+    except SlipstreamError:
+        raise
+    except Exception as error:  # the model's own code
+        raise _refusal(config, group, f"a toy of it fails ({type(error).__name__}: {error})") from error
+    found = next(filter(None, group.gather(wrong)), None)
+    if found is not None:
+        raise _refusal(config, group, found)
+
+
+def _first_wrong(
+    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: Group, sequence: bool
+) -> str | None:
+    device = torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
+    whole = _toy_model(config, group.size).to(device)
+    inputs = toy_tokens(config)[:, :-1].to(device)  # an odd number of tokens, so that some are padded
+    labels = inputs.masked_fill(torch.arange(inputs.shape[1], device=device) % 7 == 3, IGNORED)
+    anatomy = find_anatomy(config)
+    shared = copy.deepcopy(whole)
+    plan = find_tensor_plan(shared, shared.config, group.size, anatomy.before, anatomy.after, given_plan)
+    parallel = TensorParallel(plan, group, sequence)
+    parallel.shard(shared)
+    parallel.install(shared, lambda: None, lambda: None)
+    parallel.begin(inputs.shape[1])
+    expected = _step(whole, inputs, labels, causal_cross_entropy)
+    found = _step(shared, inputs, labels, vocabulary_cross_entropy(group, parallel.first_id, IGNORED))
+    if not abs(found - expected) < TOLERANCE * abs(expected):
+        return f"its loss differs from the whole model's by {float(abs(found - expected)):.1e}"
+    return _first_wrong_gradient(whole, shared, parallel)
+
+
+def _step(model: PreTrainedModel, inputs: Tensor, labels: Tensor, loss_function: Any) -> Tensor:
+    logits = model(input_ids=inputs, use_cache=False).logits
+    total, count = loss_function(logits[:, :-1], labels[:, 1:])
+    (total / count).backward()
+    mean: Tensor = total.detach() / count
+    return mean
+
+
+def _first_wrong_gradient(whole: PreTrainedModel, shared: PreTrainedModel, parallel: TensorParallel) -> str | None:
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    floor = 1e-6 * max(gradient.abs().max() for gradient in expected.values())
+    wrong = None
+    parameters = dict(shared.named_parameters())
+    for name, gradient in expected.items():
+        mine = parameters[name].grad
+        found = _summed(torch.zeros_like(parameters[name]) if mine is None else mine, name, parallel)
+        difference = (found - parallel.share(name).take(gradient)).abs().max()
+        error = float(difference / max(gradient.abs().max(), floor))
+        if wrong is None and not error < TOLERANCE:
+            wrong = f"the gradient of {name} differs from the whole model's by {error:.1e}"
+    return wrong
+
+
+def _summed(gradient: Tensor, name: str, parallel: TensorParallel) -> Tensor:
+    """Over the ranks that have parts of it. Collective where any have."""
+    ranks = parallel.added_over(name)
+    return parallel.group.all_gather(gradient)[list(ranks)].sum(0) if ranks else gradient
+
+
+def _toy_model(config: PretrainedConfig, tensor_ranks: int) -> PreTrainedModel:
+    toy = small_model(_toy_config(config, tensor_ranks))
+    move_off_special_values(toy)  # so that a bias that is counted twice shows
+    return toy
+
+
+def _toy_config(config: PretrainedConfig, tensor_ranks: int) -> PretrainedConfig:
+    """The toy with heads and features that its ranks can share, with as many ranks to a key-value head as `config`."""
+    toy = toy_config(config)
+    num_heads = config.num_attention_heads
+    num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_size = toy.hidden_size // toy.num_attention_heads
+    toy.num_attention_heads = tensor_ranks * (1 if num_key_value_heads == num_heads else 2)
+    toy.hidden_size = head_size * toy.num_attention_heads
+    if getattr(toy, "num_key_value_heads", None) is not None:
+        is_shared = tensor_ranks % num_key_value_heads == 0 and num_key_value_heads < tensor_ranks
+        toy.num_key_value_heads = num_key_value_heads if is_shared else tensor_ranks
+    for name in _INTERMEDIATE_SIZES:
+        if isinstance(getattr(toy, name, None), int):
+            setattr(toy, name, 4 * tensor_ranks)
+    return toy
+
+
+def _refusal(config: PretrainedConfig, group: Group, reason: str) -> SlipstreamError:
+    return SlipstreamError(
+        f"model_type {config.model_type!r} can't be shared by {group.size} tensor ranks: {reason}. Give a tensor_plan "
+        "that leaves out what can't be cut, and gives what stays whole between cut layers the style "
+        "'replicated_with_grad_allreduce'; or use a mesh with tp=1."
+    )

@@ -1,0 +1,43 @@
+"""Where a pipeline's weights come from: a model in memory, or one of which each rank makes its own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import Anatomy
+from slipstream.model.layer_range import Owned
+from slipstream.model.saving.weight_gradients import compiled_modules
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that need not be in memory yet: `load` makes the given layers of it."""
+
+    config: PretrainedConfig
+    load: Callable[[Anatomy, list[Owned]], PreTrainedModel]
+    compiled: tuple[str, ...] = ()  # modules that torch.compile runs
+
+
+def in_memory(model: object) -> Source:
+    if not isinstance(model, PreTrainedModel):
+        raise SlipstreamError(
+            f"model is a {type(model).__name__}; give a causal LM of transformers, for example "
+            "AutoModelForCausalLM.from_pretrained(...), or an nn.Sequential without a forward or hooks of its own."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise SlipstreamError(
+            "model is on the meta device, so it has no weights. Use Pipeline.from_config(config, seed=...) or "
+            "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
+        )
+    return Source(model.config, lambda *_: model, tuple(compiled_modules(model)))
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Parameters only: rope's frequencies keep their precision, as when transformers loads a model in this dtype."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)

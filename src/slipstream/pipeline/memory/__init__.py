@@ -1,0 +1,1 @@
+"""Measures what a rank holds, and keeps schedules within a memory limit."""

@@ -1,0 +1,306 @@
+"""Measures what each action holds, by running every stage of this process alone on two equal microbatches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slipstream.model.stage import Stage as CausalStage
+from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.pipeline.batch import Batch
+from slipstream.pipeline.execution.executor import Executor
+from slipstream.pipeline.execution.run_ranks import run_together
+from slipstream.pipeline.memory.live_memory import Memory, memory_meter, tensors_alive
+from slipstream.pipeline.messages.message import HEADER_BYTES, Message
+from slipstream.pipeline.messages.scatter_gather import part_size
+from slipstream.pipeline.stage import Stage
+from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
+from slipstream.schedule.lowering import Channel
+from slipstream.simulator.memory_account import Footprint, MemoryTable, Unit
+
+if TYPE_CHECKING:
+    from slipstream.pipeline.engine import Engine
+
+ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
+
+
+def rehearse(pipeline: Engine, inputs: Tensor, targets: Tensor, optimizer_states: int = ADAMW_STATES) -> MemoryTable:
+    """The bytes of this process's stages in a step on such a batch, with all that the pipeline's schedule does.
+
+    Every stage runs the first microbatch's slices forward and backward, from a made-up input, without weight gradients
+    to begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted,
+    on CUDA what its allocator gives out. Not for rows of several documents.
+
+    Args:
+        pipeline: whose schedule, slices, recomputation and offloading are rehearsed.
+        inputs: (batch, sequence) token ids, as `Pipeline.step` takes them.
+        targets: (batch, sequence) labels.
+        optimizer_states: tensors that the optimizer keeps for every parameter.
+    """
+    batch = pipeline._cut(inputs, targets, None, None)
+    twice = Batch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid)
+    stages, theatre = pipeline._stages, _Theatre(pipeline, twice)
+    runs = [run for number in stages for run in theatre.rehearse(number)]
+    owned = _owned_tensors(stages)
+    updated = {
+        number: pipeline._parameters.bytes_of(t for t in tensors if isinstance(t, torch.nn.Parameter))
+        for number, tensors in owned.items()
+    }
+    return MemoryTable(
+        footprints={key: found for run in runs for key, found in run.footprints().items()},
+        first={key: peak for run in runs for key, peak in run.first_peaks().items()},
+        context={run.stage: run.context for run in runs},
+        context_gradients={run.stage: run.context_gradients for run in runs},
+        message_bytes=theatre.message_bytes,
+        header_bytes=HEADER_BYTES,
+        parameters={number: _num_bytes(tensors) + updated[number][0] for number, tensors in owned.items()},
+        gradients={key: size for run in runs for key, size in run.gradients().items()},
+        optimizer={number: optimizer_states * size for number, (_, size) in updated.items()},
+    )
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Bytes that are alive, and what of them is context and weight gradients."""
+
+    total: int
+    context: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One action's."""
+
+    total: int
+    peak: int  # above what was there
+    context: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the actions of one stage changed, its slices all treated alike."""
+
+    like: Unit  # of slice 0, for all
+    num_slices: int
+    changes: Mapping[Action, _Change]
+
+    @property
+    def stage(self) -> int:
+        return self.like.stage
+
+    @property
+    def context(self) -> int:
+        """Of the first forward."""
+        return self.changes[Action(Op.F, self.stage, 1, 0)].context
+
+    @property
+    def context_gradients(self) -> int:
+        """Of the first backward; a slice that is alone leaves none."""
+        return sum(change.context for action, change in self.changes.items() if self._is_first_backward(action, 1))
+
+    def footprints(self) -> dict[tuple[Unit, Op], Footprint]:
+        """Of the second microbatch: it adds to weight gradients that are there."""
+        found = {}
+        for action, change in self.changes.items():
+            if action.microbatch == 1 and action.op not in SENDS:
+                leaves = change.total - change.context - change.gradients + self._freed_by_send(action)
+                found[self._unit(action), action.op] = Footprint(leaves, change.peak)
+        return found
+
+    def first_peaks(self) -> dict[tuple[Unit, Op], float]:
+        """Of the first microbatch's first backward."""
+        return {
+            (self._unit(action), action.op): change.peak
+            for action, change in self.changes.items()
+            if self._is_first_backward(action, 0) or action == Action(Op.W, self.stage, 0, self.num_slices - 1)
+        }
+
+    def gradients(self) -> dict[tuple[int, Op], float]:
+        """What the first microbatch makes of them."""
+        made: defaultdict[tuple[int, Op], float] = defaultdict(float)
+        for action, change in self.changes.items():
+            if action.microbatch == 0 and action.op in BACKWARDS:
+                made[self.stage, action.op] += change.gradients
+        return made
+
+    def _unit(self, action: Action) -> Unit:
+        return self.like._replace(slice=action.slice)
+
+    def _is_first_backward(self, action: Action, microbatch: int) -> bool:
+        """Backwards run from the last slice to the first."""
+        return action.op in (Op.B, Op.I) and (action.microbatch, action.slice) == (microbatch, self.num_slices - 1)
+
+    def _freed_by_send(self, action: Action) -> int:
+        """Below 0: an action's result, which belongs to the messages."""
+        op = {Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B}.get(action.op)
+        sent = None if op is None else self.changes.get(action.with_op(op))
+        return 0 if sent is None else sent.total
+
+
+class _Theatre:
+    """Where stages run alone: what other ranks send is made up, what they receive is dropped."""
+
+    def __init__(self, pipeline: Engine, batch: Batch) -> None:
+        self._pipeline, self._batch = pipeline, batch
+        self._schedule = pipeline.layout.training
+        self._transport = pipeline._scattered(_MadeUp(pipeline.device))
+
+    @property
+    def message_bytes(self) -> list[float]:
+        """Of every slice."""
+        stage = next(iter(self._pipeline._stages.values()))
+        assert isinstance(stage, CausalStage)
+        pieces: Any = self._batch.slices[0]
+        sizes = [stage.hidden_shape(piece).numel() for piece in pieces]
+        return [part_size(size, self._pipeline._num_parts) * stage.hidden_dtype.itemsize for size in sizes]
+
+    def rehearse(self, number: int) -> Iterator[_Run]:
+        """All that is done to some slice of a stage in the schedule, each of it to all its slices."""
+        actions = [action for action in self._schedule.positions if action.stage == number]
+        ops = {action.op for action in actions}
+        for like in {Unit.of(action, self._schedule)._replace(slice=0) for action in actions}:
+            for split in (False, True):
+                if (Op.I if split else Op.B) in ops:
+                    self._run(like, split, [])  # fills what is cached from one step to the next
+                    yield _Run(like, self._schedule.num_slices, self._run(like, split, tensors_alive()))
+
+    def _run(self, like: Unit, split: bool, present: list[Tensor]) -> dict[Action, _Change]:
+        """What is made and freed: of `present` tensors, and of those that this makes."""
+        pipeline, stage = self._pipeline, self._pipeline._stages[like.stage]
+        loss_function, recompute = pipeline._executors[0]._loss_function, pipeline.layout.recompute
+        stages = {like.stage: stage}
+        executor = Executor(like.stage, stages, self._transport, loss_function, pipeline.device, recompute)
+        with _without_gradients(stage), memory_meter(pipeline.device, present) as memory:
+            changes = _watch(executor, stage, memory)
+            run_together([executor], _alone(like, split, self._schedule), self._batch)
+            executor.finish()
+        return changes
+
+
+def _alone(like: Unit, split: bool, schedule: Schedule) -> Schedule:
+    """Two microbatches on one stage, all others being on ranks that do nothing."""
+    row = [action for m in range(2) for action in _microbatch(like, split, m, schedule)]
+    placement = tuple(range(schedule.num_stages))
+    rows = tuple(tuple(row) if number == like.stage else () for number in placement)
+    return replace(schedule, name="rehearsal", actions=rows, placement=placement, num_microbatches=2, reach=None)
+
+
+def _microbatch(like: Unit, split: bool, microbatch: int, schedule: Schedule) -> Iterator[Action]:
+    """Forwards, and backwards in reverse, each with what belongs to it."""
+    not_first, not_last = like.stage > 0, like.stage + 1 < schedule.num_stages
+    forward = [(Op.RECV_F, not_first), (Op.F, True), (Op.SEND_F, not_last), (Op.OFFLOAD, like.offloaded)]
+    backward = [
+        (Op.RELOAD, like.offloaded),
+        (Op.R, like.recomputed),
+        (Op.RECV_B, not_last),
+        (Op.I if split else Op.B, True),
+        (Op.SEND_B, not_first),
+        (Op.W, split),
+    ]
+    order = range(schedule.num_slices)
+    for ops, slices in ((forward, order), (backward, reversed(order))):
+        for index in slices:
+            yield from (Action(op, like.stage, microbatch, index) for op, runs in ops if runs)
+
+
+def _watch(executor: Executor, stage: Stage, memory: Memory) -> dict[Action, _Change]:
+    """Note from now on what each of the executor's actions changes."""
+    changes: dict[Action, _Change] = {}
+    parameters = list(stage.model.parameters())
+
+    def level() -> _Level:
+        context = sum(store.num_bytes for store in executor._flight.stores.values())
+        gradients = _num_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
+        return _Level(memory.num_bytes, context, gradients)
+
+    def watched(handler: Callable[[Action], None], action: Action) -> None:
+        before = level()
+        memory.restart_peak()
+        handler(action)
+        peak, after = memory.peak - before.total, level()
+        context, gradients = after.context - before.context, after.gradients - before.gradients
+        changes[action] = _Change(after.total - before.total, peak, context, gradients)
+
+    for op in executor._handlers.keys() - RECEIVES:
+        executor._handlers[op] = partial(watched, executor._handlers[op])
+    return changes
+
+
+@contextmanager
+def _without_gradients(stage: Stage) -> Iterator[None]:
+    earlier = [(parameter, parameter.grad) for parameter in stage.model.parameters()]
+    for parameter, _ in earlier:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in earlier:
+            parameter.grad = gradient
+
+
+def _owned_tensors(stages: Mapping[int, Stage]) -> dict[int, list[Tensor]]:
+    """Parameters and buffers per stage; what several stages share, with the first of them."""
+    seen: set[int] = set()
+    owned: dict[int, list[Tensor]] = {number: [] for number in stages}
+    for number, stage in stages.items():
+        for tensor in (*stage.model.parameters(), *stage.model.buffers()):
+            if tensor.untyped_storage().data_ptr() not in seen:
+                seen.add(tensor.untyped_storage().data_ptr())
+                owned[number].append(tensor)
+    return owned
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+class _MadeUp:
+    """A transport from whose other ends the same numbers come again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.bytes_sent = 0
+        self._device = device
+        self._posted: dict[Message, Tensors] = {}
+        self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def begin(self) -> None:
+        pass
+
+    def expect(self, schedule: Schedule) -> None:
+        pass
+
+    def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
+        pass
+
+    def settle(self, channel: Channel, message: Message) -> None:
+        pass
+
+    def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
+        self._posted[message] = tuple(self._numbers(spec.shape, spec.dtype) for spec in specs)
+
+    def _numbers(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if (shape, dtype) not in self._made:
+            numbers = torch.linspace(-1, 1, shape.numel(), dtype=dtype, device=self._device)
+            self._made[shape, dtype] = numbers.view(shape)
+        return self._made[shape, dtype]
+
+    def may_receive(self, message: Message) -> bool:
+        return True
+
+    def receive(self, message: Message) -> Tensors:
+        return self._posted.pop(message)
+
+    def release(self, message: Message) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""Messages between ranks: their format, their transport, and skip connections."""

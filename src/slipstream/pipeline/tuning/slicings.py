@@ -1,0 +1,84 @@
+"""Which slicings of a sequence are worth a trial, by fitted times on the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from slipstream.pipeline.batch import slice_lengths
+from slipstream.schedule.action import Schedule
+from slipstream.simulator.costs import TableCost
+from slipstream.simulator.simulation import simulate
+
+GRANULARITY = 64  # tokens: matrix products like multiples of it
+_MOST_SLICES = (16, 10, 7, 5)  # the best slicing of at most so many is searched for
+_GROWTHS = (1.0, 2.0, 3.0, 5.0)  # of the longest slice over the first
+_LASTS = (1.0, 0.5)  # of the last slice over the longest
+_WANTED = 4
+
+Slices = tuple[int, ...]
+Costs = Callable[[Slices], TableCost]
+Order = Callable[[Slices], Schedule]
+
+
+def granularity_for(length: int) -> int:
+    return min(GRANULARITY, max(1, length // max(_MOST_SLICES)))
+
+
+def nearly_equal(length: int, count: int, granularity: int) -> Slices:
+    """Slices that begin at multiples of the granularity."""
+    slices = [units * granularity for units in slice_lengths(count, length // granularity)]
+    slices[-1] += length % granularity
+    return tuple(slices)
+
+
+def promising(start: Order, best: Order, cost: Costs, length: int, granularity: int) -> list[Slices]:
+    """The slicings of the shortest simulated steps, each of another number of slices, best first.
+
+    For each number the search and the growing slicings are compared in the order `start`. The numbers are compared in
+    the order `best`, which is what will run: it may hide a longer fill, and so want fewer slices.
+    """
+    found: dict[int, tuple[float, Slices]] = {}
+    for slices in {*_searched(start, cost, length, granularity), *growing(length, granularity)}:
+        seconds = simulate(start(slices), cost(slices)).makespan
+        count = len(slices)
+        found[count] = min(found.get(count, (seconds, slices)), (seconds, slices))
+    shortlist = [slices for _, slices in sorted(found.values())[: 2 * _WANTED]]
+    shortlist.sort(key=lambda slices: simulate(best(slices), cost(slices)).makespan)
+    return shortlist[:_WANTED]
+
+
+def _searched(start: Order, cost: Costs, length: int, granularity: int) -> Iterator[Slices]:
+    from slipstream.planner.slicing.schedule_slicing import (
+        slice_for_schedule,  # its compiled code takes a while to load
+    )
+
+    def candidate(slices: Slices) -> tuple[Schedule, TableCost]:
+        return start(slices), cost(slices)
+
+    for most in _MOST_SLICES:
+        yield tuple(slice_for_schedule(candidate, length, granularity=granularity, max_slices=most).slices)
+
+
+def growing(length: int, granularity: int) -> Iterator[Slices]:
+    """Slices that grow from a short first one, which is all that the later stages wait for, to a plateau.
+
+    A short last one is what the first stage waits for when its forwards are done.
+    """
+    for count in range(2, max(_MOST_SLICES) + 1):
+        for growth in _GROWTHS:
+            for last in _LASTS:
+                ramp = [min(growth, 1 + index * 2 * (growth - 1) / count) for index in range(count)]
+                if slices := _rounded([*ramp[:-1], ramp[-1] * last], length, granularity):
+                    yield slices
+
+
+def _rounded(weights: list[float], length: int, granularity: int) -> Slices | None:
+    """Lengths in these proportions, cut at multiples of the granularity; None where a slice would be empty."""
+    total, cuts, so_far = sum(weights), [0], 0.0
+    for weight in weights:
+        so_far += weight
+        cuts.append(round(so_far / total * length / granularity) * granularity)
+    cuts[-1] = length
+    slices = tuple(end - begin for begin, end in pairwise(cuts))
+    return slices if min(slices) > 0 else None

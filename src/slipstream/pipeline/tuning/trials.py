@@ -1,0 +1,120 @@
+"""What "auto" runs to learn from: trials, the times of their actions, and the fastest of several."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from slipstream.schedule.action import Op, Schedule
+from slipstream.simulator.costs import MeasuredCost, TableCost
+from slipstream.simulator.simulation import simulate
+from slipstream.timeline.spans import Timeline
+
+_STEPS = 2  # of each trial in a round
+_ROUNDS = 2
+_DISTURBED = 1.1  # times the least work of a step
+
+Key = tuple[int, int, Op]  # stage, slice, op
+
+
+class Trial(NamedTuple):
+    """What a step runs: compute actions, and the length of every slice."""
+
+    schedule: Schedule
+    slices: tuple[int, ...]
+
+
+class Request(NamedTuple):
+    """A trial to run as a step, for its timeline; or not to run, for what the ranks would hold in it."""
+
+    trial: Trial
+    holds: bool = False
+
+
+class Holdings(NamedTuple):
+    """What ranks would hold in a trial, in bytes."""
+
+    peaks: tuple[float, ...]  # of each rank
+    units: dict[tuple[int, int], float]  # per stage and slice, from its forward to its backward
+
+
+Answer = Timeline | Holdings
+
+
+def timed(trial: Trial) -> Generator[Request, Answer, Timeline]:
+    answer = yield Request(trial)
+    assert isinstance(answer, Timeline)
+    return answer
+
+
+def holdings_of(trial: Trial) -> Generator[Request, Answer, Holdings]:
+    answer = yield Request(trial, holds=True)
+    assert isinstance(answer, Holdings)
+    return answer
+
+
+class Samples:
+    """Seconds of actions in some steps, over all microbatches, and of messages."""
+
+    def __init__(self, timelines: Iterable[Timeline] = ()) -> None:
+        self.actions: defaultdict[Key, list[float]] = defaultdict(list)
+        self.messages: list[float] = []
+        for timeline in timelines:
+            self.add(timeline)
+
+    def add(self, timeline: Timeline) -> None:
+        for span in timeline.compute_spans:
+            self.actions[span.action.stage, span.action.slice, span.action.op].append(span.seconds)
+        self.messages += [message.seconds for message in timeline.messages]
+
+    @property
+    def latency(self) -> float:
+        """A message's shortest time: longer ones had a receiver that came late."""
+        return max(0.0, min(self.messages, default=0.0))
+
+    def cost(self, typical: Callable[[Sequence[float]], float] = median) -> TableCost:
+        """`typical` of an action's times; min, of few steps, is what a disturbed one doesn't change."""
+        return TableCost({key: typical(seconds) for key, seconds in self.actions.items()}, latency=self.latency)
+
+
+def fastest(trials: Iterable[Trial]) -> Generator[Request, Answer, Trial]:
+    """The trial with the least `undisturbed_seconds`, by successive halving (Jamieson and Talwalkar 2016).
+
+    All run some steps, the better half, two at least, run as many again, in turn, and the best is chosen.
+    """
+    left = list(trials)
+    timelines: defaultdict[Trial, list[Timeline]] = defaultdict(list)
+    for each in range(_ROUNDS):
+        # At first a trial's one step warms up for its next. Then in turn, so that a machine that slows down slows all.
+        order = left * _STEPS if each else [trial for trial in left for _ in range(_STEPS)]
+        for trial in order:
+            timelines[trial].append((yield from timed(trial)))
+        left.sort(key=lambda trial: undisturbed_seconds(timelines[trial]))
+        left = left[: max(2, -(-len(left) // 2))]
+    return left[0]
+
+
+def undisturbed_seconds(timelines: Sequence[Timeline]) -> float:
+    """How long a step takes by these of one schedule, simulated with the median of each action's times.
+
+    Steps that something else on the machine slowed down as a whole don't count. The shortest times would need no such
+    rule, but they get shorter with every step that counts. What the executor adds between actions is what it adds in
+    the step where it is least.
+    """
+    work = [sum(span.seconds for span in timeline.compute_spans) for timeline in timelines]
+    counted = [timeline for timeline, its in zip(timelines, work, strict=True) if its <= _DISTURBED * min(work)]
+    ran = _schedule_of(timelines[0])
+    between = min(timeline.makespan - simulate(ran, MeasuredCost(timeline)).makespan for timeline in counted)
+    return simulate(ran, Samples(counted).cost()).makespan + between
+
+
+def _schedule_of(timeline: Timeline) -> Schedule:
+    """The compute actions that ran, recomputation too."""
+    spans = sorted(timeline.compute_spans, key=lambda span: span.start)
+    rows = tuple(tuple(span.action for span in spans if span.rank == rank) for rank in range(timeline.num_ranks))
+    ranks = {span.action.stage: span.rank for span in spans}
+    placement = tuple(ranks[stage] for stage in range(len(ranks)))
+    microbatches, slices = (1 + max(getattr(s.action, name) for s in spans) for name in ("microbatch", "slice"))
+    return Schedule(timeline.name, rows, placement, microbatches, slices)

@@ -1,0 +1,1 @@
+"""What layers, slices and messages cost: described hardware, counted operations, measured profiles."""

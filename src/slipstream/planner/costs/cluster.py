@@ -1,0 +1,267 @@
+"""A cluster described in a file: what a device computes and holds, how devices are linked, and whether that can be."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
+from importlib import resources
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+
+SHIPPED = ("v100-p3.16xlarge", "a100-dgx", "a100-selene", "h100-dgx", "h200-hgx")
+"""The clusters that `load_cluster` knows by name."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which numbers are plausible, and in what people give them who forget the unit: 10**power, and its name."""
+
+    least: float
+    most: float
+    unit: str
+    power: int = 0
+    usual: str = ""
+
+
+FLOPS = Range(1e9, 1e17, "FLOP/s of dense matrix products", 12, "teraFLOP/s")
+BANDWIDTH = Range(1e7, 1e14, "bytes per second", 9, "gigabytes per second")
+BYTES = Range(1e8, 1e13, "bytes", 9, "gigabytes")
+SECONDS = Range(0, 1e-2, "seconds", -6, "microseconds")
+FRACTION = Range(1e-3, 1, "a fraction of the peak", -2, "percent")
+COUNT = Range(1, 1e6, "a whole number")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    `efficiency` says which fraction of the peak matrix products of so many tokens reach: (tokens, fraction) pairs, a
+    straight line over the logarithm of the tokens between them.
+    """
+
+    name: str
+    flops: Mapping[str, float]  # peak FLOP/s by dtype
+    memory: float  # bytes
+    memory_bandwidth: float  # bytes per second
+    kernel_seconds: float  # the shortest time of a kernel, launch included
+    efficiency: tuple[tuple[float, float], ...]
+    memory_efficiency: float = 0.8  # of the memory's bandwidth, what kernels reach
+    attention_efficiency: float = 0.5  # of the peak, what the attention kernel reaches
+    host_bandwidth: float = 16e9  # bytes per second to the host's memory, in one direction
+    host_memory: float = 32e9  # bytes of it for each device
+
+    def matmul_flops(self, dtype: str, num_tokens: Any) -> Any:
+        """FLOP/s that matrix products of so many tokens reach; a number or an array."""
+        if dtype not in self.flops:
+            known = ", ".join(self.flops)
+            raise SlipstreamError(f"dtype={dtype!r} has no peak on {self.name}: use {known}, or add flops.{dtype}.")
+        tokens, fractions = np.array(self.efficiency).T
+        return self.flops[dtype] * np.interp(np.log(np.maximum(num_tokens, 1)), np.log(tokens), fractions)
+
+    @cached_property
+    def bytes_per_second(self) -> float:
+        """What kernels move."""
+        return self.memory_bandwidth * self.memory_efficiency
+
+
+@dataclass(frozen=True)
+class LinkKind:
+    """What connects two devices: bytes per second in one direction, shared by so many devices of a node."""
+
+    bandwidth: float
+    latency: float  # seconds of a message, however short
+    shared_by: int = 1
+    efficiency: float = 0.8  # of the bandwidth, what messages reach
+
+    def send_seconds(self, num_bytes: Any, senders: int = 1) -> Any:
+        """A message's time while `senders` devices of the node send as much at once."""
+        return self.latency + num_bytes / self.rate(senders)
+
+    def rate(self, senders: int = 1) -> float:
+        """Bytes per second of each of `senders` devices that use the link at once."""
+        return self.bandwidth * self.efficiency / min(senders, self.shared_by)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal devices."""
+
+    name: str
+    device: Device
+    num_nodes: int
+    devices_per_node: int
+    inside: LinkKind  # between devices of a node
+    between: LinkKind  # between nodes
+    sources: tuple[str, ...] = ()  # where the numbers come from
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    def link(self, distance: int) -> LinkKind:
+        """The link between two devices whose numbers differ by that much, ranks laid out node by node."""
+        return self.inside if distance < self.devices_per_node else self.between
+
+    def all_reduce_seconds(self, num_bytes: Any, size: int, stride: int = 1) -> Any:
+        """A ring all-reduce over `size` devices, `stride` apart: 2(n-1)/n bytes each, 2(n-1) messages.
+
+        All devices take part in some such ring at once, so those of a node share what leads out of it: where a ring's
+        ranks are next to each other, one device of each node sends to another node; at a stride of a node, all do.
+        """
+        if size <= 1:
+            return 0.0
+        if size * stride <= self.devices_per_node:
+            link, senders = self.inside, 1
+        else:
+            link, senders = self.between, min(stride, self.devices_per_node)
+        return 2 * (size - 1) * link.latency + 2 * (size - 1) / size * num_bytes / link.rate(senders)
+
+    def with_nodes(self, num_nodes: int) -> Cluster:
+        """The same with another number of nodes."""
+        return replace(self, num_nodes=num_nodes)
+
+
+def load_cluster(source: str | Path) -> Cluster:
+    """A shipped cluster by its name, or one described in a YAML or JSON file.
+
+    Raises SlipstreamError for a name that isn't known, a file that can't be read, and for fields that are missing,
+    unknown or impossible: which one, its value, what is plausible, and what to type.
+    """
+    name = str(source)
+    if name in SHIPPED:
+        text = (
+            resources.files("slipstream.planner.costs").joinpath("clusters", f"{name}.yaml").read_text(encoding="utf-8")
+        )
+        return parse_cluster(_read(text, name), name)
+    path = Path(source)
+    if not path.suffix and not path.exists():
+        near = difflib.get_close_matches(name, SHIPPED, n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise SlipstreamError(
+            f"cluster={name!r} is not known; {hint}Choose one of {', '.join(SHIPPED)}, or give a .yaml or .json file."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SlipstreamError(f"can't read the cluster file {path}: {error}.") from error
+    return parse_cluster(_read(text, name), name)
+
+
+def _read(text: str, where: str) -> Any:
+    import yaml
+
+    try:  # JSON first: YAML 1.1 doesn't take 25e9 for a number
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SlipstreamError(f"{where} is neither YAML nor JSON: {error}.") from error
+
+
+def parse_cluster(values: Any, where: str = "cluster") -> Cluster:
+    """A cluster from nested dictionaries as in a file; errors as in `load_cluster`."""
+    values = _known(values, Cluster, where)
+    return Cluster(
+        name=str(values["name"]),
+        device=_device(values["device"], f"{where}: device"),
+        num_nodes=int(_number(values["num_nodes"], f"{where}: num_nodes", COUNT)),
+        devices_per_node=int(_number(values["devices_per_node"], f"{where}: devices_per_node", COUNT)),
+        inside=_link(values["inside"], f"{where}: inside"),
+        between=_link(values["between"], f"{where}: between"),
+        sources=tuple(map(str, values.get("sources") or ())),
+    )
+
+
+def _device(values: Any, where: str) -> Device:
+    values = _known(values, Device, where)
+    if not isinstance(values["flops"], dict) or not values["flops"]:
+        raise SlipstreamError(f"{where}.flops is {values['flops']!r}: give FLOP/s by dtype, as {{bfloat16: 312e12}}.")
+    peaks = {str(dtype): _number(peak, f"{where}.flops.{dtype}", FLOPS) for dtype, peak in values["flops"].items()}
+    return Device(
+        name=str(values["name"]),
+        flops=peaks,
+        efficiency=_curve(values["efficiency"], f"{where}.efficiency"),
+        **_numbers(
+            values,
+            where,
+            memory=BYTES,
+            memory_bandwidth=BANDWIDTH,
+            kernel_seconds=SECONDS,
+            memory_efficiency=FRACTION,
+            attention_efficiency=FRACTION,
+            host_bandwidth=BANDWIDTH,
+            host_memory=BYTES,
+        ),
+    )
+
+
+def _link(values: Any, where: str) -> LinkKind:
+    values = _known(values, LinkKind, where)
+    found = _numbers(values, where, bandwidth=BANDWIDTH, latency=SECONDS, efficiency=FRACTION, shared_by=COUNT)
+    return LinkKind(**found | ({"shared_by": int(found["shared_by"])} if "shared_by" in found else {}))
+
+
+def _curve(values: Any, where: str) -> tuple[tuple[float, float], ...]:
+    pairs = values if isinstance(values, Sequence) and not isinstance(values, str) else []
+    if not pairs or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise SlipstreamError(f"{where} is {values!r}: give [tokens, fraction] pairs, as [[64, 0.2], [2048, 0.6]].")
+    curve = tuple((_number(a, f"{where}: tokens", COUNT), _number(b, where, FRACTION)) for a, b in pairs)
+    if any(a >= b for (a, _), (b, _) in pairwise(curve)):
+        raise SlipstreamError(f"{where} has tokens {[a for a, _ in curve]}: list them from few to many.")
+    return curve
+
+
+def _known(values: Any, kind: type, where: str) -> dict[str, Any]:
+    """The dictionary, with all that `kind` requires and nothing else."""
+    if not isinstance(values, dict):
+        raise SlipstreamError(f"{where} is {values!r}: give the fields {', '.join(f.name for f in fields(kind))}.")
+    names = [field.name for field in fields(kind)]
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0)
+            raise SlipstreamError(f"{where} has no field {key!r}; did you mean {near[0]!r}?")
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in values]
+    if missing:
+        raise SlipstreamError(f"{where} lacks {', '.join(missing)}: add {missing[0]}: ....")
+    return values
+
+
+def _numbers(values: Mapping[str, Any], where: str, **ranges: Range) -> dict[str, Any]:
+    return {key: _number(values[key], f"{where}.{key}", each) for key, each in ranges.items() if key in values}
+
+
+def _number(value: Any, where: str, plausible: Range) -> float:
+    """The number, which YAML may have left a text (25e9); SlipstreamError where it is none or can't be."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise SlipstreamError(f"{where} is {value!r}: give {plausible.unit}, a number.") from None
+    if isinstance(value, bool) or not isfinite(number) or not plausible.least <= number <= plausible.most:
+        raise SlipstreamError(
+            f"{where} is {value}: implausible, it is in {plausible.unit}, {plausible.least:g} to {plausible.most:g}."
+            f"{_meant(number, plausible)}"
+        )
+    if plausible is COUNT and number != int(number):
+        raise SlipstreamError(f"{where} is {value}: give {plausible.unit}.")
+    return number
+
+
+def _meant(number: float, plausible: Range) -> str:
+    """What to type where the unit was probably another one."""
+    if not isfinite(number) or (number <= 0 < plausible.most):
+        return " Give a number above 0."
+    if not plausible.power or not plausible.least <= number * 10.0**plausible.power <= plausible.most:
+        return ""
+    bits = f", {number / 8:g}e9 if gigabits" if plausible is BANDWIDTH else ""
+    return f" Type {number:g}e{plausible.power} if {plausible.usual} were meant{bits}."

@@ -1,0 +1,106 @@
+"""What a model's parts compute and move, counted per token: the input of analytic costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slipstream.planner.costs.time_fit import Window
+from slipstream.schedule.action import Op
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A quantity that grows with the tokens of a slice: `constant` + `per_token` · tokens."""
+
+    constant: float = 0.0
+    per_token: float = 0.0
+
+    def at(self, num_tokens: float) -> float:
+        return self.constant + self.per_token * num_tokens
+
+
+_NONE = Amount()
+
+
+@dataclass(frozen=True)
+class OpCount:
+    """One op (F, I or W) of a part, attention's scores aside, which depend on the context.
+
+    Bytes are those of the tensors that kernels read and write, each kernel by itself. `wide_bytes` are of kernels other
+    than matrix products on tensors as wide as the hidden state, which tensor parallelism repeats on every rank.
+    """
+
+    flops: Amount = _NONE  # of matrix products
+    matmul_bytes: Amount = _NONE
+    wide_bytes: Amount = _NONE
+    other_bytes: Amount = _NONE
+    num_matmuls: int = 0
+    num_kernels: int = 0  # matrix products included
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention of a layer: its heads, the widths of its keys and values, what its mask lets a query see."""
+
+    num_heads: int
+    num_key_value_heads: int
+    key_width: int
+    value_width: int
+    window: Window
+
+
+@dataclass(frozen=True)
+class PartCount:
+    """A layer of one kind, the embedding, or the norm and head with the loss."""
+
+    name: str
+    num_parameters: int
+    ops: Mapping[Op, OpCount]  # F, I, W
+    attentions: tuple[AttentionCall, ...]
+    activation_bytes: float  # per token: what F leaves for the backward, its input included
+    context_bytes: float  # per token: keys and values
+    product_bytes: float = (
+        0.0  # per token: outputs of matrix products and attention, what selective recomputation keeps
+    )
+
+
+@dataclass(frozen=True)
+class ModelCount:
+    """A model's parts in one dtype; `kinds[layer]` numbers the kinds of equal layers."""
+
+    kinds: tuple[int, ...]
+    layers: tuple[PartCount, ...]  # one of each kind
+    embedding: PartCount
+    head: PartCount
+    hidden_size: int
+    dtype: str
+    dtype_bytes: int
+    tied: bool = False  # the head's weight is the embedding's
+
+    def parts(self, layers: range) -> tuple[PartCount, ...]:
+        """What the stage with these layers consists of, in order."""
+        inner = tuple(self.layers[self.kinds[layer]] for layer in layers)
+        first = (self.embedding,) if layers.start == 0 else ()
+        last = (self.head,) if layers.stop == len(self.kinds) else ()
+        return first + inner + last
+
+    def counted(self, layers: range) -> tuple[tuple[int, PartCount], ...]:
+        """The same, equal layers together: how many, and what."""
+        kinds = Counter(self.kinds[layer] for layer in layers)
+        inner = tuple((number, self.layers[kind]) for kind, number in sorted(kinds.items()))
+        first = ((1, self.embedding),) if layers.start == 0 else ()
+        last = ((1, self.head),) if layers.stop == len(self.kinds) else ()
+        return first + inner + last
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, a tied weight counted once, as `model.num_parameters()` does."""
+        total = sum(part.num_parameters for part in self.parts(range(len(self.kinds))))
+        return total - (self.head_weight if self.tied else 0)
+
+    @property
+    def head_weight(self) -> int:
+        """Elements of the head's matrix: two FLOPs each in a token's forward."""
+        return round(self.head.ops[Op.F].flops.per_token / 2)

@@ -1,0 +1,250 @@
+"""A profile: what a model's parts cost on one kind of hardware, as a file, and the costs of any pipeline from it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.costs.measurements import Hardware, Link, MeasuredStage, ModelIdentity
+from slipstream.planner.costs.stage_basis import combine, stage_row
+from slipstream.planner.costs.time_fit import Point, TimeFit
+from slipstream.schedule.action import Op
+from slipstream.simulator.costs import TableCost
+
+FORMAT = 1
+OPS = (Op.F, Op.B, Op.I, Op.W)  # what is measured; recomputation takes as long as the forward
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one op as t(slice_length, context_length): a sum of measured stages' fits.
+
+    Takes ints or integer arrays. A difference of measurements may come out below 0, which is reported as 0.
+    """
+
+    terms: tuple[tuple[float, TimeFit], ...]
+
+    def __call__(self, length: Any, context: Any) -> Any:
+        total = sum(weight * fit(length, context) for weight, fit in self.terms)
+        return max(0.0, total) if isinstance(total, float) else np.maximum(total, 0.0)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured costs of one model's parts on one kind of hardware, in one dtype, at one microbatch size.
+
+    `kinds[layer]` numbers the kinds of equal layers from 0; `stages` span all others (see composition).
+    """
+
+    hardware: Hardware
+    model: ModelIdentity
+    versions: dict[str, str]
+    dtype: str
+    dtype_bytes: int  # of what travels between stages
+    microbatch_size: int
+    seq_len: int
+    kinds: tuple[int, ...]
+    kind_names: tuple[str, ...]
+    stages: tuple[MeasuredStage, ...]
+    optimizer_seconds: float  # of an AdamW step, per parameter
+    link: Link | None = None  # None: only one process measured
+    format: int = FORMAT
+
+    # --- what a stage costs ------------------------------------------------------------------------------------------
+
+    def time(self, layers: range, op: Op) -> StageTime:
+        """t(slice_length, context_length) of the stage with these layers; R takes as long as F."""
+        if not 0 <= layers.start < layers.stop <= len(self.kinds):
+            raise SlipstreamError(
+                f"a stage with the layers {layers.start} to {layers.stop - 1} is asked for, but the profile's model "
+                f"has the layers 0 to {len(self.kinds) - 1}."
+            )
+        return self._sum(self._weights(layers), op)
+
+    def part_time(self, name: str, op: Op) -> StageTime | None:
+        """The same of one of `part_names`; None where the measured stages can't tell it from another part."""
+        if name not in self.part_names:
+            near = difflib.get_close_matches(name, self.part_names, n=1, cutoff=0)[0]
+            raise SlipstreamError(f"the profile has no part {name!r}; did you mean {near!r}?")
+        row = [float(name == each) for each in self.part_names]
+        weights = combine(self.kinds, self._measured, row)
+        return None if weights is None else self._sum(weights, op)
+
+    @cached_property
+    def part_names(self) -> tuple[str, ...]:
+        """The fixed part of every stage, the kinds of layers, the embedding, the head with the loss."""
+        return ("stage", *self.kind_names, "embedding", "head")
+
+    def activation_bytes(self, layers: range, length: int) -> float:
+        """Bytes that a slice's F leaves for its backward, its input and output included, keys and values not."""
+        return self._total(layers, [stage.activation_bytes_at(length) for stage in self.stages])
+
+    def context_bytes(self, layers: range, length: int) -> float:
+        """Bytes of the keys and values of `length` tokens, which live from a microbatch's first F to its last B."""
+        return length * self._total(layers, [stage.context_bytes for stage in self.stages])
+
+    def context_gradient_bytes(self, layers: range, length: int) -> float:
+        """Bytes of their gradients, which live from a microbatch's first backward to its last."""
+        return length * self._total(layers, [stage.context_gradient_bytes for stage in self.stages])
+
+    def logits_gradient_bytes(self, layers: range, length: int) -> float:
+        """Bytes of the gradient of a slice's logits, in float32, on the stage with the head."""
+        if layers.stop < len(self.kinds):
+            return 0.0
+        return 4 * self.microbatch_size * length * self.model.vocab_size
+
+    def num_parameters(self, layers: range) -> int:
+        """Parameters of a stage."""
+        return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
+
+    def optimizer_time(self, layers: range) -> float:
+        """Seconds of a stage's AdamW step."""
+        return self.optimizer_seconds * self.num_parameters(layers)
+
+    def message_bytes(self, length: int) -> int:
+        """Bytes that a slice of `length` tokens sends to the next stage, b T hidden_size, and its gradient back."""
+        return self.microbatch_size * length * self.model.hidden_size * self.dtype_bytes
+
+    # --- what a pipeline costs ---------------------------------------------------------------------------------------
+
+    def cost(self, partition: Sequence[int], slices: Sequence[int]) -> TableCost:
+        """The simulator's costs of a pipeline with these layers per stage and tokens per slice.
+
+        Raises SlipstreamError where they don't add up to the model's layers, or are longer than what was measured.
+        """
+        stages = self.stages_of(partition)
+        contexts = list(accumulate(slices, initial=0))
+        if min(slices, default=0) < 1 or contexts[-1] > self.seq_len:
+            raise SlipstreamError(
+                f"slices={list(slices)} add up to {contexts[-1]} tokens; all must be positive and at most the "
+                f"profile's {self.seq_len} together. Profile with --seq-len={max(contexts[-1], 1)}."
+            )
+        pieces = list(enumerate(zip(slices, contexts, strict=False)))
+        times: dict[tuple[int, int, Op], float] = {}
+        for index, layers in enumerate(stages):
+            for op in OPS:
+                time = self.time(layers, op)
+                times |= {(index, s, op): time(length, context) for s, (length, context) in pieces}
+            times |= {(index, s, Op.R): times[index, s, Op.F] for s, _ in pieces}
+        return TableCost(
+            times=times,
+            message_bytes=[self.message_bytes(length) for length in slices],
+            latency=self.link.latency if self.link else 0,
+            bandwidth=self.link.bandwidth if self.link else None,
+            activations={
+                (index, s): self.activation_bytes(layers, length)
+                for index, layers in enumerate(stages)
+                for s, (length, _) in pieces
+            },
+            kept={  # the stage's input, from which R starts; the first stage has the tokens
+                (index, s): self.message_bytes(length) if index else 0
+                for index in range(len(stages))
+                for s, (length, _) in pieces
+            },
+        )
+
+    def stages_of(self, partition: Sequence[int]) -> tuple[range, ...]:
+        """The layers of every stage; SlipstreamError where they are not the model's."""
+        if min(partition, default=0) < 1 or sum(partition) != len(self.kinds):
+            raise SlipstreamError(
+                f"partition={list(partition)} has {sum(partition)} layers; give every stage at least one, and the "
+                f"model's {len(self.kinds)} in all."
+            )
+        return tuple(range(a, b) for a, b in pairwise(accumulate(partition, initial=0)))
+
+    @cached_property
+    def _measured(self) -> tuple[range, ...]:
+        return tuple(stage.layers for stage in self.stages)
+
+    def _weights(self, layers: range) -> list[float]:
+        weights = combine(self.kinds, self._measured, stage_row(self.kinds, layers))
+        assert weights is not None, f"the measured stages {self._measured} don't span {layers}"
+        return weights
+
+    def _sum(self, weights: Iterable[float], op: Op) -> StageTime:
+        op = Op.F if op is Op.R else op
+        terms = zip(weights, (stage.fits[op] for stage in self.stages), strict=True)
+        return StageTime(tuple((weight, fit) for weight, fit in terms if weight))
+
+    def _total(self, layers: range, values: Sequence[float]) -> float:
+        return sum(w * value for w, value in zip(self._weights(layers), values, strict=True))
+
+    # --- how good it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> float:
+        """The mean relative error of all fits at the points that were not used for them (TeraPipe: under 2%)."""
+        errors = [e for stage in self.stages for op in OPS for e in stage.errors(op, held_out=True).values()]
+        return sum(errors) / len(errors) if errors else 0.0
+
+    def points_off(self, tolerance: float) -> dict[Point, float]:
+        """The worst error at each point, used or not, where any op of any stage is off by more."""
+        worst: dict[Point, float] = {}
+        for stage in self.stages:
+            for op in OPS:
+                for point, error in (stage.errors(op, True) | stage.errors(op, False)).items():
+                    worst[point] = max(error, worst.get(point, 0.0))
+        return {point: error for point, error in sorted(worst.items()) if error > tolerance}
+
+    # --- whose it is -------------------------------------------------------------------------------------------------
+
+    def check(
+        self, hardware: Hardware | None = None, model: ModelIdentity | None = None, dtype: str | None = None
+    ) -> None:
+        """Raise SlipstreamError where it was measured on other hardware, or for another model or dtype, naming what
+        differs. What is None isn't compared."""
+        found = _differences("hardware", self.hardware, hardware) + _differences("model", self.model, model)
+        if dtype not in (None, self.dtype):
+            found.append(f"dtype is {self.dtype} there, {dtype} here")
+        if found:
+            raise SlipstreamError(
+                f"the profile was measured for something else: {'; '.join(found)}. Measure again with `slipstream "
+                "profile`, or say that other hardware is meant."
+            )
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        from pydantic import TypeAdapter
+
+        path.write_bytes(TypeAdapter(Profile).dump_json(self, indent=1) + b"\n")
+
+
+def _differences(name: str, there: Any, here: Any) -> list[str]:
+    if here is None:
+        return []
+    return [
+        f"{name}.{field.name} is {getattr(there, field.name)!r} there, {getattr(here, field.name)!r} here"
+        for field in fields(there)
+        if getattr(there, field.name) != getattr(here, field.name)
+    ]
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile; SlipstreamError for a file that isn't there, isn't whole or isn't a profile of this format."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = values.get("format") if isinstance(values, dict) else None
+        if found != FORMAT:
+            raise SlipstreamError(
+                f"{path} has format={found!r}, this version reads {FORMAT}; measure again with `slipstream profile`."
+            )
+        return TypeAdapter(Profile).validate_python(values)
+    except OSError as error:
+        raise SlipstreamError(f"can't read the profile {path}: {error.strerror}") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise SlipstreamError(f"{path} isn't a profile: {where}: {problem['msg'].lower()}.") from error
+    except ValueError as error:
+        raise SlipstreamError(f"{path} isn't a profile: {error}. Write one with `slipstream profile`.") from error

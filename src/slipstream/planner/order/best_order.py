@@ -1,0 +1,138 @@
+"""schedule="auto": the order of all actions that makes the step shortest, and how short it can be at best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.order.makespan_bounds import makespan_bound
+from slipstream.planner.order.order_search import ROUNDING, Search, hand_written, measured
+from slipstream.planner.order.ordering_problem import Problem
+from slipstream.schedule.action import Schedule
+from slipstream.schedule.dependencies import validate
+from slipstream.simulator.costs import CostModel
+
+
+def find_order(
+    placement: Sequence[int],
+    num_microbatches: int,
+    num_slices: int,
+    cost: CostModel,
+    *,
+    memory_limit: Sequence[float] | None = None,
+    reach: Sequence[Sequence[int]] | None = None,
+    split: bool = True,
+    effort: float = 2e7,
+) -> Schedule:
+    """A compute-only schedule named "auto", as short in the simulator as the search can make it.
+
+    Never slower than any hand-written schedule (also with its backwards split) that has this placement and
+    fits the memory. The same arguments give the same schedule, on every rank.
+
+    Args:
+        placement: the rank that holds each stage.
+        cost: seconds of F, B, I and W (only F and B without `split`), of messages, and bytes of activations.
+        memory_limit: bytes of activations per rank, counted as `simulate` does: from the start of F to the end
+            of B or W. None: any.
+        reach: as in `Schedule`.
+        split: whether a backward may be I and W.
+        effort: how many actions may be placed or simulated; about 5 million take a second.
+
+    Raises SlipstreamError where no order fits the memory, with the rank and the least limit that would do.
+    """
+    problem = _problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
+    search = Search(problem, effort)
+    search.compare_hand_written()
+    search.compare_rules()
+    search.vary()
+    search.anneal()
+    search.join()
+    schedule = problem.schedule(search.best.order, search.best.split)
+    validate(schedule)
+    return schedule
+
+
+def lower_bound(
+    placement: Sequence[int],
+    num_microbatches: int,
+    num_slices: int,
+    cost: CostModel,
+    *,
+    memory_limit: Sequence[float] | None = None,
+    reach: Sequence[Sequence[int]] | None = None,
+    split: bool = True,
+) -> float:
+    """Seconds that no order of these actions beats; the arguments are those of `find_order`.
+
+    Every backward counts as a part d = min(B, I), after which the input gradient can leave, and a rest
+    w = min(B, I+W) - d. A *chain* is a microbatch (with reach: slices of it that attend to each other); its
+    *turn* is the start of the last stage's first backward. All its forwards come before its turn, all its
+    backwards after, and at its turn every rank holds it whole. For an action, head is the longest path before
+    it and tail the longest path after it, messages included. J(actions) is the makespan of the best preemptive
+    schedule of one rank or channel under the heads and tails (Jackson 1955, Carlier 1982): for all sets of
+    actions, the least head + the sum of times + the least tail. The bound is the largest of
+
+    1. head(turn) + tail(turn), where a head is at least J of the chain's forwards, and a tail at least J of its
+       backwards, on every rank and channel; heads and tails of all the chain's actions grow with its turn's;
+    2. J of all actions of a rank, and of all messages of a channel, with these heads and tails;
+    3. for a rank with limit L: least head + sum(bytes · time held)/L + least tail, a unit being held at
+       least for the path from its forward by its chain's turn to the end of its w;
+    4. for such a rank: least head(turn) + (chains-1)/k · gap(k) + least tail(turn), where gap(k) is the time from
+       a turn to the k-th turn after it. What k+1 chains hold above L must be freed after the one turn and
+       taken before the other: gap(1) is J of the backwards that must have freed and the forwards that wait
+       for it, with heads from one turn and tails to the next.
+    """
+    return makespan_bound(_problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split))
+
+
+def best_hand_written(
+    placement: Sequence[int],
+    num_microbatches: int,
+    num_slices: int,
+    cost: CostModel,
+    *,
+    memory_limit: Sequence[float] | None = None,
+    reach: Sequence[Sequence[int]] | None = None,
+    split: bool = True,
+) -> Schedule | None:
+    """The fastest of the hand-written schedules that `find_order` starts from; None where none fits the memory."""
+    problem = _problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
+    fitting = [
+        (found.seconds, schedule) for schedule in hand_written(problem) if (found := measured(problem, schedule))
+    ]
+    _, best = min(fitting, key=lambda pair: pair[0], default=(np.inf, None))
+    return best and replace(best, reach=problem.reach)
+
+
+def _problem(
+    placement: Sequence[int],
+    num_microbatches: int,
+    num_slices: int,
+    cost: CostModel,
+    memory_limit: Sequence[float] | None,
+    reach: Sequence[Sequence[int]] | None,
+    split: bool,
+) -> Problem:
+    num_ranks = max(placement, default=-1) + 1
+    if set(placement) != set(range(num_ranks)) or not placement:
+        raise SlipstreamError(
+            f"placement={list(placement)} must name the rank of every stage, and every rank from 0 on: [0, 1, 0, 1]."
+        )
+    limits = tuple(memory_limit) if memory_limit is not None else (np.inf,) * num_ranks
+    if len(limits) != num_ranks:
+        raise SlipstreamError(f"memory_limit has {len(limits)} entries; it needs one for each of {num_ranks} ranks.")
+    rows = tuple(map(tuple, reach)) if reach is not None else None
+    Schedule("auto", ((),) * num_ranks, tuple(placement), num_microbatches, num_slices, rows)  # checks the counts
+    allowed = tuple(limit * (1 + ROUNDING) for limit in limits)
+    problem = Problem(tuple(placement), num_ranks, num_microbatches, num_slices, cost, allowed, rows, split)
+    for rank, (limit, least) in enumerate(zip(allowed, problem.least_memory.tolist(), strict=True)):
+        if not least <= limit:
+            raise SlipstreamError(
+                f"memory_limit is {limits[rank]:g} bytes on rank {rank}, and no order fits: the rank holds all "
+                f"slices of a microbatch that attend to each other at once, {least:g} bytes. Give it at least "
+                "that, or use more ranks, smaller microbatches or recomputation."
+            )
+    return problem

@@ -1,0 +1,148 @@
+"""List scheduling with look-ahead and a memory limit, compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.planner.order.ordering_problem import Floats, Graph, Ints, Order
+from slipstream.simulator.numba_jit import compiled
+
+_NEVER = np.inf
+
+
+@compiled
+def _update_room(limit: float, held: Floats, missing_bytes: Floats, open_actions: Ints, room: Floats) -> None:
+    """room[x], on one rank: the bytes a forward of chain x may take so that every older chain can still end.
+
+    Oldest first: chain k ends if what it lacks, and what it and all younger chains hold, fits.
+    """
+    younger, least = held.sum(), _NEVER
+    for chain in range(len(held)):
+        room[chain] = least
+        if open_actions[chain]:
+            least = min(least, limit - younger - missing_bytes[chain])
+        younger -= held[chain]
+
+
+@compiled
+def place(graph: Graph, priority: Floats, window: float, patience: float) -> tuple[Order, Floats]:
+    """List scheduling: the order and its start times. Always ends, and always within the memory limits.
+
+    The rank that can start something first does. Of the forwards and backwards it could start within
+    `window` seconds of its earliest it takes the one of least `priority`. Weight gradients, first in first
+    out, fill gaps of at least `patience` times their length.
+
+    A forward is admitted only where, afterwards, every older chain's remaining forwards fit when the chains
+    older than that have ended. So on every rank the oldest unfinished chain always fits, and goes on.
+    """
+    num_ranks, num_channels, num_chains, longest = graph.counts
+    size = len(graph.seconds)
+    num_units = size // 3
+    missing = graph.first_before[1:] - graph.first_before[:-1]
+    ready, start = np.zeros(size), np.full(size, -1.0)
+    free, line_free = np.zeros(num_ranks), np.zeros(num_channels)
+    totals = np.zeros(num_ranks, np.int64)
+    held, missing_bytes = np.zeros((num_ranks, num_chains)), np.zeros((num_ranks, num_chains))
+    open_actions = np.zeros((num_ranks, num_chains), np.int64)
+    for number in range(size):
+        if graph.exists[number]:
+            rank, chain = graph.rank[number], graph.chain[number]
+            totals[rank] += 1
+            missing_bytes[rank, chain] += graph.acquired[number]
+            open_actions[rank, chain] += 1
+    order = Order(np.empty((num_ranks, longest), np.int64), np.zeros(num_ranks, np.int64))
+    candidates = np.empty((num_ranks, totals.max()), np.int64)
+    num_candidates = np.zeros(num_ranks, np.int64)
+    fillers = np.empty((num_ranks, totals.max()), np.int64)
+    first_filler, num_fillers = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    room = np.full((num_ranks, num_chains), _NEVER)
+    limited = np.isfinite(graph.limits)
+    for rank in range(num_ranks):
+        if limited[rank]:
+            _update_room(graph.limits[rank], held[rank], missing_bytes[rank], open_actions[rank], room[rank])
+    for number in range(2 * num_units):
+        if missing[number] == 0:
+            rank = graph.rank[number]
+            candidates[rank, num_candidates[rank]] = number
+            num_candidates[rank] += 1
+    chosen, chosen_start = np.zeros(num_ranks, np.int64), np.zeros(num_ranks)
+    stale = np.ones(num_ranks, np.bool_)
+    for _ in range(totals.sum()):
+        now = 0
+        for rank in range(num_ranks):
+            if stale[rank]:
+                stale[rank] = False
+                waiting = candidates[rank, : num_candidates[rank]]
+                chosen[rank], chosen_start[rank] = _choice(
+                    waiting, free[rank], ready, graph.acquired, graph.chain, room[rank], priority, window
+                )
+                if first_filler[rank] < num_fillers[rank]:
+                    filler, gap = fillers[rank, first_filler[rank]], chosen_start[rank] - free[rank]
+                    if gap > 0 and gap >= patience * graph.seconds[filler]:
+                        chosen[rank], chosen_start[rank] = filler, free[rank]
+            if chosen_start[rank] < chosen_start[now]:
+                now = rank
+        number = chosen[now]
+        order.rows[now, order.lengths[now]] = number
+        order.lengths[now] += 1
+        stale[now] = True
+        start[number] = chosen_start[now]
+        end = free[now] = start[number] + graph.seconds[number]
+        if number >= 2 * num_units:
+            first_filler[now] += 1
+        else:
+            for k in range(num_candidates[now]):
+                if candidates[now, k] == number:
+                    num_candidates[now] -= 1
+                    candidates[now, k] = candidates[now, num_candidates[now]]
+                    break
+        if limited[now]:
+            chain = graph.chain[number]
+            held[now, chain] += graph.acquired[number] - graph.released[number]
+            missing_bytes[now, chain] -= graph.acquired[number]
+            open_actions[now, chain] -= 1
+            _update_room(graph.limits[now], held[now], missing_bytes[now], open_actions[now], room[now])
+        arrival = end
+        line = graph.channel[number]
+        if line >= 0:
+            leaves = max(end, line_free[line])
+            line_free[line] = leaves + graph.link_occupied[number]
+            arrival = leaves + graph.link_seconds[number]
+        for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
+            if graph.exists[after]:
+                there = graph.rank[after]
+                ready[after] = max(ready[after], end if there == now else arrival)
+                missing[after] -= 1
+                if missing[after] == 0:
+                    stale[there] = True
+                    if after >= 2 * num_units:
+                        fillers[there, num_fillers[there]] = after
+                        num_fillers[there] += 1
+                    else:
+                        candidates[there, num_candidates[there]] = after
+                        num_candidates[there] += 1
+    return order, start
+
+
+@compiled
+def _choice(
+    waiting: Ints,
+    free: float,
+    ready: Floats,
+    acquired: Floats,
+    chain: Ints,
+    room: Floats,
+    priority: Floats,
+    window: float,
+) -> tuple[int, float]:
+    """Which forward or backward a rank that is free from then on does next, and when; (-1, never) if it can't."""
+    earliest = _NEVER
+    for number in waiting:
+        if acquired[number] <= room[chain[number]]:
+            earliest = min(earliest, ready[number])
+    latest = max(earliest, free) + window
+    chosen, best = -1, _NEVER
+    for number in waiting:
+        if ready[number] <= latest and priority[number] < best and acquired[number] <= room[chain[number]]:
+            chosen, best = number, priority[number]
+    return (chosen, max(free, ready[chosen])) if chosen >= 0 else (-1, _NEVER)

@@ -1,0 +1,261 @@
+"""The simulator over action numbers, compiled, and local search on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.planner.order.ordering_problem import Flags, Floats, Graph, Ints, Order
+from slipstream.simulator.numba_jit import compiled
+
+_NEVER = np.inf
+_SPLIT, _SWAP = 0.3, 0.6  # how often a whole backward is split, and how often only neighbours change places
+_FARTHEST = 12  # places an action moves at most
+
+
+@compiled
+def start_times(graph: Graph, order: Order) -> Floats:
+    """When each action starts if the ranks run `order`, as `slipstream.simulator.simulation.simulate` has it.
+
+    Actions that never start, because they are not there or the ranks get stuck, are at -1.
+    """
+    num_ranks, num_channels = graph.counts[0], graph.counts[1]
+    missing = graph.first_before[1:] - graph.first_before[:-1]
+    ready = np.zeros(len(missing))
+    start = np.full(len(missing), -1.0)
+    free, line_free = np.zeros(num_ranks), np.zeros(num_channels)
+    reached = np.zeros(num_ranks, np.int64)
+    waiting, num_waiting = np.arange(2 * num_ranks), num_ranks
+    while num_waiting:
+        num_waiting -= 1
+        rank = waiting[num_waiting]
+        row, length = order.rows[rank], order.lengths[rank]
+        while reached[rank] < length and missing[row[reached[rank]]] == 0:
+            number = row[reached[rank]]
+            reached[rank] += 1
+            start[number] = max(free[rank], ready[number])
+            end = free[rank] = start[number] + graph.seconds[number]
+            arrival = end
+            line = graph.channel[number]
+            if line >= 0:
+                leaves = max(end, line_free[line])
+                line_free[line] = leaves + graph.link_occupied[number]
+                arrival = leaves + graph.link_seconds[number]
+            for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
+                there = graph.rank[after]
+                ready[after] = max(ready[after], end if there == rank else arrival)
+                missing[after] -= 1
+                if there != rank and missing[after] == 0 and _is_next(order, there, reached[there], after):
+                    waiting[num_waiting] = there
+                    num_waiting += 1
+    return start
+
+
+@compiled
+def _is_next(order: Order, rank: int, at: int, number: int) -> bool:
+    return bool(at < order.lengths[rank] and order.rows[rank, at] == number)
+
+
+@compiled
+def makespan(graph: Graph, start: Floats) -> float:
+    """The end of the last action; infinite if one never starts."""
+    last = 0.0
+    for number in range(len(start)):
+        if graph.exists[number]:
+            if start[number] < 0:
+                return _NEVER
+            last = max(last, start[number] + graph.seconds[number])
+    return last
+
+
+@compiled
+def peak(graph: Graph, order: Order, rank: int) -> float:
+    """Most bytes of activations the rank holds at once; its order alone decides."""
+    most = held = 0.0
+    for number in order.rows[rank, : order.lengths[rank]]:
+        held += graph.acquired[number]
+        most = max(most, held)
+        held -= graph.released[number]
+    return most
+
+
+@compiled
+def anneal(
+    graph: Graph, order: Order, split: Flags, whole: Floats, halves: Floats, num_steps: int, heat: float, seed: int
+) -> tuple[float, Order, Flags]:
+    """The best makespan that was found from `order` and `split` on, its order and its split.
+
+    A step takes two actions that follow each other on the critical path and on their rank, and lets them
+    change places, moves one of them farther, or splits or joins a backward. It stays if the makespan grows by no
+    more than an exponential draw; the mean falls from `heat`, a share of the makespan, to nothing. `whole` and
+    `halves` are the seconds of B, and of I and W one after the other.
+    """
+    np.random.seed(seed)
+    num_units = len(split)
+    size = 3 * num_units
+    # Always copies: numba takes long to compile an assignment to all of an array.
+    best_order, best_split = order, split
+    graph, order, split = _own(graph), _copy(order), split.copy()
+    start = start_times(graph, order)
+    now = best = makespan(graph, start)
+    position = np.zeros(size, np.int64)
+    pairs = np.empty(size, np.int64)
+    for step in range(num_steps):
+        num_pairs = _critical_pairs(graph, order, start, now, position, pairs)
+        if num_pairs == 0:
+            break
+        late = pairs[np.random.randint(num_pairs)]
+        rank, unit = graph.rank[late], late % num_units
+        source, target = _proposal(graph, order, split, late, position[late])
+        flips = source < 0 or target < 0
+        if flips and halves[unit] == _NEVER:
+            continue
+        if not flips and target == source + 1 and _needs(graph, order.rows[rank, target], order.rows[rank, source]):
+            continue
+        if flips:
+            _flip(graph, split, unit, whole, halves)
+        _move(order, rank, source, target, unit + 2 * num_units)
+        value, trial = _NEVER, start
+        if peak(graph, order, rank) <= graph.limits[rank]:
+            trial = start_times(graph, order)
+            value = makespan(graph, trial)
+        threshold = heat * best * (1 - step / num_steps) * -np.log(1 - np.random.random())
+        if value <= now + threshold:
+            now, start = value, trial
+            if now < best * (1 - 1e-12):
+                best, best_order, best_split = now, _copy(order), split.copy()
+        else:
+            _move(order, rank, target, source, unit + 2 * num_units)
+            if flips:
+                _flip(graph, split, unit, whole, halves)
+    return best, best_order, best_split
+
+
+@compiled
+def _copy(order: Order) -> Order:
+    return Order(order.rows.copy(), order.lengths.copy())
+
+
+@compiled
+def _proposal(graph: Graph, order: Order, split: Flags, late: int, at: int) -> tuple[int, int]:
+    """Which place of the rank's row moves to which, where `late` stands at `at`.
+
+    From -1: the weight gradient of a whole backward comes in. To -1: it goes, and the backward is whole.
+    """
+    num_units, length = len(split), order.lengths[graph.rank[late]]
+    if late >= 2 * num_units and order.rows[graph.rank[late], at - 1] == late - num_units:
+        return at, -1
+    if num_units <= late < 2 * num_units and not split[late - num_units] and np.random.random() < _SPLIT:
+        return -1, min(at + 1 + np.random.randint(_FARTHEST), length)
+    if np.random.random() < _SWAP:
+        return at - 1, at
+    if np.random.random() < 0.5:
+        return at - 1, min(at + np.random.randint(_FARTHEST), length - 1)
+    return at, max(at - 1 - np.random.randint(_FARTHEST), 0)
+
+
+@compiled
+def _own(graph: Graph) -> Graph:
+    """The graph with copies of what splitting changes."""
+    return Graph(
+        graph.seconds.copy(),
+        graph.exists.copy(),
+        graph.rank,
+        graph.chain,
+        graph.channel,
+        graph.link_seconds,
+        graph.link_occupied,
+        graph.acquired,
+        graph.released.copy(),
+        graph.first_before,
+        graph.before,
+        graph.first_after,
+        graph.after,
+        graph.limits,
+        graph.counts,
+    )
+
+
+@compiled
+def _flip(graph: Graph, split: Flags, unit: int, whole: Floats, halves: Floats) -> None:
+    """Split the unit's backward, or join it."""
+    num_units = len(split)
+    back, weight = unit + num_units, unit + 2 * num_units
+    split[unit] = graph.exists[weight] = not split[unit]
+    graph.seconds[back] = halves[unit] if split[unit] else whole[unit]
+    graph.seconds[weight] = halves[unit + num_units] if split[unit] else 0.0
+    graph.released[back], graph.released[weight] = graph.released[weight], graph.released[back]
+
+
+@compiled
+def _move(order: Order, rank: int, source: int, target: int, inserted: int) -> None:
+    """Move the action at `source` to `target`; -1 stands for outside: the action `inserted` comes in, or goes."""
+    row = order.rows[rank]
+    number = row[source] if source >= 0 else inserted
+    if source < 0:
+        source = order.lengths[rank]
+        order.lengths[rank] += 1
+    elif target < 0:
+        target = order.lengths[rank] - 1
+        order.lengths[rank] -= 1
+    step = 1 if target > source else -1
+    for at in range(source, target, step):
+        row[at] = row[at + step]
+    row[target] = number
+
+
+@compiled
+def _needs(graph: Graph, late: int, early: int) -> bool:
+    return bool(np.any(graph.before[graph.first_before[late] : graph.first_before[late + 1]] == early))
+
+
+@compiled
+def _critical_pairs(graph: Graph, order: Order, start: Floats, last: float, position: Ints, pairs: Ints) -> int:
+    """Fill `pairs` with the actions on one critical path that waited for the action before them on their rank.
+
+    Returns their number. The path is followed from the last end back, along ranks where it can be. Behind
+    a message that waited for its channel it goes on with the message before.
+    """
+    size = len(start)
+    tolerance = 1e-9 * last
+    number = -1
+    for rank in range(len(order.lengths)):
+        for at in range(order.lengths[rank]):
+            position[order.rows[rank, at]] = at
+        if order.lengths[rank]:
+            final = order.rows[rank, order.lengths[rank] - 1]
+            if start[final] + graph.seconds[final] >= last - tolerance:
+                number = final
+    num_pairs = 0
+    for _ in range(size):
+        if number < 0 or start[number] <= tolerance:
+            break
+        rank, found = graph.rank[number], -1
+        if position[number] > 0:
+            early = order.rows[rank, position[number] - 1]
+            if start[early] + graph.seconds[early] >= start[number] - tolerance:
+                pairs[num_pairs] = number
+                num_pairs += 1
+                found = early
+        if found < 0:
+            latest = -1.0
+            for before in graph.before[graph.first_before[number] : graph.first_before[number + 1]]:
+                end = start[before] + graph.seconds[before]
+                if graph.rank[before] != rank:
+                    end += graph.link_seconds[before]
+                if end > latest:
+                    latest, found = end, before
+            if found >= 0 and graph.channel[found] >= 0 and latest < start[number] - tolerance:
+                found = _before_on_channel(graph, order, found, position)
+        number = found
+    return num_pairs
+
+
+@compiled
+def _before_on_channel(graph: Graph, order: Order, number: int, position: Ints) -> int:
+    """The action whose message goes before this one's on the channel; -1 if there is none."""
+    rank = graph.rank[number]
+    for at in range(position[number] - 1, -1, -1):
+        other = order.rows[rank, at]
+        if graph.channel[other] == graph.channel[number]:
+            return int(other)
+    return -1

@@ -1,0 +1,282 @@
+"""How short a step can be at best: a lower bound that no order of the actions beats.
+
+What is compiled is mostly plain loops: functions of numpy take long to compile.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from itertools import permutations
+
+import numpy as np
+
+from slipstream.planner.order.ordering_problem import Floats, Graph, Ints, Problem
+from slipstream.schedule.action import Op
+from slipstream.simulator.numba_jit import compiled
+
+
+def makespan_bound(problem: Problem) -> float:
+    """The formula is that of `slipstream.planner.order.best_order.lower_bound`."""
+    times = problem.seconds
+    shortest = np.minimum(times[Op.B], times[Op.I])  # until the input gradient is there
+    rest = np.minimum(times[Op.B], times[Op.I] + times[Op.W]) - shortest
+    graph = problem.graph(np.ones(problem.num_units, np.bool_))
+    graph = graph._replace(seconds=np.concatenate([times[Op.F], shortest, np.maximum(rest, 0)]))
+    last = [(microbatch, slices.stop - 1) for microbatch, slices in problem.chains]
+    last_stage = (len(problem.placement) - 1) * problem.num_microbatches
+    turns = np.array([(last_stage + m) * problem.num_slices + i for m, i in last], np.int64)
+    return float(_bound(graph, turns + problem.num_units, problem.activations, _bytes_under(problem)))
+
+
+def _bytes_under(problem: Problem) -> Floats:
+    """Per unit, the bytes its rank holds of all forwards that this unit's forward needs, and of its own.
+
+    They are also the bytes of all the units whose backwards need this unit's backward.
+    """
+    num_stages = len(problem.placement)
+    sizes = problem.activations.reshape(num_stages, problem.num_microbatches, problem.num_slices)
+    reach = problem.reach or ((0,) * problem.num_slices,) * problem.num_microbatches
+    under = np.zeros_like(sizes)
+    for m, row in enumerate(reach):
+        oldest = list(range(problem.num_slices))  # the first slice that slice i attends to, directly or not
+        for i, first in enumerate(row):
+            oldest[i] = min(oldest[first : i + 1])
+            for rank in range(problem.num_ranks):
+                stages = [g for g in range(num_stages) if problem.placement[g] == rank]
+                under[stages, m, i] = sizes[stages, m, oldest[i] : i + 1].sum(axis=1).cumsum()
+    return under.ravel()
+
+
+@compiled
+def one_machine(heads: Floats, seconds: Floats, tails: Floats) -> float:
+    """The shortest preemptive schedule of one machine: max over jobs of end + tail (Jackson's rule, Carlier 1982)."""
+    order = np.argsort(heads)
+    waiting = [(0.0, 0.0)]
+    waiting.pop()
+    now, last, k = 0.0, 0.0, 0
+    while k < len(order) or waiting:
+        if not waiting:
+            now = max(now, heads[order[k]])
+        while k < len(order) and heads[order[k]] <= now:
+            heappush(waiting, (-tails[order[k]], seconds[order[k]]))
+            k += 1
+        tail, left = heappop(waiting)
+        until = heads[order[k]] if k < len(order) else np.inf
+        if now + left <= until:
+            now += left
+            last = max(last, now - tail)
+        else:
+            heappush(waiting, (tail, left - (until - now)))
+            now = until
+    return last
+
+
+@compiled
+def _link(graph: Graph, before: int, after: int) -> float:
+    return graph.link_seconds[before] if graph.rank[before] != graph.rank[after] else 0.0
+
+
+@compiled
+def _paths_before(graph: Graph, numbers: Ints, at: Floats) -> None:
+    """at[n]: the longest path to n's start; `numbers` in an order of precedence, `at` holds the least values."""
+    for number in numbers:
+        for before in graph.before[graph.first_before[number] : graph.first_before[number + 1]]:
+            at[number] = max(at[number], at[before] + graph.seconds[before] + _link(graph, before, number))
+
+
+@compiled
+def _paths_after(graph: Graph, numbers: Ints, rest: Floats) -> None:
+    """rest[n]: the longest path from n's end; `numbers` from the last, `rest` holds the least values."""
+    for number in numbers:
+        for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
+            rest[number] = max(rest[number], rest[after] + graph.seconds[after] + _link(graph, number, after))
+
+
+@compiled
+def _travels(graph: Graph, senders: Ints, tails: Floats) -> Floats:
+    """Of each message, the longest way to go once its channel is free again."""
+    travels = np.zeros(len(senders))
+    for k in range(len(senders)):
+        sender = senders[k]
+        arrives = graph.link_seconds[sender] - graph.link_occupied[sender]
+        for after in graph.after[graph.first_after[sender] : graph.first_after[sender + 1]]:
+            if graph.rank[after] != graph.rank[sender]:
+                travels[k] = max(travels[k], arrives + graph.seconds[after] + tails[after])
+    return travels
+
+
+def _on_machines(graph: Graph, numbers: Ints, heads: Floats, tails: Floats) -> float:
+    """The largest one-machine bound over the ranks and the channels, for these actions and their messages."""
+    found = [0.0]
+    for rank in range(graph.counts[0]):
+        here = numbers[graph.rank[numbers] == rank]
+        found.append(one_machine(heads[here], graph.seconds[here], tails[here]))
+    for line in range(graph.counts[1]):
+        here = numbers[graph.channel[numbers] == line]
+        sent = heads[here] + graph.seconds[here]
+        found.append(one_machine(sent, graph.link_occupied[here], _travels(graph, here, tails)))
+    return max(found)
+
+
+def _bound(graph: Graph, turns: Ints, activations: Floats, under: Floats) -> float:
+    size = len(graph.seconds)
+    num_units = size // 3
+    forwards, weights = np.arange(num_units), np.arange(2 * num_units, size)
+    backwards = np.arange(2 * num_units - 1, num_units - 1, -1)
+    along = np.concatenate((forwards, backwards, weights))
+    heads, tails = np.zeros(size), np.zeros(size)
+    _paths_before(graph, along, heads)
+    _paths_after(graph, along[::-1].copy(), tails)
+    # paths within a chain: to the start of its turn, and from there
+    to_turn, from_turn = np.full(size, -np.inf), np.full(size, -np.inf)
+    from_turn[turns] = 0
+    _paths_before(graph, along[num_units:], from_turn)
+    to_turn[turns] = -graph.seconds[turns]
+    _paths_after(graph, forwards[::-1].copy(), to_turn)
+    bound = 0.0
+    for chain, turn in enumerate(turns):
+        members = along[graph.chain[along] == chain]
+        up, down = members[members < num_units], members[members >= num_units]
+        turn_head = max(heads[turn], _on_machines(graph, up, heads, to_turn))
+        turn_tail = _on_machines(graph, down, from_turn, tails)
+        heads[down] = np.maximum(heads[down], turn_head + from_turn[down])
+        tails[up] = np.maximum(tails[up], to_turn[up] + turn_tail)
+        bound = max(bound, turn_head + turn_tail)
+    bound = max(bound, _on_machines(graph, along, heads, tails))
+    for rank in np.flatnonzero(np.isfinite(graph.limits)):
+        here = forwards[(graph.rank[forwards] == rank) & (activations > 0)]
+        if len(here):
+            bound = max(bound, _memory_over_time(graph, here, activations, heads, tails, to_turn, from_turn))
+            apart = _turns_apart(graph, here, activations, under, to_turn, from_turn)
+            bound = max(bound, _turn_by_turn(graph, turns, apart, heads, tails))
+    return float(bound)
+
+
+def _turn_by_turn(graph: Graph, turns: Ints, apart: Floats, heads: Floats, tails: Floats) -> float:
+    """The way to some turn, from turn to turn, and from the last one; the largest over how many are taken at once."""
+    first, last = heads[turns].min(), (tails[turns] + graph.seconds[turns]).min()
+    least = graph.seconds[turns].min()
+    ways = [0.0]
+    for lag in range(1, len(turns)):
+        steps, left = divmod(len(turns) - 1, lag)
+        ways.append(first + steps * apart[lag] + left * least + last)
+    return max(ways)
+
+
+def _memory_over_time(
+    graph: Graph,
+    here: Ints,
+    activations: Floats,
+    heads: Floats,
+    tails: Floats,
+    to_turn: Floats,
+    from_turn: Floats,
+) -> float:
+    """Bytes times seconds: a unit's bytes stay from its forward by way of its chain's turn to its backward's end."""
+    num_units = len(activations)
+    back, weight = here + num_units, here + 2 * num_units
+    seconds = graph.seconds[here] + to_turn[here] + from_turn[back] + graph.seconds[back] + graph.seconds[weight]
+    after = (tails[back] - graph.seconds[weight]).min()
+    over_time = (activations[here] * seconds).sum() / graph.limits[graph.rank[here[0]]]
+    return float(heads[here].min() + over_time + max(after, 0.0))
+
+
+def _turns_apart(
+    graph: Graph, here: Ints, activations: Floats, under: Floats, to_turn: Floats, from_turn: Floats
+) -> Floats:
+    """apart[k]: the least seconds from a chain's turn to the k-th turn after it, as one rank's memory allows.
+
+    At its turn a chain is held whole. What several chains hold above the limit must be freed after the first
+    one's turn, and taken again before the last one's.
+    """
+    num_units, num_chains = len(activations), graph.counts[2]
+    apart = np.zeros(num_chains + 1)
+    limit = graph.limits[graph.rank[here[0]]]
+    tolerance = 1e-9 * limit
+    members = [here[graph.chain[here] == chain] for chain in range(num_chains)]
+    sizes = [activations[mine].sum() for mine in members]
+    back = here + num_units
+    work = graph.seconds[back] + graph.seconds[back + num_units]
+    rate = (work / activations[here]).min()
+    left = (graph.seconds[here] + to_turn[here]).min()
+    apart[1] = np.inf
+    for one, other in permutations(range(num_chains), 2):
+        slack = limit - sizes[one] + tolerance
+        theirs = members[other][under[members[other]] > slack]
+        way = _turn_after(graph, members[one], theirs, slack, activations, under, to_turn, from_turn)
+        apart[1] = min(apart[1], way)
+    smallest = np.sort(sizes)
+    for lag in range(2, num_chains):
+        excess = smallest[: lag + 1].sum() - limit - tolerance
+        if excess > 0:
+            soonest = min(_freed_at(graph, mine, activations, from_turn, excess / lag) for mine in members)
+            apart[lag] = max(soonest, from_turn[back].min() + excess * rate) + left
+    return apart
+
+
+@compiled
+def _freed_at(graph: Graph, mine: Ints, activations: Floats, from_turn: Floats, size: float) -> float:
+    """The earliest a chain can have freed that many bytes of one rank, in seconds from its turn; one at a time."""
+    num_units = len(activations)
+    if len(mine) == 0:
+        return -np.inf  # it holds nothing here
+    ends = np.empty(len(mine))
+    first, rate = np.inf, np.inf
+    for k in range(len(mine)):
+        back, weight = mine[k] + num_units, mine[k] + 2 * num_units
+        work = graph.seconds[back] + graph.seconds[weight]
+        ends[k] = from_turn[back] + work
+        first, rate = min(first, from_turn[back]), min(rate, work / activations[mine[k]])
+    freed, at = 0.0, 0.0
+    for k in np.argsort(ends):
+        freed += activations[mine[k]]
+        at = ends[k]
+        if freed >= size:
+            break
+    return float(max(at, first + size * rate))
+
+
+@compiled
+def _turn_after(
+    graph: Graph,
+    mine: Ints,
+    theirs: Ints,
+    slack: float,
+    activations: Floats,
+    under: Floats,
+    to_turn: Floats,
+    from_turn: Floats,
+) -> float:
+    """The least seconds from one chain's turn to another's: one machine, which frees `mine` and runs `theirs`.
+
+    When a forward of theirs starts, all that it needs is held as well: `under` bytes. The first chain has
+    freed what of this exceeds `slack`. So every backward without which it could not is over by then, and the
+    weight gradient as well where the unit's own bytes are needed: often those of fewer forwards.
+    """
+    num_units = len(activations)
+    if len(theirs) == 0 or len(mine) == 0:
+        return 0.0
+    total = 0.0
+    for unit in mine:
+        total += activations[unit]
+    num_jobs = 2 * len(mine) + len(theirs)
+    heads, seconds, tails = np.zeros(num_jobs), np.zeros(num_jobs), np.zeros(num_jobs)
+    for k in range(len(theirs)):
+        forward = theirs[k]
+        heads[k] = _freed_at(graph, mine, activations, from_turn, under[forward] - slack)
+        seconds[k], tails[k] = graph.seconds[forward], to_turn[forward]
+    num_forced = len(theirs)
+    for unit in mine:
+        back, weight = unit + num_units, unit + 2 * num_units
+        for action, head, freed in (
+            (back, from_turn[back], under[unit]),
+            (weight, from_turn[back] + graph.seconds[back], activations[unit]),
+        ):
+            longest = -1.0
+            for forward in theirs:
+                if total - freed < under[forward] - slack:
+                    longest = max(longest, graph.seconds[forward] + to_turn[forward])
+            if longest >= 0:
+                heads[num_forced], seconds[num_forced], tails[num_forced] = head, graph.seconds[action], longest
+                num_forced += 1
+    return one_machine(heads[:num_forced], seconds[:num_forced], tails[:num_forced])

@@ -1,0 +1,216 @@
+"""The search for an order: hand-written schedules, list scheduling by many rules, local search."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from slipstream.planner.order.list_scheduling import place
+from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
+from slipstream.planner.order.makespan_bounds import makespan_bound
+from slipstream.planner.order.ordering_problem import Flags, Floats, Ints, Order, Problem
+from slipstream.schedule.action import Op, Schedule
+from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, make_schedule
+from slipstream.schedule.lowering import sending, split_backwards
+
+ROUNDING = 1e-9  # bytes and times are sums of floats
+_MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 600, 15_000, 64  # enough for small problems, whatever effort is left
+_HEATS = (0.005, 0.001)
+
+
+def hand_written(problem: Problem) -> Iterator[Schedule]:
+    """Every hand-written schedule for this placement, as it is and with its backwards split."""
+    per_rank, rest = divmod(len(problem.placement), problem.num_ranks)
+    counts = (problem.num_ranks, problem.num_microbatches, problem.num_slices, per_rank)
+    for name in GENERATORS:
+        if rest or per_rank not in STAGES_PER_RANK[name]:
+            continue
+        schedule = make_schedule(name, *counts)
+        if schedule.placement != problem.placement:
+            continue
+        splits = any(action.op is Op.W for row in schedule.actions for action in row)
+        if problem.split or not splits:
+            yield schedule
+        if problem.split and not splits:
+            yield split_backwards(schedule)
+
+
+class Candidate(NamedTuple):
+    seconds: float
+    order: Order
+    split: Flags
+
+
+def measured(problem: Problem, schedule: Schedule) -> Candidate | None:
+    """The schedule as a candidate; None if it doesn't fit the memory."""
+    order, split = problem.order(schedule)
+    graph = problem.graph(split)
+    if any(peak(graph, order, rank) > limit for rank, limit in enumerate(problem.limits)):
+        return None
+    return Candidate(makespan(graph, start_times(graph, order)), order, split)
+
+
+class _Rule(NamedTuple):
+    """Which action list scheduling takes first, in numbers; see `place` for the last two.
+
+    An action's priority is when it would start if its microbatch ran alone, `lag` periods later for every
+    microbatch before it, and for backwards `hurry` round trips earlier: lag 0 is breadth first, a large one
+    depth first; hurry 1 tends to 1F1B, -1 to a flush.
+    """
+
+    splitting: str  # which backwards: "all", those that are "sent" to another rank, "none"
+    lag: float
+    hurry: float
+    patience: float
+    window: float = 0  # in mean times of an action
+
+
+class Search:
+    """The best order so far, and the effort that is left."""
+
+    def __init__(self, problem: Problem, effort: float) -> None:
+        self.problem, self.effort = problem, effort
+        self.size = 3 * problem.num_units
+        self.bound = makespan_bound(problem)
+        self.random = np.random.default_rng(0)
+        self.splittings = _splittings(problem)
+        self.graphs = {name: problem.graph(split) for name, split in self.splittings.items()}
+        self.best = Candidate(np.inf, *problem.order(problem.whole))
+        self.rules: dict[_Rule, float] = {}
+        self._measure_times()
+
+    def _measure_times(self) -> None:
+        """Per action its start if its microbatch ran alone, how long one runs, and a rank's work per microbatch."""
+        problem = self.problem
+        one = replace(problem, limits=(np.inf,) * problem.num_ranks, num_microbatches=1, reach=None)
+        _, start = place(one.graph(np.full(one.num_units, problem.split)), np.arange(3.0 * one.num_units), 0.0, 0.0)
+        shape = (3, len(problem.placement), problem.num_microbatches, problem.num_slices)
+        self.alone = np.broadcast_to(start.reshape(3, -1, 1, problem.num_slices), shape).ravel()
+        self.trip = float(start.max())
+        microbatches = np.arange(problem.num_microbatches)[:, None]
+        self.microbatch = np.broadcast_to(microbatches, shape).ravel()
+        self.backward = np.arange(self.size) >= problem.num_units
+        graph = self.graphs["none"]
+        self.period = float(np.bincount(graph.rank, graph.seconds).max()) / problem.num_microbatches
+        self.mean = float(graph.seconds[: 2 * problem.num_units].mean())
+
+    def goes_on(self, effort: float = 0) -> bool:
+        """Whether the best can still be beaten, and more than this effort is left."""
+        return self.effort > effort and self.best.seconds > self.bound * (1 + ROUNDING)
+
+    def compare_hand_written(self) -> None:
+        for schedule in [self.problem.whole, *hand_written(self.problem)]:
+            if candidate := measured(self.problem, schedule):
+                self._offer(candidate)
+
+    def _offer(self, candidate: Candidate) -> None:
+        if candidate.seconds < self.best.seconds * (1 - 1e-12):
+            self.best = candidate
+
+    def compare_rules(self) -> None:
+        """List scheduling by a grid of rules."""
+        for lag, hurry, patience in product((0, 0.25, 0.5, 1, 2, 4), (-1, 0, 0.25, 0.5, 1, 2), (0.0, 0.5, 1.0)):
+            for splitting in self.splittings:
+                if self.goes_on() and (splitting != "none" or patience == 0):
+                    rule = _Rule(splitting, lag, hurry, patience)
+                    self.rules[rule] = self._try(rule, self._priority(rule))
+
+    def _priority(self, rule: _Rule) -> Floats:
+        priority: Floats = (
+            self.alone
+            + rule.lag * self.period * self.microbatch
+            - rule.hurry * self.trip * self.backward
+            + 1e-9 * self.mean * np.arange(self.size)
+        )
+        return priority
+
+    def _try(self, rule: _Rule, priority: Floats) -> float:
+        graph = self.graphs[rule.splitting]
+        order, start = place(graph, priority, rule.window * self.mean, rule.patience)
+        self.effort -= self.size
+        candidate = Candidate(makespan(graph, start), order, self.splittings[rule.splitting])
+        self._offer(candidate)
+        return candidate.seconds
+
+    def vary(self) -> None:
+        """List scheduling by rules near the best ones, and by the best order's own times, both with noise."""
+        left = self.effort / 2
+        for _ in range(_MAX_TRIALS):
+            if not self.goes_on(left):
+                return
+            best = heapq.nsmallest(4, self.rules, key=self.rules.__getitem__)
+            rule = best[self.random.integers(len(best))]
+            rule = rule._replace(
+                lag=abs(rule.lag + self.random.normal(0, 0.3)),
+                hurry=rule.hurry + self.random.normal(0, 0.2),
+                patience=abs(rule.patience + self.random.normal(0, 0.3)),
+                window=self.random.choice((0, 0, 0.25, 1)),
+            )
+            noise = self.mean * self.random.choice((0, 0.3, 1, 3)) * self.random.normal(size=self.size)
+            if self.random.random() < 0.5:
+                self.rules[rule] = self._try(rule, self._priority(rule) + noise)
+            else:
+                splits = {name: (flags == self.best.split).mean() for name, flags in self.splittings.items()}
+                start = start_times(self.problem.graph(self.best.split), self.best.order)
+                self._try(rule._replace(splitting=max(splits, key=splits.__getitem__)), start + noise)
+
+    def anneal(self) -> None:
+        """Local search on the best order, each time cooler."""
+        times = self.problem.seconds
+        halves = np.concatenate([times[Op.I], times[Op.W]])
+        if not self.problem.split:
+            halves[:] = np.inf
+        for seed, heat in enumerate(_HEATS):
+            num_steps = min(int(self.effort / (len(_HEATS) - seed) / self.size * 2), _MAX_STEPS)
+            if not self.goes_on() or not num_steps:
+                return
+            _, order, split = self.best
+            graph = self.problem.graph(split)
+            found = anneal(graph, order, split, times[Op.B], halves, num_steps, heat, seed)
+            self.effort -= num_steps * self.size / 2
+            self._offer(Candidate(*found))
+
+    def join(self) -> None:
+        """Make I and W that follow each other whole again where that costs nothing."""
+        units = [unit for row, length in zip(*self.best.order, strict=True) for unit in self._halves(row[:length])]
+        waiting = [units] if units else []
+        for _ in range(_MAX_JOINS):
+            if not waiting:
+                return
+            units = waiting.pop()
+            joined = self._joined(units)
+            if joined.seconds <= self.best.seconds * (1 + 1e-12):
+                self.best = joined
+            elif len(units) > 1:
+                middle = len(units) // 2
+                waiting += [units[:middle], units[middle:]]
+
+    def _halves(self, row: Ints) -> list[int]:
+        """The units whose I and W follow each other in the row."""
+        after = np.flatnonzero((row[1:] >= 2 * self.problem.num_units) & (row[:-1] == row[1:] - self.problem.num_units))
+        return [int(number) - self.problem.num_units for number in row[after]]
+
+    def _joined(self, units: list[int]) -> Candidate:
+        split = self.best.split.copy()
+        split[units] = False
+        graph = self.problem.graph(split)
+        order = Order(np.zeros_like(self.best.order.rows), self.best.order.lengths.copy())
+        for rank, (row, length) in enumerate(zip(*self.best.order, strict=True)):
+            kept = row[:length][graph.exists[row[:length]]]
+            order.rows[rank, : len(kept)], order.lengths[rank] = kept, len(kept)
+        return Candidate(makespan(graph, start_times(graph, order)), order, split)
+
+
+def _splittings(problem: Problem) -> dict[str, Flags]:
+    """Which backwards list scheduling splits."""
+    none = np.zeros(problem.num_units, np.bool_)
+    if not problem.split:
+        return {"none": none}
+    backwards = (problem.action(Op.B, unit) for unit in range(problem.num_units))
+    sent = np.array([sending(action, problem.whole) is not None for action in backwards])
+    return {"all": ~none, "sent": sent, "none": none}

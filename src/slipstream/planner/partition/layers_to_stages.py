@@ -1,0 +1,185 @@
+"""Layers to stages: the slowest rank as fast as possible, then all ranks as even as possible, within their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.partition.layers_to_ranks import evenest_ranks
+
+Array = NDArray[np.float64]
+
+
+def partition_layers(
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    embedding: float = 0,
+    head: float = 0,
+    memory: ArrayLike | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    placement: Sequence[int] | None = None,
+) -> list[int]:
+    """How many consecutive layers each stage takes, none of them empty.
+
+    The largest cost of a rank is minimal, and among the partitions that reach it the variance of the ranks' costs is
+    (GPipe section 2.2 minimises the variance alone, which can leave a slower slowest stage). With one stage a rank
+    that is exact. With several, a rank's cost is the sum over its stages, and of equally even ranks those with the
+    most even stages are taken; exact as long as the search has room for every state it needs, as for 32 layers on
+    4 ranks of 2 stages, otherwise the best that it finds.
+
+    Args:
+        costs: one per layer, in any unit: GPipe's c_i, estimated or measured.
+        num_stages: at most as many as layers.
+        embedding: what the first stage computes besides its layers, in the same unit.
+        head: the same for the last stage.
+        memory: bytes per layer, with the embedding's in the first and the head's in the last; or one such row for
+            each stage, where what is in flight depends on the stage.
+        memory_limit: bytes of a rank, or one number per rank.
+        placement: the rank of each stage, as `Schedule.placement`; one stage a rank if not given.
+
+    Raises:
+        SlipstreamError: counts that don't fit together, or memory that no partition fits in: who lacks how much.
+    """
+    placement = tuple(range(num_stages)) if placement is None else tuple(placement)
+    _check([*costs, embedding, head], len(costs), num_stages, placement)
+    stage_costs = _stage_costs(np.array([costs] * num_stages, float))
+    stage_costs[0, 0] += embedding
+    stage_costs[-1, :, -1] += head
+    if memory is None and memory_limit is None:
+        stage_bytes, limits = np.zeros_like(stage_costs), np.full(max(placement) + 1, inf)
+    else:
+        stage_bytes, limits = _memory(memory, memory_limit, len(costs), num_stages, max(placement) + 1)
+    found = _partition(stage_costs, stage_bytes, limits, placement)
+    if found is None:
+        raise SlipstreamError(_explain_memory(stage_bytes, limits, placement))
+    return found
+
+
+def _partition(stage_costs: Array, stage_bytes: Array, limits: Array, placement: tuple[int, ...]) -> list[int] | None:
+    """The best counts of layers, or None where no partition fits."""
+    one_stage_a_rank = len(set(placement)) == len(placement)
+    allowed = np.where(stage_bytes <= limits[list(placement), None, None], stage_costs, inf)
+    evenest = _evenest_stages(allowed)
+    return evenest if one_stage_a_rank else evenest_ranks(stage_costs, stage_bytes, limits, placement, evenest)
+
+
+def _check(costs: Sequence[float], num_layers: int, num_stages: int, placement: tuple[int, ...]) -> None:
+    if not 1 <= num_stages <= num_layers:
+        raise SlipstreamError(
+            f"{num_stages} stages for {num_layers} layers: every stage needs a layer. Use 1 to {num_layers} stages."
+        )
+    if min(costs) < 0 or not np.isfinite(costs).all():
+        raise SlipstreamError(f"Layers, embedding and head cost {costs}: each must cost 0 or more, and finitely much.")
+    if len(placement) != num_stages or set(placement) != set(range(max(placement) + 1)):
+        raise SlipstreamError(
+            f"placement={list(placement)} for {num_stages} stages: give the rank of each stage, with ranks 0, 1, ... "
+            "that all have a stage."
+        )
+
+
+def _stage_costs(per_layer: Array) -> Array:
+    """(num_stages, L) -> (num_stages, L+1, L+1): [g, a, b] is what layers a to b-1 cost on stage g (b > a)."""
+    sums = np.concatenate([np.zeros((len(per_layer), 1)), np.cumsum(per_layer, axis=1)], axis=1)
+    num_cuts = sums.shape[1]
+    empty = np.tri(num_cuts, dtype=bool)
+    return np.where(empty, inf, sums[:, None, :] - sums[:, :, None])
+
+
+def _memory(
+    memory: ArrayLike | None,
+    memory_limit: float | Sequence[float] | None,
+    num_layers: int,
+    num_stages: int,
+    num_ranks: int,
+) -> tuple[Array, Array]:
+    if memory is None or memory_limit is None:
+        raise SlipstreamError("memory and memory_limit go together: bytes per layer, and how many a rank has.")
+    rows = np.asarray(memory, float)
+    if rows.shape not in ((num_layers,), (num_stages, num_layers)) or not (rows >= 0).all():
+        raise SlipstreamError(
+            f"memory has shape {rows.shape}: give bytes, 0 or more, for each of {num_layers} layers, or "
+            f"{num_stages} such rows, one per stage."
+        )
+    limits = np.asarray(memory_limit, float)
+    if limits.shape not in ((), (num_ranks,)) or not (limits > 0).all():
+        raise SlipstreamError(
+            f"memory_limit={memory_limit!r}: give bytes, above 0, for all ranks, or one number for each of {num_ranks}."
+        )
+    return _stage_costs(np.broadcast_to(rows, (num_stages, num_layers))), np.broadcast_to(limits, (num_ranks,))
+
+
+def _slowest(stage_costs: Array) -> Array:
+    """(num_stages, L+1): the least possible largest cost of layers a.. on stages g.. ."""
+    slowest = stage_costs[:, :, -1].copy()  # all the rest on one stage; right for the last stage
+    for stage in range(len(stage_costs) - 2, -1, -1):
+        slowest[stage] = np.maximum(stage_costs[stage], slowest[stage + 1]).min(axis=1)
+    return slowest
+
+
+def _evenest_stages(stage_costs: Array) -> list[int] | None:
+    """The least sum of squares among the partitions with the least largest stage: with the mean fixed, the variance."""
+    limit = _slowest(stage_costs)[0, 0]
+    if limit == inf:
+        return None
+    limit *= 1 + 1e-12  # sums in another order may round differently
+    squares = np.where(stage_costs <= limit, stage_costs, inf) ** 2
+    rest = squares[-1, :, -1]
+    cuts: list[NDArray[np.int64]] = []
+    for stage in range(len(stage_costs) - 2, -1, -1):
+        sums = squares[stage] + rest
+        cuts.append(sums.argmin(axis=1))
+        rest = sums.min(axis=1)
+    bounds = [0]
+    for cut in reversed(cuts):
+        bounds.append(int(cut[bounds[-1]]))
+    return [b - a for a, b in pairwise([*bounds, stage_costs.shape[1] - 1])]
+
+
+def _explain_memory(stage_bytes: Array, limits: Array, placement: tuple[int, ...]) -> str:
+    """Which rank lacks how much where the worst lack is smallest."""
+    of_stage = limits[list(placement)]
+    num_stages, num_layers = len(placement), stage_bytes.shape[1] - 1
+    lack = stage_bytes - of_stage[:, None, None]
+    one_layer = np.diagonal(lack, offset=1, axis1=1, axis2=2).min(axis=0)  # on the stage that has most to spare for it
+    if one_layer.max() > 0:
+        layer = int(one_layer.argmax())
+        stage = int(lack[:, layer, layer + 1].argmin())
+        return (
+            f"Layer {layer} alone needs {stage_bytes[stage, layer, layer + 1]:.6g} bytes, but there are "
+            f"{of_stage[stage]:.6g}: {one_layer[layer]:.6g} too few on any stage. Give ranks more memory, or recompute "
+            "or offload more."
+        )
+    free = np.full_like(limits, inf)
+    if len(set(placement)) == num_stages:
+        counts = _least_lack(lack)
+    else:
+        counts = evenest_ranks(stage_bytes, np.zeros_like(stage_bytes), free, placement, None, offsets=-limits) or []
+    bounds = np.cumsum([0, *counts])
+    held = np.array([stage_bytes[g, bounds[g], bounds[g + 1]] for g in range(num_stages)])
+    totals = np.bincount(placement, held)
+    rank = int((totals - limits).argmax())
+    stages = [g for g in range(num_stages) if placement[g] == rank]
+    layers = " and ".join(f"layers {bounds[g]} to {bounds[g + 1] - 1}" for g in stages)
+    names = " and ".join(map(str, stages))
+    return (
+        f"No partition of {num_layers} layers into {num_stages} stages fits in memory. At best rank {rank} (stage "
+        f"{names}: {layers}) needs {totals[rank]:.6g} bytes and has {limits[rank]:.6g}: "
+        f"{totals[rank] - limits[rank]:.6g} too few. Use more ranks, or recompute or offload more."
+    )
+
+
+def _least_lack(lack: Array) -> list[int]:
+    """The partition whose worst lack is smallest."""
+    least = _slowest(lack)
+    first, counts = 0, []
+    for stage in range(len(lack) - 1):
+        cut = int(np.maximum(lack[stage, first], least[stage + 1]).argmin())
+        counts.append(cut - first)
+        first = cut
+    return [*counts, lack.shape[1] - 1 - first]

@@ -1,0 +1,110 @@
+"""What a plan chooses, what that is predicted to do, and the plan: what search, table and report share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from slipstream.schedule.action import Schedule
+from slipstream.simulator.memory_account import Kind
+from slipstream.timeline.spans import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way to train: every degree of freedom of the search, before layers and tokens are cut.
+
+    `tensor_parallel` · `pipeline_parallel` · `data_parallel` are the devices. Every pipeline takes
+    global_batch / data_parallel sequences a step, `microbatch_size` at a time.
+    """
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    data_parallel: int
+    stages_per_rank: int
+    schedule: str  # a name of slipstream.schedule.GENERATORS
+    microbatch_size: int  # sequences
+    num_slices: int
+    recompute: str  # "none", "selective" or "full"
+    offload: float  # the share of slices whose activations wait in host memory
+    shard_optimizer: bool  # its state is spread over the data-parallel ranks (ZeRO-1)
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Over how many ranks the optimizer's state is spread."""
+        return self.data_parallel if self.shard_optimizer else 1
+
+    def differences(self, other: Configuration) -> list[str]:
+        """The names of the fields in which the two differ."""
+        names = [each.name for each in fields(self)]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A configuration with its layers and tokens cut, simulated.
+
+    `seconds_by_cause` adds up to `step_seconds`; it is that of the rank that ends last.
+    """
+
+    configuration: Configuration
+    partition: tuple[int, ...]  # layers of each stage
+    placement: tuple[int, ...]  # the rank of each stage
+    slices: tuple[int, ...]  # tokens of each slice
+    num_microbatches: int
+    step_seconds: float
+    tokens_per_second: float  # of all devices together
+    mfu: float | None  # model FLOPs utilization: 3 forwards' products over the devices' peak; None: no peak is known
+    idle_fraction: float  # of the ranks' time between the first action and the last
+    seconds_by_cause: Mapping[str, float]
+    memory: tuple[Mapping[Kind, float], ...]  # per rank, bytes by kind at the moment of its peak
+    memory_limit: float  # bytes of a device
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(sum(kinds.values()) for kinds in self.memory)
+
+    @property
+    def fullest_rank(self) -> int:
+        totals = [sum(kinds.values()) for kinds in self.memory]
+        return totals.index(max(totals))
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The best configuration that was simulated with another value of one choice, and why it loses."""
+
+    choice: str  # a field of Configuration, as "tensor_parallel"
+    prediction: Prediction
+
+    def why(self, winner: Prediction) -> list[tuple[str, float]]:
+        """Causes and the seconds they cost more (below 0: less) than in the winner, the largest first."""
+        mine, best = self.prediction.seconds_by_cause, winner.seconds_by_cause
+        extra = {cause: mine.get(cause, 0.0) - best.get(cause, 0.0) for cause in {*mine, *best}}
+        return sorted(((c, s) for c, s in extra.items() if s), key=lambda item: -abs(item[1]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best configurations for a model on a cluster, best first."""
+
+    model: str
+    cluster: str
+    num_devices: int
+    seq_len: int
+    global_batch: int
+    predictions: tuple[Prediction, ...]
+    alternatives: tuple[Alternative, ...]  # to the best one, one for each choice that could differ
+    schedule: Schedule  # of the best one, compute actions only
+    timeline: Timeline  # of the best one, with its memory over time
+    num_configurations: int  # that pass the divisibility rules and whose bounds were computed
+    num_too_large: int  # of these, those that don't fit the memory
+    num_simulated: int
+    gap: float  # how much faster than the best, at most, one could be that was not simulated; 0: none is
+    seconds: float  # of the search
+    notes: tuple[str, ...] = field(default=())  # assumptions the numbers rest on
+
+    @property
+    def best(self) -> Prediction:
+        return self.predictions[0]

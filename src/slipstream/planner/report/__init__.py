@@ -1,0 +1,1 @@
+"""A plan for people: its wording, and the HTML report."""

@@ -1,0 +1,156 @@
+"""The timeline's picture as SVG inside the report, of a long step its beginning and its end."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from xml.etree import ElementTree
+
+from slipstream.planner.report.wording import seconds_text
+from slipstream.schedule.action import Schedule
+from slipstream.timeline.idle_causes import Wait
+from slipstream.timeline.spans import Timeline
+
+MOST_RANKS = 16
+MOST_SPANS = 3000  # that a browser shows without delay
+_XLINK = "{http://www.w3.org/1999/xlink}"
+_NAMESPACE = re.compile(r"^\{.*\}")
+_KEPT_STYLE = {"stroke-linejoin": "round", "stroke-linecap": "butt"}  # matplotlib sets them for the whole page
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part(Timeline):
+    """Some ranks from one moment to another; which action awaits which is the whole timeline's affair."""
+
+    whole: Timeline
+    since: float
+    until: float
+
+    @cached_property
+    def start(self) -> float:
+        return self.since
+
+    @cached_property
+    def makespan(self) -> float:
+        return self.until - self.since
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return self.whole.schedule
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        clipped = (
+            replace(wait, start=max(wait.start, self.since), end=min(wait.end, self.until))
+            for wait in self.whole.waits
+            if wait.rank < self.num_ranks
+        )
+        return tuple(wait for wait in clipped if wait.end > wait.start)
+
+    @property
+    def title(self) -> str:
+        return self.name
+
+
+def timeline_svg(timeline: Timeline) -> tuple[str, str]:
+    """The picture, and a sentence about what is not on it ("" where all of it is)."""
+    parts, left_out = shown_parts(timeline)
+    return _draw(parts), left_out
+
+
+def shown_parts(timeline: Timeline) -> tuple[tuple[Timeline, ...], str]:
+    """The timeline itself, or where it is long, the first and the last part of its first ranks."""
+    num_ranks = min(timeline.num_ranks, MOST_RANKS)
+    spans = sorted(span.end for span in timeline.compute_spans if span.rank < num_ranks)
+    is_long = len(spans) > MOST_SPANS
+    if num_ranks == timeline.num_ranks and not is_long:
+        return (timeline,), ""
+    ranks = f"the first {num_ranks} of {timeline.num_ranks} ranks" if num_ranks < timeline.num_ranks else "all ranks"
+    start, end = timeline.start, timeline.start + timeline.makespan
+    if not is_long:
+        return (_part(timeline, num_ranks, start, end, timeline.title),), f"Shown are {ranks}."
+    width = _window(timeline, num_ranks)
+    shown, whole = seconds_text(width), seconds_text(timeline.makespan)
+    parts = (
+        _part(timeline, num_ranks, start, start + width, f"{timeline.name}, the step's first {shown} of {whole}"),
+        _part(timeline, num_ranks, end - width, end, f"{timeline.name}, its last {shown}"),
+    )
+    left_out = f"Shown are {ranks} in the first and the last {shown} of {whole}; times and peaks are those of the part."
+    return parts, left_out
+
+
+def _window(timeline: Timeline, num_ranks: int) -> float:
+    """Seconds, the same at both ends, in which as much is computed as can be shown."""
+    spans = [span for span in timeline.compute_spans if span.rank < num_ranks]
+    starts, ends = sorted(span.start for span in spans), sorted(span.end for span in spans)
+    half = MOST_SPANS // 2
+    first = starts[half] - timeline.start
+    last = timeline.start + timeline.makespan - ends[-half - 1]
+    return min(first, last, timeline.makespan / 2)
+
+
+def _part(timeline: Timeline, num_ranks: int, since: float, until: float, name: str) -> Timeline:
+    spans = tuple(
+        replace(span, start=max(span.start, since), end=min(span.end, until))
+        for span in timeline.spans
+        if span.rank < num_ranks and span.end > since and span.start < until
+    )
+    memory = tuple(tuple(_steps(steps, since, until)) for steps in timeline.memory[:num_ranks])
+    return _Part(spans, num_ranks, memory, name, whole=timeline, since=since, until=until)
+
+
+def _steps(steps: tuple[tuple[float, float], ...], since: float, until: float) -> Iterator[tuple[float, float]]:
+    """The steps in the window, after what was held when it began."""
+    times = [time for time, _ in steps]
+    first, last = bisect_right(times, since), bisect_left(times, until)
+    if first:
+        yield since, steps[first - 1][1]
+    yield from steps[first:last]
+
+
+def _draw(parts: tuple[Timeline, ...]) -> str:
+    from matplotlib import rc_context
+
+    from slipstream.timeline.picture import draw
+
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, rc_context(_PLAIN_TEXT):
+        path = Path(folder) / "timeline.svg"
+        draw(parts, path, memory_name="memory")
+        return _inline(path.read_text(encoding="utf-8"))
+
+
+# Letters stay letters, in the page's own font; names of clip paths don't change from run to run.
+_PLAIN_TEXT = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "slipstream",
+    "font.family": "sans-serif",
+    "axes.facecolor": "none",
+}
+
+
+def _inline(text: str) -> str:
+    """The `svg` element as a part of a page: without namespaces, which HTML knows, metadata and page-wide style."""
+    root = ElementTree.fromstring(text)
+    for parent in list(root.iter()):
+        parent.tag = _NAMESPACE.sub("", str(parent.tag))
+        for name in [name for name in parent.attrib if name.startswith("{")]:
+            value = parent.attrib.pop(name)
+            if name.startswith(_XLINK):
+                parent.set(name.removeprefix(_XLINK), value)
+        for child in list(parent):
+            if _NAMESPACE.sub("", str(child.tag)) in ("metadata", "style"):
+                parent.remove(child)
+    for background in root.findall("./g/g[@id='patch_1']"):  # the figure's own: the page has one
+        background.set("display", "none")
+    for name, value in _KEPT_STYLE.items():
+        root.set(name, value)
+    for name in ("width", "height"):  # the view box stays: the page decides
+        root.attrib.pop(name, None)
+    root.set("role", "img")
+    root.set("aria-label", "timeline of the step")
+    return ElementTree.tostring(root, encoding="unicode")

@@ -1,0 +1,179 @@
+"""A plan in words and numbers that people read: the same ones on the terminal and in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+
+from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
+
+_SMALL = 0.05  # of the largest change: what is less isn't named as a reason,
+_TINY = 5e-4  # and of the step
+_NUM_REASONS = 3
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration: 12.3 s, 45.6 ms, 7.89 us; whole seconds from 1000 on."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    scale, unit = next(((s, u) for s, u in ((1, "s"), (1e3, "ms")) if seconds * s >= 1), (1e6, "us"))
+    return f"{_three_digits(seconds * scale)} {unit}" if seconds else "0 s"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """A size: 61.2 GB, powers of 1000."""
+    number, unit = num_bytes, "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if number < 999.5:
+            break
+        number, unit = number / 1000, larger
+    return f"{_three_digits(number)} {unit}"
+
+
+def count_text(number: float) -> str:
+    """A whole number with its thousands marked; three digits and M from ten millions on."""
+    return f"{_three_digits(number / 1e6)} M" if number >= 1e7 else f"{number:,.0f}"
+
+
+def share_text(share: float | None) -> str:
+    """A fraction in percent; a dash where it isn't known."""
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:,.0f}"
+
+
+# --- a configuration -------------------------------------------------------------------------------------------------
+
+_CHOICES: dict[str, tuple[str, Callable[[Configuration], str]]] = {
+    "tensor_parallel": ("tensor parallel", lambda c: str(c.tensor_parallel)),
+    "pipeline_parallel": ("pipeline parallel", lambda c: str(c.pipeline_parallel)),
+    "data_parallel": ("data parallel", lambda c: str(c.data_parallel)),
+    "stages_per_rank": ("stages per rank", lambda c: str(c.stages_per_rank)),
+    "schedule": ("schedule", lambda c: c.schedule),
+    "microbatch_size": ("microbatch size", lambda c: str(c.microbatch_size)),
+    "num_slices": ("slices", lambda c: str(c.num_slices)),
+    "recompute": ("recompute", lambda c: c.recompute),
+    "offload": ("offload", lambda c: f"{c.offload:.0%}" if c.offload else "none"),
+    "shard_optimizer": ("optimizer sharded", lambda c: "yes" if c.shard_optimizer else "no"),
+}
+
+
+def choice_text(choice: str, configuration: Configuration) -> str:
+    """The value of one of a configuration's fields."""
+    return _CHOICES[choice][1](configuration)
+
+
+def configuration_text(configuration: Configuration) -> str:
+    """All of it on one line; what isn't done to save memory isn't named."""
+    c = configuration
+    parts = [
+        f"tensor {c.tensor_parallel} x pipeline {c.pipeline_parallel} x data {c.data_parallel}",
+        f"schedule {c.schedule}",
+        f"{plural(c.stages_per_rank, 'stage')} a rank",
+        plural(c.num_slices, "slice"),
+        f"{plural(c.microbatch_size, 'sequence')} a microbatch",
+        f"recompute {c.recompute}" if c.recompute != "none" else "",
+        f"{c.offload:.0%} offloaded" if c.offload else "",
+        "optimizer state sharded" if c.shard_optimizer else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def plural(number: int, noun: str) -> str:
+    """2 slices, 1 slice."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+
+
+def slices_text(slices: Sequence[int]) -> str:
+    """Their number and lengths."""
+    lengths = f"{slices[0]:,}" if len(set(slices)) == 1 else ", ".join(f"{length:,}" for length in slices)
+    return f"{plural(len(slices), 'slice')} of {lengths} tokens"
+
+
+COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
+    "tp x pp x dp": lambda p: " x ".join(
+        choice_text(f"{kind}_parallel", p.configuration) for kind in ("tensor", "pipeline", "data")
+    ),
+    "stages a rank": lambda p: choice_text("stages_per_rank", p.configuration),
+    "schedule": lambda p: choice_text("schedule", p.configuration),
+    "slices": lambda p: choice_text("num_slices", p.configuration),
+    "microbatches": lambda p: f"{p.num_microbatches} of {p.configuration.microbatch_size}",
+    "recompute": lambda p: choice_text("recompute", p.configuration),
+    "offload": lambda p: choice_text("offload", p.configuration),
+    "sharded": lambda p: choice_text("shard_optimizer", p.configuration),
+    "step": lambda p: seconds_text(p.step_seconds),
+    "tokens/s": lambda p: count_text(p.tokens_per_second),
+    "MFU": lambda p: share_text(p.mfu),
+    "idle": lambda p: share_text(p.idle_fraction),
+    "memory": lambda p: memory_text(p),
+}
+"""The table of predictions: heading -> what stands in a row."""
+
+_NUM_CHOSEN = 8  # the first columns are what is chosen, the others what follows
+
+
+def memory_text(prediction: Prediction) -> str:
+    """What the fullest rank holds, and the limit if there is one."""
+    held = bytes_text(prediction.peak_memory)
+    return f"{held} of {bytes_text(prediction.memory_limit)}" if isfinite(prediction.memory_limit) else held
+
+
+def shared_choices(predictions: Sequence[Prediction]) -> dict[str, str]:
+    """Heading and value of the choices, degrees aside, that are the same in every row."""
+    values = {name: {COLUMNS[name](each) for each in predictions} for name in list(COLUMNS)[1:_NUM_CHOSEN]}
+    return {name: found.pop() for name, found in values.items() if len(found) == 1}
+
+
+def shared_text(choices: Mapping[str, str]) -> str:
+    """A line that stands for the columns left out."""
+    return f"In every row: {', '.join(f'{name} {value}' for name, value in choices.items())}."
+
+
+# --- reasons ---------------------------------------------------------------------------------------------------------
+
+
+def reasons(plan: Plan) -> list[str]:
+    """A line for each configuration that is the best with another value of one or several choices.
+
+    It says what is chosen otherwise, how much longer a step takes, where that time goes, and what else changes.
+    """
+    best, groups = plan.best, dict[Configuration, list[Alternative]]()
+    for alternative in plan.alternatives:
+        groups.setdefault(alternative.prediction.configuration, []).append(alternative)
+    return [_reason([each.choice for each in group], group[0], best) for group in groups.values()]
+
+
+def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> str:
+    other, mine = alternative.prediction.configuration, best.configuration
+    instead = ", ".join(
+        f"{_CHOICES[choice][0]} {choice_text(choice, other)} instead of {choice_text(choice, mine)}"
+        for choice in choices
+    )
+    longer = alternative.prediction.step_seconds / best.step_seconds - 1
+    changes = [f"{seconds_text(abs(s))} {'more' if s > 0 else 'less'} {c}" for c, s in _main_changes(alternative, best)]
+    others = [choice for choice in other.differences(mine) if choice not in choices]
+    with_others = ", ".join(f"{_CHOICES[choice][0]} {choice_text(choice, other)}" for choice in others)
+    notes = "; ".join(filter(None, [", ".join(changes), f"with {with_others}" if others else ""]))
+    how_much = f"{longer:+.1%}" if abs(longer) >= _TINY else "as fast"
+    return f"{instead}: {how_much}" + (f" ({notes})" if notes else "")
+
+
+def _main_changes(alternative: Alternative, best: Prediction) -> list[tuple[str, float]]:
+    changes = alternative.why(best)
+    least = max(_SMALL * abs(changes[0][1]), _TINY * best.step_seconds) if changes else 0.0
+    return [(cause, seconds) for cause, seconds in changes[:_NUM_REASONS] if abs(seconds) > least]
+
+
+def search_text(plan: Plan) -> str:
+    """How many configurations there were, and whether a better one could have been missed."""
+    none_is = "none of those that were not simulated can be faster"
+    gap = f"one that was not simulated could be faster by {plan.gap:.1%} at most" if plan.gap > 0 else none_is
+    return (
+        f"searched {plan.num_configurations:,} configurations in {seconds_text(plan.seconds)}: {plan.num_too_large:,} "
+        f"too large for the memory, {plan.num_simulated:,} simulated; {gap}"
+    )

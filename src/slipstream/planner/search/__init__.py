@@ -1,0 +1,1 @@
+"""Searches all configurations for the plan with the shortest simulated step."""

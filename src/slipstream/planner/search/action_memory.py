@@ -1,0 +1,89 @@
+"""The bytes of a configuration's actions, for `slipstream.simulator.memory_account` to add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from slipstream.planner.plans import Configuration
+from slipstream.planner.search.configurations import Space
+from slipstream.planner.search.step_bounds import Cut, StageTimes
+from slipstream.schedule.action import Op, Schedule
+from slipstream.simulator.memory_account import Footprint, MemoryTable, Unit
+
+
+def memory_table(
+    space: Space, configuration: Configuration, cut: Cut, times: StageTimes, schedule: Schedule
+) -> MemoryTable:
+    c, state = configuration, space.source.state
+    costs = space.costs(c.tensor_parallel, c.microbatch_size)
+    numbers = [costs.num_parameters(layers) for layers in cut.stages]
+    footprints: dict[tuple[Unit, Op], Footprint] = {}
+    alike: dict[object, list[_OfSlice]] = {}  # of stages of the same layers
+    for g, layers in enumerate(cut.stages):
+        kind = space.kinds_of(layers)
+        if kind not in alike:
+            alike[kind] = list(_footprints(space, c, times.slices, layers, schedule.ops))
+        footprints |= {(Unit(g, *like), op): footprint for like, op, footprint in alike[kind]}
+    splitting = {action.stage for action in schedule.positions if action.op is Op.W}
+    gradients = {(g, Op.W if g in splitting else Op.B): state.gradients * n for g, n in enumerate(numbers)}
+    # a stage's first backward makes gradients while its activations go, so the two are never there in full at once
+    first = {
+        (unit, op): footprint.peak + gradient - min(gradient, -footprint.leaves)
+        for (unit, op), footprint in footprints.items()
+        if (gradient := gradients.get((unit.stage, op))) is not None
+    }
+    return MemoryTable(
+        footprints=footprints,
+        first=first,
+        context={g: costs.context_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)},
+        context_gradients={
+            g: costs.context_gradient_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)
+        },
+        message_bytes=[float(costs.message_bytes(length)) for length in times.slices],
+        parameters={g: state.weights * n for g, n in enumerate(numbers)},
+        gradients=gradients,
+        optimizer={g: state.optimizer / c.optimizer_shards * n for g, n in enumerate(numbers)},
+    )
+
+
+class _OfSlice(NamedTuple):
+    """One op of one slice: (slice, recomputed, offloaded), op, bytes."""
+
+    like: tuple[int, bool, bool]
+    op: Op
+    footprint: Footprint
+
+
+def _footprints(
+    space: Space, configuration: Configuration, slices: tuple[int, ...], layers: range, ops: frozenset[Op]
+) -> Iterator[_OfSlice]:
+    """Of one stage, for `ops`; whether a slice is recomputed or moved to the host is up to the schedule."""
+    c = configuration
+    costs = space.costs(c.tensor_parallel, c.microbatch_size)
+    ways = [(r, o) for r in {False, Op.R in ops} for o in {False, Op.OFFLOAD in ops}]
+    for s, (length, before) in enumerate(zip(slices, accumulate(slices, initial=0), strict=False)):
+        whole = costs.activation_bytes(layers, length, before)
+        kept = whole if c.recompute == "none" else costs.kept_bytes(layers, c.recompute, length)
+        # what the first slice's forward and the last slice's backward make for the whole microbatch
+        keys = costs.context_bytes(layers, space.seq_len) if s == 0 else 0
+        made = costs.context_gradient_bytes(layers, space.seq_len) if s == len(slices) - 1 else 0
+        made += costs.logits_gradient_bytes(layers, length)
+        during_backward = 2 * float(costs.message_bytes(length)) + made
+        for recomputed, offloaded in ways:
+            left = kept if recomputed else whole
+            # a recomputed forward holds one layer's activations at a time
+            during = left + (whole / len(layers) if recomputed else 0) + keys
+            bytes_by_op = {
+                Op.F: Footprint(left, during),
+                Op.R: Footprint(whole - left, whole - left),
+                Op.B: Footprint(-whole, during_backward),
+                Op.I: Footprint(0.0, during_backward),
+                Op.W: Footprint(-whole, 0.0),
+                Op.OFFLOAD: Footprint(-left, 0.0),
+                Op.RELOAD: Footprint(left, left),
+            }
+            for op, footprint in bytes_by_op.items():
+                if op in ops:
+                    yield _OfSlice((s, recomputed, offloaded), op, footprint)

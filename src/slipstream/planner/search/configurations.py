@@ -1,0 +1,294 @@
+"""Every configuration that divides, and what its stages cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.costs.cost_sources import Source, StageCosts
+from slipstream.planner.partition.layers_to_stages import partition_layers
+from slipstream.planner.plans import Configuration
+from slipstream.planner.search.step_bounds import Array, Bounds, Cut, RankSizes, Shared, StageTimes, Tails
+from slipstream.planner.slicing.equal_time_cuts import equal_time_slices
+from slipstream.schedule.action import Op
+from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, make_schedule
+
+_STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_SHORTEST = 128  # tokens of a slice: shorter ones have no times of their own on any device described
+_MOST_TENSOR_PARALLEL_NODES = 2
+_MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced: beyond, that takes a second for each cut
+_SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")  # their backwards are I and W
+_SCHEDULES = tuple(name for name in GENERATORS if name != "gpipe")  # 1f1b is as fast and holds less
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan may choose from; None: whatever divides. Raises SlipstreamError in the search for what can't be."""
+
+    tensor_parallel: tuple[int, ...] | None = None
+    pipeline_parallel: tuple[int, ...] | None = None
+    data_parallel: tuple[int, ...] | None = None
+    stages_per_rank: tuple[int, ...] | None = None
+    schedule: tuple[str, ...] | None = None
+    microbatch_size: tuple[int, ...] | None = None
+    num_slices: tuple[int, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    offload: tuple[float, ...] | None = None
+    shard_optimizer: tuple[bool, ...] | None = None
+    memory_limit: float | None = None  # bytes a device may use; default: all it has
+    num_simulated: int = 50  # configurations that are simulated, at most
+    num_best: int = 5  # configurations that are reported
+
+    def allows(self, choice: str, value: object) -> bool:
+        values = getattr(self, choice)
+        return values is None or value in values
+
+
+class Space:
+    """The configurations of one search, and what their stages cost; costs that many share are computed once."""
+
+    def __init__(self, source: Source, seq_len: int, global_batch: int, options: Options) -> None:
+        self.source, self.seq_len, self.global_batch, self.options = source, seq_len, global_batch, options
+        _check_known(source, options)
+        self.memory = source.memory if options.memory_limit is None else options.memory_limit
+        self.shortest, self.longest = source.slice_range(seq_len)
+        self._costs: dict[tuple[int, int], StageCosts] = {}
+        self._cuts: dict[tuple[int, int, tuple[int, ...]], Cut] = {}
+        self._times: dict[tuple[object, ...], StageTimes] = {}
+        self._rows: dict[tuple[object, ...], Array] = {}
+        self._kinds: dict[range, tuple[object, ...]] = {}
+        self._shares: dict[tuple[int, int], float] = {}
+        self._tails: dict[tuple[object, ...], Tails] = {}
+        self._sizes: dict[tuple[object, ...], RankSizes] = {}
+
+    def num_microbatches(self, data: int, size: int) -> int:
+        return self.global_batch // (data * size)
+
+    # --- what divides ------------------------------------------------------------------------------------------------
+
+    def meshes(self) -> Iterator[tuple[int, int, int, int]]:
+        """(tensor parallel, pipeline parallel, data parallel, sequences of a microbatch)."""
+        num_devices, num_layers = self.source.num_devices, len(self.source.kinds)
+        most = _MOST_TENSOR_PARALLEL_NODES * self.source.devices_per_node
+        for tensor in self.source.tensor_parallel_degrees():
+            if num_devices % tensor or tensor > most or not self.options.allows("tensor_parallel", tensor):
+                continue
+            for pipeline in _divisors(num_devices // tensor):
+                data = num_devices // tensor // pipeline
+                fits = pipeline <= num_layers and self.global_batch % data == 0
+                allowed = self.options.allows("pipeline_parallel", pipeline)
+                if fits and allowed and self.options.allows("data_parallel", data):
+                    for size in self._microbatch_sizes(self.global_batch // data):
+                        yield tensor, pipeline, data, size
+
+    def _microbatch_sizes(self, sequences: int) -> list[int]:
+        known = self.source.microbatch_sizes()
+        sizes = [size for size in _divisors(sequences) if known is None or size in known]
+        return [size for size in sizes if self.options.allows("microbatch_size", size)]
+
+    def shapes(self, pipeline: int, num_microbatches: int) -> Iterator[tuple[int, list[str]]]:
+        """Stages per rank, and the schedules that can have as many; of two that are one, the first."""
+        num_layers = len(self.source.kinds)
+        for stages in self.options.stages_per_rank or _STAGES_PER_RANK:
+            if pipeline * stages > num_layers or (pipeline == 1 and stages > 1):
+                continue
+            names = self.options.schedule or (_SCHEDULES if pipeline > 1 else ("1f1b",))
+            found = [name for name in names if stages in STAGES_PER_RANK[name]]
+            found = [name for name in found if stages > 1 or ("interleaved" not in name and name != "breadth-first")]
+            if num_microbatches == 1 and "interleaved-1f1b" in found:
+                found = [name for name in found if name != "breadth-first"]
+            if found:
+                yield stages, found
+
+    def slice_counts(self, pipeline: int) -> list[int]:
+        if pipeline == 1 and self.options.num_slices is None:
+            return [1] if self.seq_len <= self.longest else [-(-self.seq_len // self.longest)]
+        shortest = max(self.shortest, min(_SHORTEST, max(1, self.seq_len // 8)))
+        most = self.seq_len // shortest
+        return [n for n in self.options.num_slices or _SLICES if n <= most and self.seq_len / n <= self.longest]
+
+    # --- what stages cost --------------------------------------------------------------------------------------------
+
+    def costs(self, tensor: int, size: int) -> StageCosts:
+        if (tensor, size) not in self._costs:
+            self._costs[tensor, size] = self.source.costs(tensor, size)
+        return self._costs[tensor, size]
+
+    def cut(self, tensor: int, size: int, pipeline: int, stages_per_rank: int, schedule: str) -> Cut:
+        """Layers to stages, the slowest rank as fast as can be by the time of whole sequences."""
+        placement = _placement(schedule, pipeline, stages_per_rank)
+        key = (tensor, size, placement)
+        if key not in self._cuts:
+            weights = self._layer_seconds(tensor, size)
+            ranks = placement if len(weights) <= _MOST_LAYERS else None
+            self._cuts[key] = Cut(placement, tuple(partition_layers(weights, len(placement), placement=ranks)))
+        return self._cuts[key]
+
+    def _layer_seconds(self, tensor: int, size: int) -> list[float]:
+        costs, num_layers = self.costs(tensor, size), len(self.source.kinds)
+        length = min(self.seq_len, self.longest)
+        found: dict[object, float] = {}
+        for layer, kind in enumerate(self.source.kinds):
+            key = (kind, layer == 0, layer == num_layers - 1)
+            if key not in found:
+                ops = (Op.F, Op.I, Op.W)
+                found[key] = sum(float(costs.seconds(range(layer, layer + 1), op, length, 0)) for op in ops)
+        return [found[kind, i == 0, i == num_layers - 1] for i, kind in enumerate(self.source.kinds)]
+
+    def slices(self, tensor: int, size: int, count: int) -> tuple[int, ...]:
+        """Lengths that take equal time, at multiples that matrix products like."""
+        key = (tensor, size)
+        if key not in self._shares:
+            self._shares[key] = self._attention_share(tensor, size)
+        granularity = max(1, min(64, self.seq_len // (4 * count)))
+        found = equal_time_slices(self.seq_len, count, self._shares[key], granularity)
+        if min(found) < self.shortest or max(found) > self.longest:
+            found = equal_time_slices(self.seq_len, count, 0.0)
+        return found
+
+    def _attention_share(self, tensor: int, size: int) -> float:
+        """A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of the whole and the first half."""
+        costs, length = self.costs(tensor, size), min(self.seq_len, self.longest)
+        middle = range(len(self.source.kinds) // 2, len(self.source.kinds) // 2 + 1)
+        whole, half = (
+            sum(float(costs.seconds(middle, op, n, 0)) for op in (Op.F, Op.I, Op.W)) for n in (length, length // 2)
+        )
+        return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
+
+    def times(self, tensor: int, size: int, cut: Cut, count: int) -> StageTimes:
+        key = (tensor, size, cut, count)
+        if key not in self._times:
+            slices = self.slices(tensor, size, count)
+            rows = [self._row(tensor, size, layers, slices) for layers in cut.stages]
+            table = np.stack(rows, axis=1)  # (kind of time, stage, slice)
+            forward, backward, inputs, weights, forward_reduce, backward_reduce, *replays = table
+            replay = dict(zip(self.source.recomputations, replays, strict=True))
+            reduce = {Op.F: forward_reduce, Op.I: backward_reduce}
+            self._times[key] = StageTimes(forward, backward, inputs, weights, replay, reduce, slices)
+        return self._times[key]
+
+    def _row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Array:
+        """F, B, I, W, the all-reduces of F and I, and R of each kind, of one stage; equal stages are computed once."""
+        key = (tensor, size, self.kinds_of(layers), slices)
+        if key not in self._rows:
+            costs = self.costs(tensor, size)
+            length = np.array(slices)
+            context = np.cumsum(length) - length
+            rows = [costs.seconds(layers, op, length, context) for op in (Op.F, Op.B, Op.I, Op.W)]
+            rows += [costs.reduce_seconds(layers, op, length) for op in (Op.F, Op.I)]
+            for what in self.source.recomputations:
+                nothing = what == "none"
+                rows.append(0.0 * length if nothing else costs.replay_seconds(layers, what, length, context))
+            self._rows[key] = np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in rows])
+        return self._rows[key]
+
+    def kinds_of(self, layers: range) -> tuple[object, ...]:
+        """Stages for which this is equal cost the same."""
+        if layers not in self._kinds:
+            counts = tuple(sorted(self.source.kinds[layer] for layer in layers))
+            self._kinds[layers] = counts, layers.start == 0, layers.stop == len(self.source.kinds)
+        return self._kinds[layers]
+
+    def tails(self, tensor: int, size: int, cut: Cut, data: int, shards: int) -> Tails:
+        key = (tensor, cut, data, shards)
+        if key not in self._tails:
+            costs = self.costs(tensor, size)
+            self._tails[key] = Tails(
+                cut.per_rank([costs.gradient_seconds(layers, data) for layers in cut.stages]),
+                cut.per_rank([costs.optimizer_seconds(layers, shards) for layers in cut.stages]),
+            )
+        return self._tails[key]
+
+    def sizes(self, tensor: int, size: int, cut: Cut) -> RankSizes:
+        key = (tensor, size, cut)
+        if key not in self._sizes:
+            costs, length = self.costs(tensor, size), self.seq_len
+            whole = np.array([costs.activation_bytes(g, length, 0) for g in cut.stages])
+            kept = {
+                what: whole if what == "none" else np.array([costs.kept_bytes(g, what, length) for g in cut.stages])
+                for what in self.source.recomputations
+            }
+            parameters = np.array([costs.num_parameters(g) for g in cut.stages])
+            context = np.array([costs.context_bytes(g, length) for g in cut.stages])
+            largest = np.zeros(cut.num_ranks)
+            np.maximum.at(largest, list(cut.placement), whole)
+            self._sizes[key] = RankSizes(
+                parameters=cut.per_rank(parameters),
+                context=cut.per_rank(context),
+                kept={what: cut.per_rank(sizes) for what, sizes in kept.items()},
+                largest=largest,
+                of_stages=kept,
+                context_of_stages=context,
+                parameters_of_stages=parameters,
+            )
+        return self._sizes[key]
+
+    # --- bounds ------------------------------------------------------------------------------------------------------
+
+    def bounded(self) -> Iterator[tuple[float, float, Configuration]]:
+        """(bound of the step's seconds, bound of the fullest rank's bytes, configuration) of all that divides."""
+        for mesh in self.meshes():
+            tensor, pipeline, data, size = mesh
+            for stages_per_rank, names in self.shapes(pipeline, self.num_microbatches(data, size)):
+                known: dict[tuple[Cut, int, bool], Bounds] = {}
+                for name, count in product(names, self.slice_counts(pipeline)):
+                    cut = self.cut(tensor, size, pipeline, stages_per_rank, name)
+                    key = (cut, count, name in _SPLIT)
+                    if key not in known:
+                        known[key] = self._bounds(tensor, data, size, *key)
+                    bounds = known[key]
+                    for way in self._savings(data):
+                        configuration = Configuration(*mesh[:3], stages_per_rank, name, size, count, *way)
+                        yield bounds.seconds(*way), bounds.bytes(*way), configuration
+
+    def _bounds(self, tensor: int, data: int, size: int, cut: Cut, count: int, splits: bool) -> Bounds:
+        return Bounds(
+            Shared(
+                cut=cut,
+                times=self.times(tensor, size, cut, count),
+                sizes=self.sizes(tensor, size, cut),
+                state=self.source.state,
+                host=self.source.host(),
+                tails={shard: self.tails(tensor, size, cut, data, data if shard else 1) for shard in (True, False)},
+                num_microbatches=self.num_microbatches(data, size),
+                data_parallel=data,
+                splits=splits,
+            )
+        )
+
+    def _savings(self, data: int) -> list[tuple[str, float, bool]]:
+        """Ways to save memory, those that cost nothing first."""
+        recomputations = [w for w in self.source.recomputations if self.options.allows("recompute", w)]
+        offloads = self.options.offload or ((0.0, 1.0) if self.source.host() else (0.0,))
+        shards = [s for s in ((True, False) if data > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
+        return list(product(recomputations, offloads, shards))
+
+
+def _check_known(source: Source, options: Options) -> None:
+    """What a source has no times for isn't planned as if it took none."""
+    unknown = [what for what in options.recompute or () if what not in source.recomputations]
+    if unknown:
+        raise SlipstreamError(
+            f"recompute={unknown[0]!r} can't be predicted for {source.hardware}: its times were not measured. Use "
+            f"{' or '.join(source.recomputations)}."
+        )
+    if source.host() is None and any(options.offload or ()):
+        raise SlipstreamError(
+            f"offload={max(options.offload or ()):g} can't be predicted for {source.hardware}: copies to the host were "
+            "not measured. Leave it at 0, or plan on a described cluster."
+        )
+
+
+@lru_cache(maxsize=4096)
+def _placement(schedule: str, pipeline: int, stages_per_rank: int) -> tuple[int, ...]:
+    return make_schedule(schedule, pipeline, 1, 1, stages_per_rank).placement
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

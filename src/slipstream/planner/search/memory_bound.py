@@ -1,0 +1,128 @@
+"""The least that a rank holds over a schedule by name, from the order of its actions alone: a quick test of memory.
+
+Counted before recomputation and offload are written into the schedule, so most of what doesn't fit costs milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.planner.search.schedule_cache import written
+from slipstream.planner.search.step_bounds import Array, Cut
+from slipstream.schedule.action import Op
+from slipstream.simulator.compiled_simulation import OPS, ActionArrays, Ints
+from slipstream.simulator.memory_account import NARROWEST_WINDOW
+
+_F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
+_OFFLOAD = OPS.index(Op.OFFLOAD)
+_NOT_AWAY = 4  # slices of a rank
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's actions as arrays."""
+
+    op: Ints
+    stage: Ints
+    slice: Ints
+    opens: NDArray[np.bool_]  # the first forward of a microbatch on the stage
+    closes: NDArray[np.bool_]  # the last B or I of one
+    reduces: NDArray[np.bool_]  # the stage's first B or W
+
+
+@lru_cache(maxsize=256)
+def rows(name: str, num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int) -> tuple[Row, ...]:
+    """The actions of a schedule by name."""
+    arrays = written(name, num_ranks, num_microbatches, num_slices, stages_per_rank).arrays
+    return tuple(_row(arrays, rank) for rank in range(num_ranks))
+
+
+def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Array:
+    """Bytes of every rank's buffers for messages, at least (see `slipstream.simulator.memory_account.pool_bytes`).
+
+    What a forward received stays until its slice's backward is done, unless it is moved to the host; and the last few
+    sends of a channel may not be there yet.
+    """
+    awaited, channel, num_channels = arrays.messages
+    received = (arrays.op == _F) & (awaited >= 0)
+    done = (arrays.op == _B) | (arrays.op == _W)
+    key = np.stack([arrays.stage, arrays.microbatch, arrays.slice], axis=1)
+    stays = np.zeros(key.max(axis=0) + 1, bool)
+    stays[tuple(key[received].T)] = True
+    stays[tuple(key[arrays.op == _OFFLOAD].T)] = False
+    changes = (stays[tuple(key.T)] & received).astype(int) - (stays[tuple(key.T)] & done)
+    most = []
+    for first, end in pairwise(arrays.firsts):
+        sent = np.arange(num_channels)[:, None] == channel[first:end]
+        on_their_way = np.minimum(np.cumsum(sent, axis=1), NARROWEST_WINDOW).sum(axis=0)
+        most.append((np.cumsum(changes[first:end]) + on_their_way).max())
+    return np.array(most) * min(message_bytes)
+
+
+def _row(all_ranks: ActionArrays, rank: int) -> Row:
+    here = slice(*all_ranks.firsts[rank : rank + 2])
+    op, stage, chain = all_ranks.op[here], all_ranks.stage[here], all_ranks.microbatch[here]
+    chain = stage * (chain.max() + 1) + chain
+    backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
+    return Row(
+        op,
+        stage,
+        all_ranks.slice[here],
+        _firsts(chain, op == _F),
+        _firsts(chain[::-1], backward[::-1])[::-1],
+        _firsts(stage, last),
+    )
+
+
+def _firsts(key: Ints, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The first entry of every key, of those among which it is looked for."""
+    places = np.flatnonzero(among)
+    first = np.zeros(len(key), bool)
+    first[places[np.unique(key[places], return_index=True)[1]]] = True
+    return first
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of activations, keys, values and gradients."""
+
+    whole: Array  # (stage, slice), all that F leaves
+    kept: Array  # the same, where the slice is recomputed
+    context: Array  # per stage, of one microbatch
+    gradients: Array  # per stage
+    offloads: bool  # whether activations may be away until their backward; what I leaves for W never is
+
+    def peaks(self, name: str, cut: Cut, num_microbatches: int, num_slices: int) -> Array:
+        """Of every rank at its worst moment, at least."""
+        stages_per_rank = len(cut.placement) // cut.num_ranks
+        each = rows(name, cut.num_ranks, num_microbatches, num_slices, stages_per_rank)
+        return np.array([self.peak(row) for row in each])
+
+    def away(self, name: str, cut: Cut, num_microbatches: int, num_slices: int) -> float:
+        """The most on one rank's host, at least: what is between forward and backward, but for a few slices.
+
+        Those are about to be needed, or have a backward that follows too soon.
+        """
+        kept = Held(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
+        return float(kept.peaks(name, cut, num_microbatches, num_slices).max() - _NOT_AWAY * self.kept.max())
+
+    def peak(self, row: Row) -> float:
+        whole, kept = self.whole[row.stage, row.slice], self.kept[row.stage, row.slice]
+        backward, last = (row.op == _B) | (row.op == _I), (row.op == _B) | (row.op == _W)
+        if self.offloads:
+            before, after = np.where(row.op == _I, whole, 0), np.where(row.op == _W, whole, 0)
+            during = np.where(row.op == _B, whole, 0)
+        else:
+            before, after = np.where(row.op == _F, kept, 0), np.where(last, kept, 0)
+            during = np.where(backward, whole - kept, 0)
+        before = before + row.opens * self.context[row.stage]
+        # gradients are there once the backward that makes them has freed its activations
+        after = after + row.closes * self.context[row.stage] - row.reduces * self.gradients[row.stage]
+        held = np.cumsum(before) - np.concatenate([[0.0], np.cumsum(after)[:-1]])
+        return float((held + during).max())

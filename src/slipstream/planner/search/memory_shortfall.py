@@ -1,0 +1,76 @@
+"""Nothing fits the memory: by how much, on which rank, and what is the cheapest change with which something would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.plans import Configuration
+from slipstream.planner.report.wording import bytes_text, configuration_text
+from slipstream.planner.search.configurations import Options, Space
+from slipstream.planner.search.simulated_configuration import Candidate, may_fit
+
+_SMALLEST = 8  # configurations whose memory is counted in full
+_MOST_NODES = 64  # times as many as there are
+
+
+def explain_misfit(space: Space, num_configurations: int) -> SlipstreamError:
+    """The error for a search in which every one of the configurations is too large."""
+    peak, rank, configuration = min(
+        (_fullest(Candidate.of(space, each)) for each in _smallest(space)), key=lambda found: found[0]
+    )
+    change = next(_changes(space), "use a device with more memory, or a smaller model")
+    return SlipstreamError(
+        f"nothing fits: the smallest of {num_configurations} configurations needs {bytes_text(peak)} on rank {rank}, "
+        f"{bytes_text(peak - space.memory)} more than the {bytes_text(space.memory)} that a device has "
+        f"({configuration_text(configuration)}). The cheapest change that would fit: {change}."
+    )
+
+
+def _smallest(space: Space) -> list[Configuration]:
+    """By their bounds, where all that saves memory is used unless the options say otherwise."""
+    sizes = space.source.microbatch_sizes() or (1,)
+    saving: dict[str, Any] = {
+        "recompute": space.source.recomputations[-1:],
+        "offload": (0.0, 1.0) if space.source.host() else None,
+        "microbatch_size": (min(sizes),),
+        "num_slices": (1, 8) if space.longest >= space.seq_len else None,
+    }
+    unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
+    saving_space = Space(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
+    found = sorted((size, number, c) for number, (_, size, c) in enumerate(saving_space.bounded()))
+    return [configuration for _, _, configuration in found[:_SMALLEST]]
+
+
+def _fullest(candidate: Candidate) -> tuple[float, int, Configuration]:
+    """Bytes of the fullest rank, and which it is."""
+    peaks = candidate.peaks()
+    return max(peaks), peaks.index(max(peaks)), candidate.configuration
+
+
+def _changes(space: Space) -> Iterator[str]:
+    """What would fit, the cheapest first: more choices, more of the device's memory, more nodes, fewer tokens."""
+    options, source = space.options, space.source
+    for choice in (each.name for each in fields(Configuration)):
+        anything: dict[str, Any] = {choice: None}
+        if getattr(options, choice) is not None and (found := _fitting(replace(options, **anything), space)):
+            yield f"allow {choice}={getattr(found, choice)}"
+    if options.memory_limit is not None and _fitting(replace(options, memory_limit=None), space):
+        yield f"allow all {bytes_text(source.memory)} of a device's memory"
+    for more in source.larger(_MOST_NODES):
+        found = _fitting(options, Space(more, space.seq_len, space.global_batch, options))
+        if found is not None:
+            yield f"{more.num_devices} devices instead of {source.num_devices} ({configuration_text(found)})"
+    length = space.seq_len // 2
+    while length >= 256:
+        if _fitting(options, Space(source, length, space.global_batch, options)):
+            yield f"sequences of {length} tokens"
+        length //= 2
+
+
+def _fitting(options: Options, space: Space) -> Configuration | None:
+    """One that fits, of the smallest."""
+    other = Space(space.source, space.seq_len, space.global_batch, options)
+    return next((c for c in _smallest(other) if may_fit(other, c) and Candidate.of(other, c).fits()), None)

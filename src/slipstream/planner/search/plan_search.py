@@ -1,0 +1,257 @@
+"""The whole plan: of all configurations that divide and fit, the one whose simulated step is shortest."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from heapq import nsmallest
+from itertools import islice
+from math import inf
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.costs.cost_sources import Source
+from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
+from slipstream.planner.search.configurations import Options, Space
+from slipstream.planner.search.memory_bound import rows
+from slipstream.planner.search.memory_shortfall import explain_misfit
+from slipstream.planner.search.schedule_cache import written
+from slipstream.planner.search.simulated_configuration import Candidate, may_fit, predict
+from slipstream.simulator.simulation import simulate
+
+Progress = Callable[[str, int, int], None]  # what, how many, of how many (0: not known)
+Bounded = tuple[float, Configuration]
+
+_SAVINGS = {"none": 0, "selective": 1, "full": 2}
+_EVERY = 5000  # configurations between two reports of progress
+_MOST_CUT_EACH = 2  # configurations that may turn out too large slowly, for each that may be simulated
+_MOST_UNITS = 100_000  # slices of stages, over all that is simulated: about a minute
+_MOST_TRIED, _MOST_CUT = 400, 8  # configurations of another choice that may turn out too large, quickly and slowly
+
+
+@contextmanager
+def _working_memory() -> Iterator[None]:
+    """Schedules are millions of tuples, none of them in a cycle: looking for some took a third of the search.
+
+    Those that were kept for other configurations go at the end: they may take a gigabyte.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        written.cache_clear()
+        rows.cache_clear()
+        if was_enabled:
+            gc.enable()
+
+
+@_working_memory()
+def search(
+    source: Source,
+    seq_len: int,
+    global_batch: int,
+    *,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The best plans for training on `global_batch` sequences of `seq_len` tokens a step.
+
+    Bounds are computed for every configuration. The most promising ones are simulated until no other can be faster, or
+    `options.num_simulated` are; `Plan.gap` says what that may have missed.
+
+    Raises:
+        SlipstreamError: where no degrees divide the devices and the batch, or nothing fits the memory: by how much, on
+            which rank, and the cheapest change with which it would fit.
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    report = progress or (lambda *_: None)
+    space = Space(source, seq_len, global_batch, options)
+    fitting, num_all = _bounds(space, report)
+    run = _Search(space, fitting, options, report)
+    best, alternatives = run.settle()
+    if not best:
+        raise explain_misfit(space, num_all)
+    candidate = Candidate.of(space, best[0].configuration)
+    return Plan(
+        model=source.name,
+        cluster=source.hardware,
+        num_devices=source.num_devices,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        predictions=tuple(best),
+        alternatives=tuple(alternatives),
+        schedule=candidate.schedule,
+        timeline=simulate(candidate.schedule, candidate.cost, candidate.table),
+        num_configurations=num_all,
+        num_too_large=num_all - len(fitting) + len(run.too_large),
+        num_simulated=run.num_simulated,
+        gap=run.gap(best[0]),
+        seconds=time.perf_counter() - began,
+        notes=source.notes(),
+    )
+
+
+def _bounds(space: Space, report: Progress) -> tuple[list[Bounded], int]:
+    """The configurations that may fit, the most promising first, and how many there are in all.
+
+    Of equally promising ones, those come first that save memory in the ways that cost least.
+    """
+    fitting: list[Bounded] = []
+    number = 0
+    for number, (seconds, size, configuration) in enumerate(space.bounded(), start=1):
+        if size <= space.memory:
+            fitting.append((seconds, configuration))
+        if number % _EVERY == 0:
+            report("bounds", number, 0)
+    if number == 0:
+        raise _nothing_divides(space)
+    fitting.sort(key=lambda each: (each[0], each[1].offload, _SAVINGS[each[1].recompute], not each[1].shard_optimizer))
+    return fitting, number
+
+
+@dataclass
+class _Search:
+    space: Space
+    fitting: list[Bounded]
+    options: Options
+    report: Progress
+    seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of what fits
+    too_large: set[Configuration] = field(default_factory=set)
+    num_simulated: int = 0
+    num_cut: int = 0
+    num_units: int = 0  # slices of stages in what was cut
+    reached: int = 0  # of `fitting`, those before are dealt with
+    known: dict[Configuration, Prediction] = field(default_factory=dict)
+
+    def settle(self) -> tuple[list[Prediction], list[Alternative]]:
+        """The best configurations, whose memory has been counted in full, messages included, and what else there is.
+
+        Counting may rule some out, and looking for alternatives may find better ones: then it begins again.
+        """
+        while True:
+            self.simulate_promising()
+            before = self.num_simulated, len(self.too_large)
+            best = list(self.predictions(self.options.num_best))
+            alternatives = list(self.alternatives(best[0])) if best else []
+            if before == (self.num_simulated, len(self.too_large)):
+                return best, alternatives
+
+    def simulate_promising(self) -> None:
+        """In the order of the bounds, until the next can't be among the best."""
+        while self.reached < len(self.fitting):
+            bound, configuration = self.fitting[self.reached]
+            if (self._is_limited and self.seconds) or bound >= self._worst_reported():
+                return
+            self.judge(configuration)
+            self.reached += 1
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether as much was simulated, or cut in vain, as is to be."""
+        most = self.options.num_simulated
+        cut_enough = self.num_cut >= _MOST_CUT_EACH * most or self.num_units >= _MOST_UNITS
+        return self.num_simulated >= most or cut_enough
+
+    def _worst_reported(self) -> float:
+        """The step that a configuration must beat to be among the best that are reported."""
+        best = nsmallest(self.options.num_best, self.seconds.values())
+        return best[-1] if len(best) == self.options.num_best else inf
+
+    def judge(self, configuration: Configuration) -> float | None:
+        """Its step's seconds; None where it doesn't fit, or another one fits that is never slower."""
+        if configuration in self.seconds:
+            return self.seconds[configuration]
+        if configuration in self.too_large or any(other in self.seconds for other in _cheaper(configuration)):
+            return None
+        if not may_fit(self.space, configuration) or not (candidate := self._cut(configuration)).fits():
+            self.too_large.add(configuration)
+            return None
+        self.num_simulated += 1
+        self.report("simulations", self.num_simulated, self.options.num_simulated)
+        found = self.seconds[configuration] = candidate.step_seconds()
+        return found
+
+    def _cut(self, configuration: Configuration) -> Candidate:
+        c = configuration
+        self.num_cut += 1
+        self.num_units += (
+            c.pipeline_parallel
+            * c.stages_per_rank
+            * c.num_slices
+            * self.space.num_microbatches(c.data_parallel, c.microbatch_size)
+        )
+        return Candidate.of(self.space, configuration)
+
+    def predictions(self, count: int) -> Iterator[Prediction]:
+        """The best so many, best first; those whose messages don't fit as well are dropped."""
+        for configuration in sorted(self.seconds, key=self.seconds.__getitem__):
+            prediction = self.prediction(configuration)
+            if prediction is not None:
+                yield prediction
+                count -= 1
+            if count == 0:
+                return
+
+    def prediction(self, configuration: Configuration) -> Prediction | None:
+        if configuration not in self.known:
+            self.known[configuration] = predict(Candidate.of(self.space, configuration))
+        found = self.known[configuration]
+        if found.peak_memory <= self.space.memory:
+            return found
+        del self.seconds[configuration]
+        self.too_large.add(configuration)
+        self.reached = 0  # what it was preferred to comes into question again
+        return None
+
+    def gap(self, best: Prediction) -> float:
+        """How much faster than the best, as a share of it, the most promising one left could be."""
+        left = (b for b, c in self.fitting[self.reached :] if c not in self.seconds and c not in self.too_large)
+        return max(0.0, 1 - next(left, best.step_seconds) / best.step_seconds)
+
+    def alternatives(self, best: Prediction) -> Iterator[Alternative]:
+        """For each choice, the best found that differs from the winner's in it; what else suits it may differ too."""
+        for each in fields(Configuration):
+            configuration = self._best_with_other(each.name, getattr(best.configuration, each.name))
+            prediction = self.prediction(configuration) if configuration else None
+            if prediction is not None:
+                yield Alternative(each.name, prediction)
+
+    def _best_with_other(self, choice: str, value: object) -> Configuration | None:
+        """Of what has been simulated, and of a few more where that is nothing."""
+        others = (c for _, c in self.fitting if getattr(c, choice) != value and c not in self.too_large)
+        until = self.num_cut + _MOST_CUT
+        for configuration in islice(others, _MOST_TRIED):
+            if any(getattr(c, choice) != value for c in self.seconds) or self.num_cut >= until:
+                break
+            self.judge(configuration)
+        found = [c for c in self.seconds if getattr(c, choice) != value]
+        return min(found, key=self.seconds.__getitem__, default=None)
+
+
+def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
+    """The same configuration with memory saved in fewer of the ways that cost time."""
+    recomputations = [what for what, rank in _SAVINGS.items() if rank <= _SAVINGS[configuration.recompute]]
+    offloads = {0.0, configuration.offload}
+    shards = {configuration.shard_optimizer, True}
+    for recompute in recomputations:
+        for offload in offloads:
+            for shard in shards:
+                other = replace(configuration, recompute=recompute, offload=offload, shard_optimizer=shard)
+                if other != configuration:
+                    yield other
+
+
+def _nothing_divides(space: Space) -> SlipstreamError:
+    source, options = space.source, space.options
+    given = {each.name: getattr(options, each.name) for each in fields(Configuration)}
+    allowed = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in given.items() if values is not None)
+    return SlipstreamError(
+        f"no configuration divides: {source.num_devices} devices, {len(source.kinds)} layers, a global batch of "
+        f"{space.global_batch} sequences. The data-parallel degree must divide the batch, the pipeline's be at most "
+        f"the layers, and their product with the tensor-parallel degree (of {source.tensor_parallel_degrees()}) be the "
+        f"devices. Change the batch or the number of nodes{', or allow more than ' + allowed if allowed else ''}."
+    )

@@ -1,0 +1,44 @@
+"""Schedules as a Pipeline runs them, written out once for all the configurations of a search that share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from slipstream.schedule.action import Schedule
+from slipstream.schedule.generators import make_schedule
+from slipstream.schedule.lowering import split_backwards
+from slipstream.schedule.memory_passes import add_offload, add_recompute
+from slipstream.simulator.compiled_simulation import ActionArrays
+
+_KEPT = 32  # schedules; a large one takes 30 MB
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """A schedule of compute actions, R, OFFLOAD and RELOAD, and the same as arrays."""
+
+    schedule: Schedule
+
+    @cached_property
+    def arrays(self) -> ActionArrays:
+        return ActionArrays.of(self.schedule)
+
+
+@lru_cache(maxsize=_KEPT)
+def written(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_slices: int,
+    stages_per_rank: int,
+    recompute: bool = False,
+    offload: float = 0.0,
+) -> Written:
+    """A schedule by name, the backwards split that send their result."""
+    plain = name, num_ranks, num_microbatches, num_slices, stages_per_rank
+    if offload:
+        return Written(add_offload(written(*plain, recompute).schedule, offload))
+    if recompute:
+        return Written(add_recompute(written(*plain).schedule))
+    return Written(split_backwards(make_schedule(*plain)))

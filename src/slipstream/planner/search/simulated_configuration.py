@@ -1,0 +1,212 @@
+"""One configuration, simulated: its step, where the step's time goes, and what every rank's memory holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from slipstream.planner.plans import Configuration, Prediction
+from slipstream.planner.search.action_memory import memory_table
+from slipstream.planner.search.configurations import Space
+from slipstream.planner.search.memory_bound import Held, least_messages
+from slipstream.planner.search.schedule_cache import Written, written
+from slipstream.planner.search.step_bounds import Array, Cut, StageTimes
+from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.simulator.compiled_simulation import OPS
+from slipstream.simulator.costs import CostModel
+from slipstream.simulator.memory_account import Kind, MemoryTable, RankMemory, Unit, memory_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration with its layers and tokens cut, and what its actions cost."""
+
+    space: Space
+    configuration: Configuration
+    cut: Cut
+    times: StageTimes
+    written: Written  # its schedule
+    cost: CostModel
+    table: MemoryTable
+
+    @classmethod
+    def of(cls, space: Space, configuration: Configuration) -> Candidate:
+        c = configuration
+        cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
+        times = space.times(c.tensor_parallel, c.microbatch_size, cut, c.num_slices)
+        num_microbatches = space.num_microbatches(c.data_parallel, c.microbatch_size)
+        shape = c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank
+        found = written(*shape, c.recompute != "none", c.offload)
+        costs = space.costs(c.tensor_parallel, c.microbatch_size)
+        cost = costs.cost(_seconds(times, c.recompute), times.slices, c.data_parallel)
+        return cls(space, c, cut, times, found, cost, memory_table(space, c, cut, times, found.schedule))
+
+    @property
+    def schedule(self) -> Schedule:
+        """Compute actions, R, OFFLOAD and RELOAD; backwards split as a Pipeline does."""
+        return self.written.schedule
+
+    def fits(self) -> bool:
+        """Whether every device and its host have room, with the fewest buffers for messages that may be needed."""
+        host = self.space.source.host()
+        return max(self.peaks()) <= self.space.memory and (host is None or max(self._away) <= host[1])
+
+    def peaks(self) -> list[float]:
+        """Bytes of every rank, at least: how many buffers messages need, only the lowered schedule tells."""
+        messages = least_messages(self.written.arrays, self.table.message_bytes)
+        return [peak + buffers for (peak, _), buffers in zip(self._held, messages, strict=True)]
+
+    @property
+    def _away(self) -> list[float]:
+        return [away for _, away in self._held]
+
+    @cached_property
+    def _held(self) -> list[tuple[float, float]]:
+        return [_peaks(row, self) for row in self.schedule.actions]
+
+    @cached_property
+    def run(self) -> tuple[Array, Array]:
+        """When each of its actions ends, and how long it takes."""
+        return self.written.arrays.ends(self.cost)
+
+    def step_seconds(self) -> float:
+        return _step(self)[0]
+
+
+def may_fit(space: Space, configuration: Configuration) -> bool:
+    """A quick test that only what is too large fails, messages and the gradients of keys and values aside."""
+    c, state = configuration, space.source.state
+    cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
+    slices = np.array(space.slices(c.tensor_parallel, c.microbatch_size, c.num_slices)) / space.seq_len
+    sizes = space.sizes(c.tensor_parallel, c.microbatch_size, cut)
+    per_parameter = state.weights + state.optimizer / c.optimizer_shards
+    held = Held(
+        whole=np.outer(sizes.of_stages["none"], slices),
+        kept=np.outer(sizes.of_stages[c.recompute], slices),
+        context=sizes.context_of_stages,
+        gradients=state.gradients * sizes.parameters_of_stages,
+        offloads=bool(c.offload),
+    )
+    counts = (space.num_microbatches(c.data_parallel, c.microbatch_size), c.num_slices)
+    peaks = held.peaks(c.schedule, cut, *counts)
+    if (peaks + per_parameter * sizes.parameters).max() > space.memory:
+        return False
+    host = space.source.host()
+    return c.offload < 1 or host is None or held.away(c.schedule, cut, *counts) <= host[1]
+
+
+def _seconds(times: StageTimes, recompute: str) -> dict[tuple[int, int, Op], float]:
+    tables = {Op.F: times.forward, Op.B: times.backward, Op.I: times.input_gradient, Op.W: times.weight_gradient}
+    tables[Op.R] = times.replay[recompute]
+    stages, slices = times.forward.shape
+    return {(g, s, op): float(t[g, s]) for op, t in tables.items() for g, s in product(range(stages), range(slices))}
+
+
+def _peaks(row: Sequence[Action], candidate: Candidate) -> tuple[float, float]:
+    """The most bytes that a rank holds, messages aside, and the most it has on the host."""
+    table, schedule = candidate.table, candidate.schedule
+    stages = {action.stage for action in row}  # those without gradients yet
+    held = sum(table.parameters[g] + table.optimizer[g] for g in stages)
+    left: Counter[tuple[int, int]] = Counter()  # backwards to come, of a stage and microbatch
+    peak = away = most_away = 0.0
+    for action in row:
+        key = action.stage, action.microbatch
+        unit = Unit.of(action, schedule)
+        footprint, made = table.footprints[unit, action.op], 0.0
+        during = footprint.peak
+        if (action.stage, action.op) in table.gradients and action.stage in stages:
+            stages.remove(action.stage)
+            made, during = table.gradients[action.stage, action.op], table.first[unit, action.op]
+        peak = max(peak, held + during)
+        held += made
+        held += footprint.leaves
+        if action.op is Op.F and key not in left:
+            left[key] = schedule.num_slices
+            held += table.context[action.stage]
+        elif action.op in (Op.B, Op.I):
+            held += table.context_gradients[action.stage] if left[key] == schedule.num_slices else 0
+            left[key] -= 1
+            if not left[key]:
+                held -= table.context[action.stage] + table.context_gradients[action.stage]
+        elif action.op in (Op.OFFLOAD, Op.RELOAD):
+            away -= footprint.leaves
+            most_away = max(most_away, away)
+    return peak, most_away
+
+
+def predict(candidate: Candidate) -> Prediction:
+    """What the configuration does, from its simulation, with all that its ranks hold."""
+    space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
+    step, causes = _step(candidate)
+    ends, seconds = candidate.run
+    num_devices = c.tensor_parallel * c.pipeline_parallel * c.data_parallel
+    peak = space.source.peak_seconds(space.global_batch, space.seq_len)
+    return Prediction(
+        configuration=c,
+        partition=candidate.cut.partition,
+        placement=candidate.cut.placement,
+        slices=candidate.times.slices,
+        num_microbatches=schedule.num_microbatches,
+        step_seconds=step,
+        tokens_per_second=space.global_batch * space.seq_len / step,
+        mfu=None if peak is None else peak / (step * num_devices),
+        idle_fraction=float(1 - seconds.sum() / (schedule.num_ranks * ends.max())),
+        seconds_by_cause=causes,
+        memory=tuple(_by_kind(each) for each in memory_of(schedule, candidate.table)),
+        memory_limit=space.memory,
+    )
+
+
+def _step(candidate: Candidate) -> tuple[float, dict[str, float]]:
+    """Seconds of the step, optimizer included, and where they go on the rank that ends last."""
+    c = candidate.configuration
+    tails = candidate.space.tails(
+        c.tensor_parallel, c.microbatch_size, candidate.cut, c.data_parallel, c.optimizer_shards
+    )
+    ends = candidate.run[0][candidate.written.arrays.firsts[1:] - 1]
+    rank = int(np.argmax(ends + tails.total))
+    causes = _causes(candidate, rank, float(ends[rank]))
+    causes |= {"gradient reduction": float(tails.gradients[rank]), "optimizer": float(tails.optimizer[rank])}
+    return _with_host(candidate, float((ends + tails.total)[rank]), causes)
+
+
+def _by_kind(memory: RankMemory) -> dict[Kind, float]:
+    during = dict(memory.worst.during)
+    if during[Kind.WORKSPACE] < 0:  # activations that go while gradients are made
+        during[Kind.ACTIVATIONS] += during.pop(Kind.WORKSPACE)
+    return {kind: size for kind, size in during.items() if size}
+
+
+def _causes(candidate: Candidate, rank: int, end: float) -> dict[str, float]:
+    """Where one rank's time until its last action goes."""
+    arrays = candidate.written.arrays
+    here = slice(*arrays.firsts[rank : rank + 2])
+    op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], candidate.run[1][here]
+    chosen = {each: op == OPS.index(each) for each in (Op.F, Op.B, Op.I, Op.R)}
+    recomputed = float(seconds[chosen[Op.R]].sum())
+    reduced = 0.0
+    for each, like in ((Op.F, Op.F), (Op.B, Op.I), (Op.I, Op.I)):
+        reduced += float(candidate.times.reduce[like][stage[chosen[each]], index[chosen[each]]].sum())
+    work = float(seconds.sum()) - recomputed
+    found = {"compute": work - reduced, "tensor parallel": reduced, "recomputation": recomputed}
+    return found | {"waiting": end - work - recomputed}
+
+
+def _with_host(candidate: Candidate, step: float, causes: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """The step is no shorter than the way of all that is offloaded, to the host and back at the same time."""
+    host, c = candidate.space.source.host(), candidate.configuration
+    if not c.offload or host is None:
+        return step, dict(causes)
+    sent = np.zeros(candidate.schedule.num_ranks)
+    for action in candidate.schedule.positions:
+        if action.op is Op.OFFLOAD:
+            unit = Unit.of(action, candidate.schedule)
+            left = -candidate.table.footprint(unit, Op.OFFLOAD).leaves
+            sent[candidate.schedule.placement[action.stage]] += left
+    longest = float(sent.max()) / host[0]
+    return max(step, longest), {**causes, "offload": max(0.0, longest - step)}

@@ -1,0 +1,149 @@
+"""Batch and tokens cut jointly: how many sequences go together, and where their tokens are cut (TeraPipe 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.slicing.branch_and_bound import minimize
+from slipstream.planner.slicing.equal_stages import Slicing, check_counts, slice_tokens
+from slipstream.planner.slicing.shortest_path import Path, shortest_path
+from slipstream.planner.slicing.time_table import SliceTime, TimeTable, time_table
+
+BatchTime = Callable[[int, Any, Any], Any]  # (num_sequences, slice_length, context_length) -> seconds
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Some sequences that go through the pipeline together, in slices of these lengths."""
+
+    num_sequences: int
+    slices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BatchSlicing:
+    """The microbatches, largest first, and the seconds they are predicted to take."""
+
+    microbatches: tuple[Microbatch, ...]
+    latency: float
+
+
+def split_batch(latencies: Sequence[float], batch: int) -> list[int]:
+    """b_1 + ... + b_D = batch with the least sum of latencies, largest first: the knapsack of TeraPipe's section 3.4.
+
+    Args:
+        latencies: of microbatches of 1, 2, ... sequences; infinite where one is not allowed.
+        batch: B sequences.
+    """
+    if batch < 1 or not latencies:
+        raise SlipstreamError(f"batch={batch} with {len(latencies)} latencies: both are 1 or more.")
+    best, last = [0.0], [0]
+    for sequences in range(1, batch + 1):
+        sizes = range(1, min(sequences, len(latencies)) + 1)
+        total, size = min((best[sequences - size] + latencies[size - 1], -size) for size in sizes)
+        best.append(total)
+        last.append(-size)
+    if best[batch] == inf:
+        raise SlipstreamError(f"A batch of {batch} has no division into microbatches with finite latencies.")
+    sizes_used = []
+    while batch > 0:
+        sizes_used.append(last[batch])
+        batch -= last[batch]
+    return sorted(sizes_used, reverse=True)
+
+
+def slice_batch(
+    t: BatchTime,
+    batch: int,
+    length: int,
+    num_stages: int,
+    granularity: int = 1,
+    min_slice: int | None = None,
+    *,
+    max_sequences: int | None = None,
+) -> BatchSlicing:
+    """The microbatches and slices with the least latency, exactly, all of them one behind the other in the pipeline.
+
+    The pipeline fills once, so the latency is the sum of all slice times plus (K-1) times the slowest of all. What
+    is cut best depends on what the others allow the slowest to be: for every limit on it the least sums are
+    knapsacked, and the limits are searched as in `slice_tokens`.
+
+    Args:
+        t: the seconds of a slice of so many sequences on one stage, (num_sequences, slice_length, context_length) ->
+            seconds; the lengths come as integer arrays where it takes them.
+        batch: B sequences, each of `length` tokens.
+        num_stages: K.
+        granularity: slices begin at multiples of this many tokens.
+        min_slice: tokens every slice has at least.
+        max_sequences: of one microbatch; `batch` if not given.
+    """
+    check_counts(num_stages)
+    tables = [time_table([time], length, granularity, min_slice) for time in _times(t, batch, max_sequences)]
+    lower = min(table.least for table in tables)
+    found = minimize(lambda limits: _split_within(tables, batch, limits), lower, num_stages - 1)
+    if found.total == inf:
+        raise SlipstreamError(
+            f"No way to cut a batch of {batch} sequences of {length} tokens has finite times only. Allow smaller "
+            "slices or microbatches."
+        )
+    microbatches = tuple(Microbatch(b, tables[b - 1].lengths(found.paths[b - 1].cuts)) for b in found.sizes)
+    return BatchSlicing(microbatches, found.total + (num_stages - 1) * found.maxima[0])
+
+
+def slice_batch_with_flushes(
+    t: BatchTime,
+    batch: int,
+    length: int,
+    num_stages: int,
+    granularity: int = 1,
+    min_slice: int | None = None,
+    *,
+    max_sequences: int | None = None,
+) -> BatchSlicing:
+    """As `slice_batch`, but the pipeline drains before the next microbatch: the sum of T_b of TeraPipe's section 3.4.
+
+    That is what memory for one microbatch at a time forces (appendix A); it also bounds `slice_batch` from above.
+    """
+    slicings: list[Slicing] = [
+        slice_tokens(time, length, num_stages, granularity, min_slice) for time in _times(t, batch, max_sequences)
+    ]
+    sizes = split_batch([slicing.latency for slicing in slicings], batch)
+    microbatches = tuple(Microbatch(b, slicings[b - 1].slices) for b in sizes)
+    return BatchSlicing(microbatches, sum(slicings[b - 1].latency for b in sizes))
+
+
+def _times(t: BatchTime, batch: int, max_sequences: int | None) -> list[SliceTime]:
+    """The time function of each size of microbatch, from one sequence up."""
+    largest = batch if max_sequences is None else min(max_sequences, batch)
+    if batch < 1 or largest < 1:
+        raise SlipstreamError(f"batch={batch}, max_sequences={max_sequences}: both are 1 or more.")
+
+    def of(num_sequences: int) -> SliceTime:
+        return lambda slice_length, context_length: t(num_sequences, slice_length, context_length)
+
+    return [of(num_sequences) for num_sequences in range(1, largest + 1)]
+
+
+class _Split(NamedTuple):
+    """The best division of the batch when no slice may be slower than a limit."""
+
+    total: float
+    maxima: tuple[float, ...]
+    above: tuple[float, ...]
+    sizes: list[int]
+    paths: list[Path]  # of microbatches of 1, 2, ... sequences
+
+
+def _split_within(tables: list[TimeTable], batch: int, limits: tuple[float, ...]) -> _Split:
+    paths = [shortest_path(table, limits) for table in tables]
+    above = min(path.above for path in paths)
+    try:
+        sizes = split_batch([path.total for path in paths], batch)
+    except SlipstreamError:
+        return _Split(inf, (0.0,), above, [], paths)
+    used = [paths[b - 1] for b in sizes]
+    return _Split(sum(path.total for path in used), max(path.maxima for path in used), above, sizes, paths)

@@ -1,0 +1,156 @@
+"""Where to cut a sequence for any schedule: equal-time cuts, then local search, every candidate simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from math import inf
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.slicing.equal_stages import Slicing
+from slipstream.planner.slicing.equal_time_cuts import equal_time_slices
+from slipstream.schedule.action import COMMUNICATION, Op, Schedule
+from slipstream.simulator.costs import CostModel, TableCost
+from slipstream.simulator.simulation import simulate
+
+Candidate = Callable[[tuple[int, ...]], tuple[Schedule, CostModel]]
+StageTime = Callable[[int, Op, int, int], float]  # (stage, op, slice_length, context_length) -> seconds
+
+_SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)  # of attention, for the cuts to start from
+_STARTS = 3  # counts of slices that are improved
+
+
+def cost_of_slices(
+    schedule: Schedule,
+    slices: tuple[int, ...],
+    time: StageTime,
+    *,
+    bytes_per_token: float = 0,
+    latency: float = 0,
+    bandwidth: float | None = None,
+) -> TableCost:
+    """What the schedule's actions cost on slices of these lengths, plain causal attention.
+
+    Args:
+        schedule: with as many slices as there are lengths.
+        slices: tokens, first to last.
+        time: (stage, op, slice_length, context_length) -> seconds, asked for the ops F, B, I, W, R that occur.
+        bytes_per_token: of a message from stage to stage.
+        latency: of a message, in seconds.
+        bandwidth: in bytes per second; None: messages take `latency` only.
+    """
+    contexts = list(accumulate(slices, initial=0))
+    actions = (action for row in schedule.actions for action in row)
+    wanted = {(a.stage, a.slice, a.op) for a in actions if a.op not in COMMUNICATION and a.op is not Op.REDUCE_GRAD}
+    times: dict[tuple[int, int, Op], float] = {
+        (stage, i, op): time(stage, op, slices[i], contexts[i]) for stage, i, op in wanted
+    }
+    return TableCost(times, [bytes_per_token * tokens for tokens in slices], latency, bandwidth)
+
+
+def slice_for_schedule(
+    candidate: Candidate,
+    length: int,
+    *,
+    granularity: int = 1,
+    min_slice: int | None = None,
+    max_slices: int = 16,
+    max_simulations: int = 1500,
+) -> Slicing:
+    """The slices with the shortest simulated step that a local search finds, for any schedule and any costs.
+
+    For each count of slices the start is the best of some equal-time cuts (`equal_time_slices`). From the best counts
+    on, tokens move from one slice to another, in large portions first; slices are halved and joined. That is a
+    heuristic: the result is at least as good as every start and no single such change improves it, unless
+    `max_simulations` ended the search.
+
+    Args:
+        candidate: slice lengths -> the schedule for that many slices and its costs (see `cost_of_slices`). Only the
+            compute actions matter for the order; a schedule without communication is simulated faster.
+        length: tokens of the sequence.
+        granularity: slices begin at multiples of this many tokens.
+        min_slice: tokens every slice has at least.
+        max_slices: the largest count tried.
+        max_simulations: a simulation takes milliseconds in proportion to the schedule's actions.
+    """
+    search = _Search(candidate, length, granularity, min_slice or 1, max_slices, max_simulations)
+    if not search.allowed((length,)):
+        raise SlipstreamError(
+            f"length={length}, granularity={granularity}, min_slice={min_slice}, max_slices={max_slices}: all are 1 or "
+            "more, and min_slice at most length."
+        )
+    starts = sorted(search.starts(), key=search.seconds)
+    for slices in starts[:_STARTS]:
+        search.descend(slices)
+    return Slicing(search.best, search.seconds(search.best))
+
+
+class _Search:
+    """A local search that remembers what it has simulated."""
+
+    def __init__(
+        self, candidate: Candidate, length: int, granularity: int, min_slice: int, max_slices: int, max_simulations: int
+    ) -> None:
+        self.candidate, self.length, self.granularity = candidate, length, granularity
+        self.min_slice, self.max_slices, self.max_simulations = min_slice, max_slices, max_simulations
+        self.known: dict[tuple[int, ...], float] = {}
+        self.best: tuple[int, ...] = ()
+
+    def seconds(self, slices: tuple[int, ...]) -> float:
+        """The simulated step; infinite once the simulations are used up."""
+        if slices not in self.known:
+            if len(self.known) >= self.max_simulations:
+                return inf
+            self.known[slices] = simulate(*self.candidate(slices)).makespan
+            if not self.best or self.known[slices] < self.known[self.best]:
+                self.best = slices
+        return self.known[slices]
+
+    def allowed(self, slices: tuple[int, ...]) -> bool:
+        return min(*slices, self.granularity, self.max_slices - len(slices) + 1) >= 1 and min(slices) >= self.min_slice
+
+    def starts(self) -> Iterator[tuple[int, ...]]:
+        """The best equal-time cuts of each count."""
+        units = -(-self.length // self.granularity)
+        for count in range(1, min(self.max_slices, units) + 1):
+            cuts = {equal_time_slices(self.length, count, share, self.granularity): None for share in _SHARES}
+            if candidates := [slices for slices in cuts if self.allowed(slices)]:
+                yield min(candidates, key=self.seconds)
+
+    def descend(self, slices: tuple[int, ...]) -> None:
+        """Change the slices as long as that helps, in ever smaller portions."""
+        portion = self.granularity * max(1, self.length // (4 * self.granularity * len(slices)))
+        while True:
+            better = self._first_better(slices, portion)
+            if better is not None:
+                slices = better
+            elif portion > self.granularity:
+                portion = self.granularity * (portion // self.granularity // 2)
+            else:
+                return
+
+    def _first_better(self, slices: tuple[int, ...], portion: int) -> tuple[int, ...] | None:
+        now = self.seconds(slices)
+        changes = filter(self.allowed, self._changes(slices, portion))
+        return next((changed for changed in changes if self.seconds(changed) < now), None)
+
+    def _changes(self, slices: tuple[int, ...], portion: int) -> Iterable[tuple[int, ...]]:
+        """A portion moves to a neighbour, then further; then slices are halved or joined."""
+        count = len(slices)
+        for distance in range(1, count):
+            for giver in range(count):
+                for taker in (giver - distance, giver + distance):
+                    if 0 <= taker < count:
+                        yield _moved(slices, giver, taker, portion)
+        for i, tokens in enumerate(slices):
+            half = tokens // 2 // self.granularity * self.granularity
+            yield (*slices[:i], half, tokens - half, *slices[i + 1 :])
+        for i in range(count - 1):
+            yield (*slices[:i], slices[i] + slices[i + 1], *slices[i + 2 :])
+
+
+def _moved(slices: tuple[int, ...], giver: int, taker: int, tokens: int) -> tuple[int, ...]:
+    changed = list(slices)
+    changed[giver] -= tokens
+    changed[taker] += tokens
+    return tuple(changed)

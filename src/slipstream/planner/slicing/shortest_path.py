@@ -1,0 +1,82 @@
+"""The least sum of slice times when no slice may be slower than a limit: TeraPipe's Eq. 7, with and without Numba."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.planner.slicing.time_table import Array, TimeTable
+
+Ints = NDArray[np.int64]
+NUMBA_PAYS_FROM = 200  # cuts: below, NumPy is done before Numba is imported
+
+# (times, floors, weight, limits) -> per cut the least sum and the cut before it; per time `above` and `maxima`
+Search = Callable[[Array, Array, Array, Array], tuple[Array, Ints, Array, Array]]
+
+
+class Path(NamedTuple):
+    """The best cuts under the limits; `total` is infinite where none keep to them."""
+
+    total: float
+    maxima: tuple[float, ...]  # the slowest slice, in each of the times that are limited
+    above: tuple[float, ...]  # per time the smallest entry over its limit: the next limit that allows more
+    previous: Ints  # per cut the one before it
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """0, ..., n, or nothing where no cuts keep to the limits."""
+        return tuple(_backwards(self.previous))[::-1] if self.total < inf else ()
+
+
+def shortest_path(table: TimeTable, limits: tuple[float, ...], search: Search | None = None) -> Path:
+    """Cut the sequence so that the sum of times is least and no slice takes more than the limits (one for each time).
+
+    Among equal sums, each cut takes the longest slice before it, so that both searches give the same cuts.
+    """
+    if search is None:
+        search = search_compiled() if len(table.bounds) > NUMBA_PAYS_FROM else search_numpy
+    best, previous, above, maxima = search(table.times, table.floors, table.weight, np.array(limits, float))
+    return Path(float(best[-1]), tuple(maxima.tolist()), tuple(above.tolist()), previous)
+
+
+def _backwards(previous: Ints) -> list[int]:
+    """The cuts of the path from the last to the first."""
+    before = previous.tolist()
+    cuts = [len(before) - 1]
+    while cuts[-1] > 0:
+        cuts.append(before[cuts[-1]])
+    return cuts
+
+
+def search_numpy(times: Array, floors: Array, weight: Array, limits: Array) -> tuple[Array, Ints, Array, Array]:
+    """Every cut looks back at all earlier ones at once: the inner line of the paper's Algorithm 1."""
+    over = times > limits[:, None, None]
+    above = np.where(over, times, inf).min(axis=(1, 2))
+    allowed = np.where(over.any(axis=0), inf, weight)
+    n = len(weight) - 1
+    best = np.full(n + 1, inf)
+    best[0] = 0
+    previous = np.zeros(n + 1, np.int64)
+    for end in range(1, n + 1):
+        sums = best[:end] + allowed[end, :end]
+        previous[end] = start = sums.argmin()
+        best[end] = sums[start]
+    if best[n] == inf:
+        return best, previous, above, np.zeros(len(times))
+    cuts = np.array(_backwards(previous))
+    return best, previous, above, times[:, cuts[:-1], cuts[1:]].max(axis=1)
+
+
+@cache
+def search_compiled() -> Search:
+    """The same as machine code, or `search_numpy` where Numba can't be imported."""
+    try:
+        from slipstream.planner.slicing.shortest_path_compiled import search
+    except ImportError:
+        return search_numpy
+    return search

@@ -1,0 +1,51 @@
+"""The search of `shortest_path` as machine code; it imports Numba, so it is loaded where that pays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.planner.slicing.shortest_path import Ints
+from slipstream.planner.slicing.time_table import Array
+from slipstream.simulator.numba_jit import compiled
+
+
+@compiled
+def search(times: Array, floors: Array, weight: Array, limits: Array) -> tuple[Array, Ints, Array, Array]:
+    """The same as `search_numpy`, looking only at slices that start late enough to keep to the limits."""
+    n = len(weight) - 1
+    best = np.full(n + 1, np.inf)
+    best[0] = 0
+    previous = np.zeros(n + 1, np.int64)
+    above = np.full(len(times), np.inf)
+    within = np.zeros(len(times), np.int64)  # the first start that keeps to each limit
+    for end in range(1, n + 1):
+        first = 0  # slices that start before it are all over a limit
+        for d in range(len(times)):
+            own = within[d]  # mostly near the one before; `floors` falls, so a step or two finds it
+            while own < end and floors[d, end, own] > limits[d]:
+                own += 1
+            while own > 0 and floors[d, end, own - 1] <= limits[d]:
+                own -= 1
+            within[d] = own
+            if own > 0:
+                above[d] = min(above[d], floors[d, end, own - 1])
+            for start in range(own, end):
+                if times[d, end, start] > limits[d]:
+                    above[d] = min(above[d], times[d, end, start])
+            first = max(first, own)
+        for start in range(first, end):
+            total = best[start] + weight[end, start]
+            if total < best[end]:
+                allowed = True
+                for d in range(len(times)):
+                    allowed = allowed and times[d, end, start] <= limits[d]
+                if allowed:
+                    best[end] = total
+                    previous[end] = start
+    maxima = np.zeros(len(times))
+    end = n if best[n] < np.inf else 0
+    while end > 0:
+        for d in range(len(times)):
+            maxima[d] = max(maxima[d], times[d, end, previous[end]])
+        end = previous[end]
+    return best, previous, above, maxima

@@ -1,0 +1,181 @@
+"""Where to cut a sequence when stages differ, as with a heavy head: judged by the recurrence, with a proven bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, nextafter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.planner.slicing.branch_and_bound import minimize
+from slipstream.planner.slicing.equal_stages import Slicing, check_allowed
+from slipstream.planner.slicing.shortest_path import shortest_path
+from slipstream.planner.slicing.time_table import Array, SliceTime, TimeTable, time_table
+
+_WORK = 15_000_000  # stage times added up in one search: a second or two
+
+
+@dataclass(frozen=True)
+class BoundedSlicing(Slicing):
+    """A slicing, and what no slicing can beat."""
+
+    lower_bound: float
+
+    @property
+    def optimal(self) -> bool:
+        """Whether it is proven that no slicing is faster."""
+        return self.latency <= self.lower_bound
+
+
+def slice_for_stages(
+    times: Sequence[SliceTime], length: int, granularity: int = 1, min_slice: int | None = None
+) -> BoundedSlicing:
+    """The slices with the least latency on stages with times of their own.
+
+    Slice i leaves stage k at C(k,i) = max(C(k-1,i), C(k,i-1)) + t_k(i); the latency is the last of these, which is
+    Eq. 5 where stages are equal. All ways to cut are followed from the left. Of two that reach the same cut, the one
+    that leaves every stage earlier wins; one whose remaining work on any stage takes it over the best known latency
+    is dropped. What is left can still be too much: then only the most promising are followed at every cut, and
+    `lower_bound` says how far from the optimum the result may be. Up to 64 places to cut on four stages that is rare.
+
+    Args:
+        times: one for each stage, as `t` of `slice_tokens`.
+        length: tokens of the sequence.
+        granularity: slices begin at multiples of this many tokens.
+        min_slice: tokens every slice has at least.
+    """
+    table = time_table(times, length, granularity, min_slice)
+    num_cuts = len(table.bounds) - 1
+    start = _good_cuts(table, length)
+    search = _Search(table, _latency(table, start), width=max(16, _WORK // (num_cuts**2 * len(times))))
+    latency, cuts = min((_latency(table, start), start), search.run())
+    return BoundedSlicing(table.lengths(cuts), latency, min(latency, max(search.dropped, _bound_of_fastest(table))))
+
+
+def _latency(table: TimeTable, cuts: Sequence[int]) -> float:
+    done = np.zeros(len(table.times))
+    for start, end in pairwise(cuts):
+        done = _after_slice(done, table.times[:, end, start])
+    return float(done[-1])
+
+
+def _bound_of_fastest(table: TimeTable) -> float:
+    """Eq. 5 with every slice as fast as on the stage where it is fastest."""
+    fastest = TimeTable(table.bounds, table.times.min(axis=0)[None])
+    others = len(table.times) - 1
+    path = minimize(lambda limits: shortest_path(fastest, limits), fastest.least, others)
+    return path.total + others * path.maxima[0]
+
+
+def _after_slice(done: Array, seconds: Array) -> Array:
+    """The recurrence: when each stage (last axis) is done with one slice more."""
+    out: Array = np.empty(np.broadcast_shapes(done.shape, seconds.shape))
+    arrival: Array = np.zeros(())
+    for stage in range(done.shape[-1]):
+        arrival = np.maximum(arrival, done[..., stage]) + seconds[..., stage]
+        out[..., stage] = arrival
+    return out
+
+
+def _good_cuts(table: TimeTable, length: int) -> tuple[int, ...]:
+    """The best of the cuts that are optimal for equal stages as slow as the slowest, for some number of stages."""
+    slowest = TimeTable(table.bounds, table.times.max(axis=0)[None])
+    limit = inf
+    best: tuple[float, tuple[int, ...]] = (inf, ())
+    while (path := shortest_path(slowest, (limit,))).total < inf:
+        best = min(best, (_latency(table, path.cuts), path.cuts))
+        limit = min(path.maxima[0] * 0.95, nextafter(path.maxima[0], -inf))
+    check_allowed(shortest_path(slowest, (inf,)), length)
+    return best[1]
+
+
+class _Search:
+    """Labels at every cut: when each stage is done with everything to the left of it."""
+
+    def __init__(self, table: TimeTable, best: float, width: int) -> None:
+        self.times, self.width, self.best = np.moveaxis(table.times, 0, -1), width, best  # [end, start, stage]
+        self.dropped = inf  # the least bound of what was not followed for want of room
+        self.n = len(table.bounds) - 1
+        self.rest = self._remaining()
+
+    def _remaining(self) -> Array:
+        """(n, K): the least time stage k needs for what is right of a cut, and the last slice after it."""
+        rest = np.zeros((self.n + 1, self.times.shape[-1]))
+        tail = np.cumsum(self.times[self.n, :, ::-1], axis=-1)[:, ::-1]  # [start, k]: the last slice on stages k...
+        for start in range(self.n - 1, -1, -1):
+            inner = self.times[start + 1 : self.n, start] + rest[start + 1 : self.n]
+            rest[start] = np.minimum(tail[start], inner.min(axis=0, initial=inf))
+        return rest
+
+    def run(self) -> tuple[float, tuple[int, ...]]:
+        stages = self.times.shape[-1]
+        waiting: list[list[tuple[Array, Array, NDArray[np.int64]]]] = [[] for _ in range(self.n + 1)]
+        waiting[0] = [(np.zeros((1, stages)), np.zeros(1), np.full((1, 2), -1))]
+        parents: list[NDArray[np.int64]] = []  # per cut and label: the cut before, and the label there
+        for cut in range(self.n):
+            labels, parent = self._select(waiting[cut])
+            waiting[cut] = []
+            parents.append(parent)
+            if not len(labels):
+                continue
+            ends = np.arange(cut + 1, self.n + 1)
+            reached = _after_slice(labels[None], self.times[ends, cut][:, None])  # (ends, labels, stages)
+            bounds = (reached + self.rest[ends][:, None]).max(axis=-1)
+            for end, after, bound in zip(ends, reached, bounds, strict=True):
+                keep = np.flatnonzero(bound < self.best)
+                if len(keep):
+                    origin = np.stack([np.full(len(keep), cut), keep], axis=1)
+                    waiting[end].append((after[keep], bound[keep], origin))
+            if waiting[self.n]:
+                self.best = min(self.best, min(float(after[:, -1].min()) for after, _, _ in waiting[self.n]))
+        return self._best_cuts(waiting[self.n], parents)
+
+    def _best_cuts(
+        self, arrived: list[tuple[Array, Array, NDArray[np.int64]]], parents: list[NDArray[np.int64]]
+    ) -> tuple[float, tuple[int, ...]]:
+        if not arrived:
+            return inf, ()
+        latencies = np.concatenate([after[:, -1] for after, _, _ in arrived])
+        index = int(latencies.argmin())
+        cut, label = np.concatenate([origin for _, _, origin in arrived])[index]
+        cuts = [self.n]
+        while cut >= 0:
+            cuts.append(int(cut))
+            cut, label = parents[cut][label]
+        return float(latencies[index]), tuple(reversed(cuts))
+
+    def _select(self, waiting: list[tuple[Array, Array, NDArray[np.int64]]]) -> tuple[Array, NDArray[np.int64]]:
+        """The labels at a cut that may still lead to the best slicing; at most `width`, the lowest bounds first."""
+        if not waiting:
+            return np.zeros((0, self.times.shape[-1])), np.zeros((0, 2), np.int64)
+        labels, bounds, origins = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
+        order = np.lexsort((labels.sum(axis=-1), bounds))
+        order = order[bounds[order] < self.best]
+        kept = np.zeros(0, np.int64)
+        for first in range(0, len(order), 256):
+            group = order[first : first + 256]
+            group = group[~_dominated(labels[group], labels[kept])]
+            earlier = _dominated_within(labels[group])
+            kept = np.concatenate([kept, group[~earlier]])
+            if len(kept) > self.width:
+                rest = np.concatenate([kept[self.width :], order[first + 256 :]])
+                self.dropped = min(self.dropped, float(bounds[rest].min()))
+                kept = kept[: self.width]
+                break
+        return labels[kept], origins[kept]
+
+
+def _dominated(labels: Array, others: Array) -> NDArray[np.bool_]:
+    """Which labels leave no stage earlier than some other one does."""
+    no_later: NDArray[np.bool_] = np.all(others[None] <= labels[:, None], axis=-1)
+    return np.array(no_later.any(axis=1), bool)
+
+
+def _dominated_within(labels: Array) -> NDArray[np.bool_]:
+    """The same within one set; of equal labels the first stays."""
+    below: NDArray[np.bool_] = np.all(labels[None] <= labels[:, None], axis=-1)
+    below &= ~(below.T & np.triu(np.ones_like(below)))
+    return np.array(below.any(axis=1), bool)

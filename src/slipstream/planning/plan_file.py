@@ -1,0 +1,91 @@
+"""The file that `slipstream plan` writes and `slipstream train` reads: the best plan as training settings."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.plans import Plan
+from slipstream.version import __version__
+
+_PRECISIONS = {"float32": "float32", "bfloat16": "bf16-weights"}
+_DIGITS = 6  # of predicted numbers
+
+
+def check_new_file(path: Path, option: str, overwrite: bool) -> None:
+    """The folder is there, and nothing is replaced unasked."""
+    if not path.parent.is_dir():
+        raise SlipstreamError(f"{option}={path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not overwrite:
+        raise SlipstreamError(f"{option}={path} exists; choose another file, or replace it with --overwrite")
+
+
+def write_plan_file(plan: Plan, model: dict[str, Any], dtype: str, path: Path) -> None:
+    """Write the best plan; `model` is the `model` section of a training configuration.
+
+    What it lacks to be a whole configuration is the text and where the results go.
+    """
+    text = yaml.safe_dump(plan_settings(plan, model, dtype), sort_keys=False, default_flow_style=None, width=120)
+    head = "# Written by `slipstream plan`.\n"
+    train = f"# slipstream train {path} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10\n"
+    path.write_text(head + train + text, encoding="utf-8")
+
+
+def plan_settings(plan: Plan, model: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The best plan as nested dictionaries of a training configuration."""
+    best, chosen = plan.best, plan.best.configuration
+    training: dict[str, Any] = {"seq_len": plan.seq_len, "batch_size": plan.global_batch}
+    if dtype in _PRECISIONS:
+        training["precision"] = _PRECISIONS[dtype]
+    return {
+        "model": model,
+        "pipeline": {
+            "num_ranks": chosen.pipeline_parallel,
+            "stages_per_rank": chosen.stages_per_rank,
+            "schedule": chosen.schedule,
+            "num_microbatches": best.num_microbatches,
+            "slices": [int(length) for length in best.slices],
+            "partition": [int(layers) for layers in best.partition],
+            "recompute": chosen.recompute,
+            "offload": float(chosen.offload),
+        },
+        "parallel": {
+            "data": chosen.data_parallel,
+            "tensor": chosen.tensor_parallel,
+            "shard_optimizer": chosen.shard_optimizer,
+        },
+        "training": training,
+        "plan": {"predicted": _predicted(plan, dtype)},
+    }
+
+
+def _predicted(plan: Plan, dtype: str) -> dict[str, Any]:
+    """What is only told."""
+    best = plan.best
+    return {
+        "model": plan.model,
+        "cluster": plan.cluster,
+        "num_devices": plan.num_devices,
+        "dtype": dtype,
+        "step_seconds": _rounded(best.step_seconds),
+        "tokens_per_second": _rounded(best.tokens_per_second),
+        "mfu": None if best.mfu is None else _rounded(best.mfu),
+        "idle_fraction": _rounded(best.idle_fraction),
+        "peak_memory_bytes": round(best.peak_memory),
+        "memory_limit_bytes": round(best.memory_limit) if isfinite(best.memory_limit) else None,
+        "versions": {
+            "slipstream": __version__,
+            "torch": metadata.version("torch"),
+            "transformers": metadata.version("transformers"),
+        },
+        "notes": list(plan.notes),
+    }
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")

@@ -1,0 +1,1 @@
+"""Runs a schedule against costs instead of tensors: start and end times, and memory."""

@@ -1,0 +1,127 @@
+"""The simulator over arrays, compiled: when the actions of a schedule end, in a hundredth of the time.
+
+Within a rank the order of a valid schedule has every action after those it needs there, so a rank only ever waits for
+what others send it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.schedule.lowering import channel, sending
+from slipstream.simulator.costs import CostModel
+from slipstream.simulator.numba_jit import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+OPS = (Op.F, Op.B, Op.I, Op.W, Op.R, Op.OFFLOAD, Op.RELOAD)
+_NUMBERS = {op: number for number, op in enumerate(OPS)}
+
+
+@dataclass(frozen=True, eq=False)
+class ActionArrays:
+    """A valid schedule of compute actions; those of rank r, in order, are `firsts[r]` to before `firsts[r + 1]`."""
+
+    schedule: Schedule
+    firsts: Ints
+    op: Ints  # place in OPS
+    stage: Ints
+    microbatch: Ints
+    slice: Ints
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> ActionArrays:
+        ops, *columns = zip(*(action for row in schedule.actions for action in row), strict=True)
+        op = np.array([_NUMBERS[each] for each in ops])
+        firsts = np.cumsum([0, *map(len, schedule.actions)])
+        return cls(schedule, firsts, op, *(np.array(column) for column in columns))
+
+    @cached_property
+    def _kinds(self) -> tuple[list[Action], Ints]:
+        """Actions of microbatch 0 that take different times, and which of them each action is like."""
+        stages, slices = self.schedule.num_stages, self.schedule.num_slices
+        different, like = np.unique((self.op * stages + self.stage) * slices + self.slice, return_inverse=True)
+        found = [np.unravel_index(number, (len(OPS), stages, slices)) for number in different]
+        return [Action(OPS[op], int(stage), 0, int(index)) for op, stage, index in found], like
+
+    def each(self, value: Callable[[Action], float]) -> Floats:
+        """The value of every action; of those that only differ in the microbatch it is computed once."""
+        different, like = self._kinds
+        return np.array([value(action) for action in different])[like]
+
+    @cached_property
+    def messages(self) -> tuple[Ints, Ints, int]:
+        """Of every action the one whose message it awaits and the channel of its own, -1 for none; and all channels."""
+        sends = [sending(action, self.schedule) for action in self._kinds[0]]
+        lines = [None if send is None else channel(send, self.schedule) for send in sends]
+        numbers = {line: number for number, line in enumerate(dict.fromkeys(filter(None, lines)))}
+        own = np.array([-1 if line is None else numbers[line] for line in lines])[self._kinds[1]]
+        return self._awaited(own >= 0), own, len(numbers)
+
+    def _awaited(self, sends: NDArray[np.bool_]) -> Ints:
+        """A message is for the same slice of the next stage where an F sends it, else of the one before."""
+        shape = self.schedule.num_stages, self.schedule.num_microbatches, self.schedule.num_slices
+        awaited = np.full(len(self.op), -1)
+        forward = self.op == _NUMBERS[Op.F]
+        backward = (self.op == _NUMBERS[Op.B]) | (self.op == _NUMBERS[Op.I])
+        for runs, step in ((forward, 1), (backward, -1)):
+            made = np.full(shape, -1)
+            sent = np.flatnonzero(runs & sends)
+            made[self.stage[sent] + step, self.microbatch[sent], self.slice[sent]] = sent
+            awaited[runs] = made[self.stage[runs], self.microbatch[runs], self.slice[runs]]
+        return awaited
+
+    def ends(self, cost: CostModel) -> tuple[Floats, Floats]:
+        """When every action ends, as `slipstream.simulator.simulation.simulate` has it, and how long it takes."""
+        awaited, line, num_lines = self.messages
+        placement = self.schedule.placement
+
+        def link(value: Callable[[Action, int, int], float]) -> Callable[[Action], float]:
+            def of(action: Action) -> float:
+                send = sending(action, self.schedule)
+                return 0.0 if send is None else value(send, placement[send.stage], placement[send.other_end.stage])
+
+            return of
+
+        seconds = self.each(cost.seconds)
+        travels, occupied = self.each(link(cost.link_seconds)), self.each(link(cost.link_occupied))
+        return _ends(self.firsts, seconds, awaited, line, num_lines, travels, occupied), seconds
+
+
+@compiled
+def _ends(
+    firsts: Ints, seconds: Floats, awaited: Ints, line: Ints, num_lines: int, travels: Floats, occupied: Floats
+) -> Floats:
+    num_ranks = len(firsts) - 1
+    ends, arrival = np.zeros(len(seconds)), np.full(len(seconds), -1.0)
+    free, line_free = np.zeros(num_ranks), np.zeros(num_lines)
+    reached = firsts[:-1].copy()
+    waits = np.full(len(seconds), -1)  # for an action's message, a rank
+    ready, num_ready = np.arange(num_ranks), num_ranks
+    while num_ready:
+        num_ready -= 1
+        rank = ready[num_ready]
+        while reached[rank] < firsts[rank + 1]:
+            number = reached[rank]
+            source = awaited[number]
+            if source >= 0 and arrival[source] < 0:
+                waits[source] = rank
+                break
+            start = free[rank] if source < 0 else max(free[rank], arrival[source])
+            end = free[rank] = ends[number] = start + seconds[number]
+            reached[rank] += 1
+            if line[number] >= 0:
+                leaves = max(end, line_free[line[number]])
+                line_free[line[number]] = leaves + occupied[number]
+                arrival[number] = leaves + travels[number]
+                if waits[number] >= 0:
+                    ready[num_ready] = waits[number]
+                    num_ready += 1
+    return ends

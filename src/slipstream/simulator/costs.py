@@ -1,0 +1,143 @@
+"""What actions and messages cost: the protocol the simulator asks; unit, tabled and measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.errors import SlipstreamError
+from slipstream.schedule.action import Action, Op
+from slipstream.timeline.spans import Timeline
+
+
+class CostModel(Protocol):
+    """Times in seconds, sizes in bytes. Exact numbers (int, Fraction) stay exact through the simulator."""
+
+    def seconds(self, action: Action) -> float:
+        """How long a compute action (F, B, I, W, R) or REDUCE_GRAD keeps its rank busy."""
+        ...
+
+    def link_seconds(self, send: Action, source: int, destination: int) -> float:
+        """How long a message travels between two ranks: latency + bytes / bandwidth."""
+        ...
+
+    def link_occupied(self, send: Action, source: int, destination: int) -> float:
+        """How long the message keeps the next one on its channel from leaving: bytes / bandwidth."""
+        ...
+
+    def activation_bytes(self, forward: Action) -> float:
+        """What F keeps until B, or W where the backward is split, has run."""
+        ...
+
+    def kept_bytes(self, forward: Action) -> float:
+        """What F keeps of that where the slice is recomputed; R brings back the rest."""
+        ...
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """The same for every stage and slice. `UnitCost(backward=1)` makes forwards and backwards equal."""
+
+    forward: float = 1
+    backward: float = 2
+    input_gradient: float = 1
+    weight_gradient: float = 1
+    link: float = 0
+    activation: float = 1
+    kept: float = 0
+
+    def seconds(self, action: Action) -> float:
+        times = {Op.F: self.forward, Op.R: self.forward, Op.B: self.backward}
+        times |= {Op.I: self.input_gradient, Op.W: self.weight_gradient}
+        return times.get(action.op, 0)
+
+    def link_seconds(self, send: Action, source: int, destination: int) -> float:
+        return self.link
+
+    def link_occupied(self, send: Action, source: int, destination: int) -> float:
+        return self.link
+
+    def activation_bytes(self, forward: Action) -> float:
+        return self.activation
+
+    def kept_bytes(self, forward: Action) -> float:
+        return self.kept
+
+
+@dataclass(frozen=True)
+class TableCost:
+    """Costs per stage, slice and op, the same for every microbatch, and one kind of link between all ranks.
+
+    `times[stage, slice, op]` in seconds; `message_bytes[slice]` for activations and gradients alike;
+    `activations[stage, slice]` in bytes, and `kept[stage, slice]` what is left of them until R; `latency` in seconds,
+    `bandwidth` in bytes per second (None: any).
+    """
+
+    times: Mapping[tuple[int, int, Op], float]
+    message_bytes: Sequence[float] = ()
+    latency: float = 0
+    bandwidth: float | None = None
+    activations: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    kept: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.bandwidth is not None and (self.bandwidth <= 0 or not self.message_bytes):
+            raise SlipstreamError(
+                f"bandwidth={self.bandwidth} with message_bytes={self.message_bytes!r}: a bandwidth must be "
+                "above 0 and needs the bytes of every slice; None leaves messages their latency only."
+            )
+
+    def seconds(self, action: Action) -> float:
+        if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD):
+            return 0
+        try:
+            return self.times[action.stage, action.slice, action.op]
+        except KeyError:
+            raise SlipstreamError(
+                f"No time for {action}: add times[{action.stage}, {action.slice}, Op.{action.op}]."
+            ) from None
+
+    def link_seconds(self, send: Action, source: int, destination: int) -> float:
+        return self.latency + self.link_occupied(send, source, destination)
+
+    def link_occupied(self, send: Action, source: int, destination: int) -> float:
+        return 0 if self.bandwidth is None else self.message_bytes[send.slice] / self.bandwidth
+
+    def activation_bytes(self, forward: Action) -> float:
+        return self.activations.get((forward.stage, forward.slice), 0)
+
+    def kept_bytes(self, forward: Action) -> float:
+        return self.kept.get((forward.stage, forward.slice), 0)
+
+
+class MeasuredCost:
+    """Every action and message as long as in a measured run, so that only the waiting is computed anew.
+
+    A simulation of the same schedule with these costs is the run without what the executor added between
+    actions. A message's time includes its wait behind others on the channel, so here it keeps none waiting.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._seconds = {span.action: span.seconds for span in timeline.spans}
+        self._link = {message.send.action: message.seconds for message in timeline.messages}
+
+    def seconds(self, action: Action) -> float:
+        try:
+            return self._seconds[action]
+        except KeyError:
+            raise SlipstreamError(
+                f"{action} did not run in the measured timeline; simulate the schedule that was measured."
+            ) from None
+
+    def link_seconds(self, send: Action, source: int, destination: int) -> float:
+        return self._link.get(send, 0.0)
+
+    def link_occupied(self, send: Action, source: int, destination: int) -> float:
+        return 0.0
+
+    def activation_bytes(self, forward: Action) -> float:
+        return 0.0
+
+    def kept_bytes(self, forward: Action) -> float:
+        return 0.0

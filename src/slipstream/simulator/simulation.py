@@ -1,0 +1,102 @@
+"""Runs a schedule against a cost model instead of tensors: when actions start and end, what memory holds."""
+
+from __future__ import annotations
+
+from slipstream.schedule.action import COMMUNICATION, SENDS, Action, Op, Schedule
+from slipstream.schedule.dependencies import predecessors, running_order
+from slipstream.schedule.lowering import Channel, channel, sending
+from slipstream.simulator.costs import CostModel
+from slipstream.simulator.memory_account import MemoryTable, RankMemory, memory_of
+from slipstream.timeline.spans import Span, Timeline
+
+
+def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTable | None = None) -> Timeline:
+    """The timeline of one step, each rank running its actions in order as early as it can.
+
+    Messages travel while ranks compute and follow each other on their channel. In a schedule without
+    communication a message leaves when its action ends; in a lowered one when both ends are posted, and SEND
+    and RECV appear as spans from posting to done. Activations count from the start of F to the end of B or W,
+    except for what R brings back later and for the time between OFFLOAD and RELOAD. Given a `memory` table, the
+    timeline's memory is instead all that the ranks hold: at its most during each action, and after it.
+    Times and bytes have the cost model's number type: with ints or Fractions the result is exact. Raises
+    ScheduleError if the ranks get stuck; the message names the cycle.
+    """
+    simulation = _Simulation(schedule, cost)
+    for action in running_order(schedule):
+        if action.op in COMMUNICATION:
+            simulation.post(action)
+        else:
+            simulation.compute(action)
+    steps = simulation.memory
+    if memory is not None:
+        ends = {span.action: span for span in simulation.spans if span.action.op not in COMMUNICATION}
+        steps = [_steps(rank, ends) for rank in memory_of(schedule, memory)]
+    return Timeline(tuple(simulation.spans), schedule.num_ranks, tuple(map(tuple, steps)), schedule.name)
+
+
+def _steps(rank: RankMemory, spans: dict[Action, Span]) -> list[tuple[float, float]]:
+    """(time, bytes); what a message frees shows with the next action."""
+    moments = [(spans[moment.action], moment) for moment in rank.moments if moment.action in spans]
+    return [step for span, each in moments for step in ((span.start, each.most), (span.end, each.after))]
+
+
+class _Simulation:
+    """The state of a running simulation. Actions come in an order in which all they wait for came before."""
+
+    def __init__(self, schedule: Schedule, cost: CostModel) -> None:
+        self.schedule, self.cost = schedule, cost
+        self.free: list[float] = [0] * schedule.num_ranks  # when each rank ends its last compute action
+        self.end: dict[Action, float] = {}
+        self.arrival: dict[Action, float] = {}  # producer -> when its result is on the other rank
+        self.posted: dict[Action, float] = {}
+        self.line_free: dict[Channel, float] = {}
+        self.spans: list[Span] = []
+        self.memory: list[list[tuple[float, float]]] = [[] for _ in range(schedule.num_ranks)]
+
+    def compute(self, action: Action) -> None:
+        rank = self.schedule.placement[action.stage]
+        start = self.free[rank]
+        for before in predecessors(action, self.schedule):
+            here = self.schedule.placement[before.stage] == rank
+            start = max(start, self.end[before] if here else self.arrival[before])
+        end = self.free[rank] = self.end[action] = start + self.cost.seconds(action)
+        self.spans.append(Span(rank, action, start, end))
+        if self.schedule.has_backward:
+            self._keep_or_free(action, rank, start, end)
+        if not self.schedule.is_lowered and (send := sending(action, self.schedule)):
+            self.arrival[action], _ = self._transfer(send, end)
+
+    def _keep_or_free(self, action: Action, rank: int, start: float, end: float) -> None:
+        held = self.memory[rank][-1][1] if self.memory[rank] else 0
+        forward = action.with_op(Op.F)
+        whole = self.cost.activation_bytes(forward)
+        recomputed = action.with_op(Op.R) in self.schedule.positions
+        kept = self.cost.kept_bytes(forward) if recomputed else whole
+        if action.op in (Op.F, Op.RELOAD):
+            self.memory[rank].append((start, held + kept))
+        elif action.op is Op.R:
+            self.memory[rank].append((start, held + whole - kept))
+        elif action.op is Op.OFFLOAD:
+            self.memory[rank].append((end, held - kept))
+        elif action.op in (Op.B, Op.W):
+            self.memory[rank].append((end, held - whole))
+
+    def post(self, action: Action) -> None:
+        """Note when an end of a message is reached; the second one lets it go."""
+        self.posted[action] = self.free[self.schedule.placement[action.stage]]
+        if action.other_end not in self.posted:
+            return
+        send = action if action.op in SENDS else action.other_end
+        receive = send.other_end
+        self.end[receive], self.end[send] = self._transfer(send, max(self.posted[send], self.posted[receive]))
+        for end in (send, receive):
+            rank = self.schedule.placement[end.stage]
+            self.spans.append(Span(rank, end, self.posted[end], self.end[end]))
+
+    def _transfer(self, send: Action, ready: float) -> tuple[float, float]:
+        """When the message is there, and when its channel is free again."""
+        line = channel(send, self.schedule)
+        start = max(ready, self.line_free.get(line, ready))
+        occupied = self.cost.link_occupied(send, line.source, line.destination)
+        self.line_free[line] = start + occupied
+        return start + self.cost.link_seconds(send, line.source, line.destination), start + occupied

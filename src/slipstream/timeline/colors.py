@@ -1,0 +1,96 @@
+"""The colours of a timeline's picture: a hue an op, a shade a slice, a hatch a cause of waiting.
+
+The hues stay apart for readers who see no difference between red and green; every cause has a pattern of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slipstream.schedule.action import Action, Op
+from slipstream.timeline.idle_causes import Cause
+
+if TYPE_CHECKING:
+    from slipstream.timeline.spans import Timeline
+
+Color = tuple[float, float, float]
+
+INK, GREY = "#222222", "#595959"
+
+# The lightest and the darkest shade of each op: slices go from one to the other.
+_SHADES = {
+    Op.F: ("#d3e5f6", "#1f63a8"),
+    Op.B: ("#fde2c3", "#c45f10"),
+    Op.I: ("#f6c6c3", "#a5202b"),
+    Op.W: ("#d6f5ea", "#36a98c"),
+    Op.R: ("#d3e5f6", "#1f63a8"),  # a forward again: hatched
+    Op.REDUCE_GRAD: ("#b9a7dd", "#b9a7dd"),
+}
+_OTHER = ("#dddddd", "#777777")
+WORK = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+    Op.R: "recompute",
+    Op.REDUCE_GRAD: "gradient reduction",
+}
+IDLE = {
+    Cause.FILL: "not yet fed (fill)",
+    Cause.COMPUTE: "another rank computes",
+    Cause.MESSAGE: "message on its way",
+    Cause.COPY: "copy to or from host",
+    Cause.OVERHEAD: "executor",
+    Cause.DRAIN: "nothing left (drain)",
+}
+HATCHES: dict[Cause, dict[str, Any]] = {
+    Cause.FILL: {"facecolor": "#f6f6f6", "edgecolor": "#c9c9c9", "hatch": "..."},
+    Cause.COMPUTE: {"facecolor": "#f3f3f3", "edgecolor": "#b0b0b0", "hatch": "////"},
+    Cause.MESSAGE: {"facecolor": "#f7d04a", "edgecolor": "#b98a00", "hatch": "\\\\\\\\"},
+    Cause.COPY: {"facecolor": "#e2dcf2", "edgecolor": "#8c7bbd", "hatch": "xxxx"},
+    Cause.OVERHEAD: {"facecolor": "#3d3d3d", "edgecolor": "#3d3d3d"},
+    Cause.DRAIN: {"facecolor": "#f6f6f6", "edgecolor": "#dedede"},
+}
+HATCHED = frozenset({Op.R})
+TRANSFERS: dict[str, tuple[str, frozenset[Op]]] = {
+    "message": ("#a87d00", frozenset({Op.RECV_F, Op.RECV_B})),
+    "offload": ("#8c7bbd", frozenset({Op.OFFLOAD})),
+    "reload": ("#c3b6e3", frozenset({Op.RELOAD})),
+}
+
+
+def mix(light: str, dark: str, share: float) -> Color:
+    """The colour at `share` of the way from light to dark."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = (a + (b - a) * share for a, b in zip(to_rgb(light), to_rgb(dark), strict=True))
+    return red, green, blue
+
+
+def color(action: Action, num_slices: int) -> Color:
+    """The op's hue in the slice's shade."""
+    share = action.slice / (num_slices - 1) if num_slices > 1 else 0.45
+    return mix(*_SHADES.get(action.op, _OTHER), share)
+
+
+def ink_on(background: Color) -> str:
+    """What text on it is written in: white on what is dark to the eye."""
+    red, green, blue = background
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.58 else INK
+
+
+def rank_color(rank: int, num_ranks: int) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](0.75 * rank / max(num_ranks - 1, 1))
+
+
+def stage_color(position: int, num_stages: int) -> Color:
+    """The stripe of a rank's first, second, ... stage: from black to light grey."""
+    return mix("#111111", "#c8c8c8", position / max(num_stages - 1, 1))
+
+
+def positions(timeline: Timeline) -> dict[int, int]:
+    """Which of its rank's stages each stage is: 0, 1, ... in the model's order."""
+    placement = timeline.schedule.placement
+    return {stage: placement[:stage].count(rank) for stage, rank in enumerate(placement)}

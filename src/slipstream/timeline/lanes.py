@@ -1,0 +1,185 @@
+"""Draws the ranks of a timeline as lanes over time, and the memory they hold."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.schedule.action import COMMUNICATION, Action, Op
+from slipstream.timeline import colors as palette
+
+if TYPE_CHECKING:
+    from slipstream.timeline.idle_causes import Cause
+    from slipstream.timeline.spans import Timeline
+
+# A lane is one unit high, its middle at the rank's number: actions from _TOP to _BOTTOM, transfers beneath.
+_TOP, _BOTTOM, _STRIPE, _GAP, _BAR = -0.38, 0.36, 0.1, 0.03, 0.07
+_SMALLEST = 5.5  # points: a smaller number is not written
+_BYTES = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a panel's seconds become positions, inches and letters; `unit` names what positions count."""
+
+    per_second: float
+    unit: str
+    inches: float  # per position
+    lane: float  # height in inches
+
+    def at(self, seconds: float) -> float:
+        return float(seconds) * self.per_second
+
+    @property
+    def font(self) -> float:
+        """Points: for ranks and peaks."""
+        return min(11.0, 28 * self.lane)
+
+    @property
+    def label_font(self) -> float:
+        """Points: inside the boxes."""
+        return min(9.0, 22 * self.lane)
+
+
+@dataclass(frozen=True)
+class MemoryScale:
+    """How sizes become positions: `size` of the timeline's own unit are one `unit`; `most` is the highest peak.
+
+    `name` says of what.
+    """
+
+    size: float
+    unit: str
+    most: float
+    name: str
+
+    @classmethod
+    def of(cls, peaks: list[float], unit: str, name: str) -> MemoryScale:
+        """For these peaks, in bytes unless `unit` is another word."""
+        most = float(max(peaks, default=0))
+        if unit != "B":
+            return cls(1.0, unit, most, name)
+        power = next((power for power in range(len(_BYTES)) if most < 1000 ** (power + 1)), len(_BYTES) - 1)
+        return cls(1000.0**power, _BYTES[power], most, name)
+
+    def at(self, size: float) -> float:
+        return float(size) / self.size
+
+    def text(self, size: float) -> str:
+        return f"{self.at(size):.3g}{f' {self.unit}' if self.unit in _BYTES else ''}"
+
+
+def draw_lanes(axes: Any, timeline: Timeline, scale: Scale) -> None:
+    """A lane a rank from the top: waits by cause, actions as boxes, messages and copies beneath."""
+    _draw_waits(axes, timeline, scale)
+    _draw_actions(axes, timeline, scale)
+    _draw_transfers(axes, timeline, scale)
+    ranks = range(timeline.num_ranks)
+    axes.set_ylim(timeline.num_ranks - 0.45, -0.5)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=scale.font)
+    for rank, label in enumerate(axes.get_yticklabels()):
+        label.set_color(palette.rank_color(rank, timeline.num_ranks))
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
+
+
+def _box(start: float, width: float, top: float, bottom: float) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((start, top), width, bottom - top)
+
+
+def _draw_waits(axes: Any, timeline: Timeline, scale: Scale) -> None:
+    from matplotlib.collections import PatchCollection
+
+    boxes: defaultdict[Cause, list[Any]] = defaultdict(list)
+    for wait in timeline.waits:
+        start, width = scale.at(wait.start - timeline.start), scale.at(wait.seconds)
+        boxes[wait.cause].append(_box(start, width, wait.rank + _TOP, wait.rank + _BOTTOM))
+    for cause, patches in boxes.items():
+        axes.add_collection(PatchCollection(patches, **palette.HATCHES[cause], linewidth=0))
+
+
+def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
+    """Boxes in the colour of op and slice; where ranks hold several stages, a stripe above says which."""
+    from matplotlib.collections import PatchCollection
+
+    position = palette.positions(timeline)
+    num_positions = 1 + max(position.values(), default=0)
+    top = _TOP + (_STRIPE + _GAP if num_positions > 1 else 0)
+    boxes: dict[bool, list[Any]] = {False: [], True: []}  # plain and hatched
+    colors: dict[bool, list[palette.Color]] = {False: [], True: []}
+    stripes, stripe_colors = [], []
+    for span in timeline.compute_spans:
+        start, width = scale.at(span.start - timeline.start), scale.at(span.seconds)
+        color = palette.color(span.action, timeline.schedule.num_slices)
+        hatched = span.action.op in palette.HATCHED
+        boxes[hatched].append(_box(start, width, span.rank + top, span.rank + _BOTTOM))
+        colors[hatched].append(color)
+        if num_positions > 1:
+            stripes.append(_box(start, width, span.rank + _TOP, span.rank + _TOP + _STRIPE))
+            stripe_colors.append(palette.stage_color(position[span.action.stage], num_positions))
+        label = _number(span.action, timeline)
+        font = min(scale.label_font, width * scale.inches / (0.0088 * len(label) + 0.002))
+        if label and font >= _SMALLEST:
+            where = start + width / 2, span.rank + (top + _BOTTOM) / 2 + 0.02
+            style = {"ha": "center", "va": "center", "fontsize": font}
+            plain = {"boxstyle": "square,pad=0.1", "facecolor": color, "linewidth": 0} if hatched else None
+            axes.text(*where, label, color=palette.ink_on(color), bbox=plain, **style)
+    edge = 0.6 if len(timeline.compute_spans) < 120 * timeline.num_ranks else 0  # edges would cover narrow boxes
+    for patches, faces, hatch in (
+        (boxes[False], colors[False], None),
+        (boxes[True], colors[True], "////"),
+        (stripes, stripe_colors, None),
+    ):
+        look: dict[str, Any] = {"facecolors": faces, "edgecolors": "white", "linewidths": edge, "hatch": hatch}
+        axes.add_collection(PatchCollection(patches, **look))
+
+
+def _number(action: Action, timeline: Timeline) -> str:
+    """What stands in a box: the microbatch where there are several, else the slice."""
+    if action.op not in palette.WORK or action.op is Op.REDUCE_GRAD:
+        return ""
+    return str(action.microbatch if timeline.schedule.num_microbatches > 1 else action.slice)
+
+
+def _draw_transfers(axes: Any, timeline: Timeline, scale: Scale) -> None:
+    """Thin bars under the lane of the rank that receives the message, or copies."""
+    from matplotlib.collections import PatchCollection
+
+    beside = [(m.receive.action.op, m.receive.rank, m.start, m.seconds) for m in timeline.messages]
+    beside += [
+        (span.action.op, span.rank, span.start, span.seconds)
+        for span in timeline.spans
+        if not span.computes and span.action.op not in COMMUNICATION
+    ]
+    for color, ops in palette.TRANSFERS.values():
+        boxes = [
+            _box(scale.at(start - timeline.start), scale.at(seconds), top := rank + _BOTTOM + _GAP, top + _BAR)
+            for op, rank, start, seconds in beside
+            if op in ops
+        ]
+        axes.add_collection(PatchCollection(boxes, facecolor=color, linewidth=0))
+
+
+def has_transfers(timeline: Timeline, ops: frozenset[Op]) -> bool:
+    """Whether `_draw_transfers` draws any of these."""
+    return any(span.action.op in ops for span in timeline.spans)
+
+
+def draw_memory(axes: Any, lanes: Any, timeline: Timeline, scale: Scale, memory: MemoryScale) -> None:
+    """Held activations over time in the rank's colour, and each rank's peak at the end of its lane."""
+    beside = lanes.get_yaxis_transform()
+    lanes.text(1.012, -0.72, "peak", transform=beside, fontsize=scale.font, color=palette.GREY, va="center")
+    for rank, (steps, peak) in enumerate(zip(timeline.memory, timeline.peak_memory, strict=True)):
+        color = palette.rank_color(rank, timeline.num_ranks)
+        times = [0.0, *(scale.at(time - timeline.start) for time, _ in steps), scale.at(timeline.makespan)]
+        held = [0.0, *(memory.at(size) for _, size in steps)]
+        width = 1.6 if timeline.num_ranks <= 8 else 1.0
+        axes.step(times, [*held, held[-1]], where="post", color=color, linewidth=width)
+        lanes.text(1.012, rank, memory.text(peak), transform=beside, fontsize=scale.font, color=color, va="center")
+    axes.set_ylim(0, memory.at(memory.most) * 1.1)
+    axes.set_ylabel(f"{memory.name}\n({memory.unit})", fontsize=10.5)
+    axes.tick_params(axis="y", labelsize=10)
+    axes.spines[["right", "top"]].set_visible(False)

@@ -1,0 +1,113 @@
+"""What a run needs to go on: a rank's tensors as a checkpoint takes them, and the facts beside them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PretrainedConfig
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.replicas.loss_scale import LossScale
+from slipstream.parallel.shares import Share
+from slipstream.pipeline import parameters
+from slipstream.pipeline.pipeline import Pipeline
+from slipstream.profiler.identity import versions, without_origin
+from slipstream.training.checkpoint import Piece
+from slipstream.training.data.packing import PackedSequences
+
+
+def pieces(pipe: Pipeline, optimizer: Optimizer) -> Iterator[Piece]:
+    """This rank's parameters, as its optimizer updates them, and AdamW's state of each."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for piece in pipe.pieces():
+        yield Piece(f"model.{piece.name}", piece.share, piece.parameter, piece.first_row, piece.leads)
+        if id(piece.parameter) in trained:
+            state = _state_of(piece.parameter, optimizer)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                yield Piece(f"optimizer.{kind}.{piece.name}", piece.share, state[kind], piece.first_row, piece.leads)
+            whole = Share.whole(())
+            yield Piece(f"optimizer.step.{piece.name}", whole, state["step"], 0, piece.leads and _begins(piece))
+
+
+def _begins(piece: parameters.Piece) -> bool:
+    """Whether a piece has the first element of its parameter: what belongs to the whole of it is written with that."""
+    return piece.first_row == 0 and piece.share.ranges[0][0] == 0
+
+
+def _state_of(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's, made where there was no step yet, as its first step would."""
+    state: dict[str, torch.Tensor] = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return state
+
+
+class Progression:
+    """How far a run has come, beside its tensors."""
+
+    def __init__(self, pipe: Pipeline, scheduler: LambdaLR, loss_scale: LossScale, sequences: PackedSequences) -> None:
+        self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
+        self._data = describe_data(sequences)  # once: it reads the whole text
+        self.step = 0
+        self.num_samples = 0  # sequences that were trained on
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the tensors; JSON can hold it."""
+        pipe = self._pipe
+        seed, num_steps = pipe.random_state
+        slices = pipe.slices(self._sequences.seq_len)
+        return {
+            "step": self.step,
+            "num_samples": self.num_samples,
+            "data": self._data,
+            "model": describe_model(pipe.config),
+            "random_state": {"seed": seed, "num_steps": num_steps},
+            "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
+            "loss_scale": dict(self._loss_scale.state_dict()),
+            "tuned": None if pipe.is_tuning else {"schedule": str(pipe.order), "slices": slices},
+            "mesh": {axis: group.size for axis, group in pipe.axes.items()},
+            "versions": versions(),
+        }
+
+    def go_on(self, facts: dict[str, Any], optimizer: Optimizer) -> None:
+        """From the facts of a checkpoint, whose tensors are loaded. Raises SlipstreamError for other text."""
+        was = facts["data"]
+        different = [f"{key} was {was[key]!r}, is {value!r}" for key, value in self._data.items() if value != was[key]]
+        if different:
+            raise SlipstreamError(
+                f"the checkpoint is of a run on other data: {'; '.join(different)}. Go on with the settings it was "
+                "saved with, or begin in another folder."
+            )
+        self.step, self.num_samples = facts["step"], facts["num_samples"]
+        self._pipe.random_state = facts["random_state"]["seed"], facts["random_state"]["num_steps"]
+        self._pipe.refresh()
+        self._loss_scale.load_state_dict(facts["loss_scale"])
+        scheduler, number = self._scheduler, facts["num_updates"]
+        rates = [base * ratio(number) for base, ratio in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        same = {"lr_lambdas": [None] * len(rates)}
+        scheduler.load_state_dict({"last_epoch": number, "_step_count": number + 1, "_last_lr": rates, **same})
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def describe_model(config: PretrainedConfig) -> dict[str, Any]:
+    """What tells models apart: the settings that are not their class's own."""
+    return {"model_type": config.model_type, **without_origin(config.to_diff_dict())}
+
+
+def describe_data(sequences: PackedSequences) -> dict[str, Any]:
+    """What decides which sample comes when."""
+    tokens = sequences.text.tokens
+    return {
+        "num_tokens": len(tokens),
+        "crc32": zlib.crc32(tokens.data),
+        "seq_len": sequences.seq_len,
+        "seed": sequences.seed,
+    }

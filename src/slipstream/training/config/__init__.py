@@ -1,0 +1,1 @@
+"""The configuration of `slipstream train`: its sections and its file."""

@@ -1,0 +1,140 @@
+"""A configuration's file: YAML and dotted overrides, the mesh filled in, and what is wrong in our words."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.config.sections import Config
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file, with `section.key=value` overrides (values are YAML).
+
+    Raises SlipstreamError for a file that can't be read, an unknown key or a value that isn't allowed.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SlipstreamError(f"can't read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SlipstreamError(f"{path} isn't valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
+    for override in overrides:
+        _override(values, override)
+    _fill_mesh(values)
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> Config:
+    """A checked configuration from nested dictionaries; SlipstreamError lists everything that is wrong."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise SlipstreamError("\n".join(_describe(error))) from None
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+# The axes of the mesh, as they are typed, and the settings that they are
+_MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("parallel", "tensor")}
+
+
+def _fill_mesh(values: dict[str, Any]) -> None:
+    """An axis that is `auto` gets the processes that the others leave: the launcher's, or one for each GPU."""
+    given = {axis: (values.get(section) or {}).get(name) for axis, (section, name) in _MESH.items()}
+    automatic = [axis for axis, size in given.items() if size == "auto"]
+    if not automatic:
+        return
+    if len(automatic) > 1:
+        raise SlipstreamError(
+            f"--{automatic[0]}=auto and --{automatic[1]}=auto: one axis can take what the others leave. Give the other "
+            "one, or let `slipstream plan` choose all three."
+        )
+    others = prod(int(size or _default(*_MESH[axis])) for axis, size in given.items() if axis not in automatic)
+    world = _num_processes(automatic[0])
+    if world % others:
+        raise SlipstreamError(
+            f"--{automatic[0]}=auto: {world} processes don't divide by the {others} of the other axes; start a "
+            f"multiple of {others}, or change them"
+        )
+    section, name = _MESH[automatic[0]]
+    values.setdefault(section, {})[name] = world // others
+
+
+def _default(section: str, name: str) -> int:
+    """Of a setting that is a number."""
+    settings: Any = Config.model_fields[section].annotation
+    return int(settings.model_fields[name].default)
+
+
+def _num_processes(axis: str) -> int:
+    launched = os.environ.get("WORLD_SIZE")
+    if launched is not None:
+        return int(launched)
+    import torch
+
+    if not torch.cuda.device_count():
+        raise SlipstreamError(
+            f"--{axis}=auto: there is no launcher and no GPU to count; give a number, such as --{axis}=2"
+        )
+    return torch.cuda.device_count()
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    """Sets `a.b=value` in nested dictionaries."""
+    name, equals, text = override.removeprefix("--").partition("=")
+    if not equals or not name:
+        raise SlipstreamError(f"can't read the override {override!r}; write it as --training.steps=100")
+    *path, key = _MESH.get(name) or name.split(".")
+    section = values
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise SlipstreamError(f"can't set {name}: {part} is the value {section!r}, not a section")
+    try:
+        section[key] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {error}") from error
+
+
+def _describe(error: ValidationError) -> list[str]:
+    """Pydantic's problems in our words, one per setting: its name, its value, what is allowed."""
+    lines: dict[str, str] = {}
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"]]
+        name = ".".join(path[:2])  # what follows says which type of several was tried
+        if problem["type"] == "extra_forbidden":
+            lines[name] = _describe_unknown(path)
+        elif problem["type"] == "missing":
+            lines[name] = f"{name} is missing; add it to the configuration or give --{name}=..."
+        elif problem["type"] == "value_error":
+            lines[name or str(problem["ctx"]["error"])] = str(problem["ctx"]["error"])
+        elif name in lines:
+            lines[name] += f", or {problem['msg'].lower()}"
+        else:
+            lines[name] = f"{name}={problem['input']!r} isn't allowed: {problem['msg'].lower()}"
+    return list(lines.values())
+
+
+def _describe_unknown(path: list[str]) -> str:
+    section: Any = Config
+    for part in path[:-1]:
+        section = section.model_fields[part].annotation
+    near = difflib.get_close_matches(path[-1], section.model_fields, n=1)
+    where = ".".join(path[:-1]) or "the configuration"
+    known = ", ".join(sorted(section.model_fields))
+    hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"{where} has: {known}"
+    return f"unknown key {'.'.join(path)}; {hint}"

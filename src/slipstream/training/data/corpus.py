@@ -1,0 +1,97 @@
+"""The documents of a training text: from files, folders, `datasets`, or Python's own standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.config.sections import DataSection
+
+# What lies in the standard library's folder but isn't its source: installed packages, oddly encoded tests.
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+def read_documents(config: DataSection) -> list[str]:
+    """All documents that hold any text, in an order that is the same on every machine with the same files.
+
+    Raises SlipstreamError where a source can't be read or holds no text.
+    """
+    if config.corpus is not None:
+        source = f"data.corpus={config.corpus}"
+        documents = _read_files(_standard_library())
+    elif config.files is not None:
+        source = "data.files=" + ", ".join(map(str, config.files))
+        documents = _read_files(_find_files(config.files, config.suffixes))
+    else:
+        source = f"data.dataset={config.dataset}"
+        documents = _read_dataset(config)
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise SlipstreamError(f"{source} holds no text; give a source with at least one document")
+    return documents
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return [path for path in sorted(root.rglob("*.py")) if not _NOT_THE_LIBRARY & set(path.relative_to(root).parts)]
+
+
+def _find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
+    """The files among `sources`, and those of the folders among them that end as asked."""
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            inside = sorted(path for path in source.rglob("*") if path.suffix in suffixes and path.is_file())
+            if not inside:
+                raise SlipstreamError(
+                    f"the folder {source} holds no file ending in {', '.join(suffixes)}; "
+                    f"name other endings with --data.suffixes=[.txt,.rst]"
+                )
+            found += inside
+        elif source.is_file():
+            found.append(source)
+        else:
+            raise SlipstreamError(f"data.files: there is no file or folder {source}")
+    return found
+
+
+def _read_files(paths: Iterable[Path]) -> list[str]:
+    return [_read_file(path) for path in paths]
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SlipstreamError(
+            f"{path} isn't UTF-8 text (byte {error.start}); convert it, or leave it out of data.files"
+        ) from error
+    except OSError as error:
+        raise SlipstreamError(f"can't read {path}: {error.strerror}") from error
+
+
+def _read_dataset(config: DataSection) -> list[str]:
+    from datasets import load_dataset
+    from datasets.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # its bars and ours would write over each other
+    name = str(config.dataset)
+    builder = _BUILDERS.get(Path(name).suffix)
+    if builder is not None and not Path(name).is_file():
+        raise SlipstreamError(f"data.dataset: there is no file {name}")
+    try:
+        if builder is not None:
+            rows = load_dataset(builder, data_files=name, split="train")
+        else:
+            rows = load_dataset(name, config.dataset_config, split=config.split)
+    except Exception as error:  # `datasets` raises many types; all mean that it can't be read
+        raise SlipstreamError(f"can't read data.dataset={name} (split {config.split}): {error}") from error
+    if config.text_column not in rows.column_names:
+        raise SlipstreamError(
+            f"data.dataset={name} has no column {config.text_column!r}; "
+            f"choose data.text_column from: {', '.join(rows.column_names)}"
+        )
+    return [text for text in rows[config.text_column] if isinstance(text, str)]

@@ -1,0 +1,78 @@
+"""From documents to tokens: the model's own tokenizer, or a byte-level BPE trained on the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch.progress import Progress
+from slipstream.training.data.packing import TokenisedText
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# Documents are handed to the tokenizer in groups of about so many characters, to show progress in between.
+_GROUP_CHARACTERS = 500_000
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a folder or hub name."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise SlipstreamError(
+            f"can't load a tokenizer from {name}: {error}\nName one with --data.tokenizer=..., a folder or hub name."
+        ) from error
+
+
+def train_tokenizer(documents: Sequence[str], vocab_size: int, progress: Progress) -> Any:
+    """A byte-level BPE of at most `vocab_size` tokens, of which one ends a document."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise SlipstreamError(
+            f"a byte-level vocabulary needs at least {len(alphabet) + 1} tokens; given: {vocab_size}. "
+            f"Raise data.vocab_size (or model.config.vocab_size)."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    with progress.waiting("training a tokenizer"):
+        tokenizer.train_from_iterator(documents, trainer=trainer, length=len(documents))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT)
+
+
+def tokenise(tokenizer: Any, documents: Sequence[str], progress: Progress) -> TokenisedText:
+    """Every document's tokens, each document closed by the end-of-document token where there is one."""
+    end = tokenizer.eos_token_id
+    tokens: list[np.ndarray[Any, Any]] = []
+    with progress.counting("tokenising", total=sum(map(len, documents))) as advance:
+        for group in _groups(documents):
+            for ids in tokenizer(group, verbose=False, return_attention_mask=False)["input_ids"]:
+                closed = ids if end is None or ids[-1:] == [end] else [*ids, end]
+                tokens.append(np.asarray(closed, dtype=np.int32))
+            advance(sum(map(len, group)))
+    return TokenisedText.join(tokens)
+
+
+def _groups(documents: Sequence[str]) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    size = 0
+    for document in documents:
+        if size > _GROUP_CHARACTERS:
+            groups.append([])
+            size = 0
+        groups[-1].append(document)
+        size += len(document)
+    return groups
