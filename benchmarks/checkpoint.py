@@ -23,8 +23,7 @@ import torch.distributed as dist
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Pipeline
-from slipstream.parallel.group import Group
-from slipstream.parallel.shares import Share
+from slipstream.parallel import Group, Share
 from slipstream.training.checkpoint import Checkpoints, Piece
 
 NONE, BACKGROUND, WAITING = "no checkpoint", "in the background", "training waits"

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Action, Op, Pipeline, simulate
-from slipstream.model.tensor_spec import TensorSpec
-from slipstream.pipeline.messages.transport import DistributedTransport
-from slipstream.pipeline.ranks import Ranks
-from slipstream.schedule.lowering import Channel
-from slipstream.simulator.costs import MeasuredCost
-from slipstream.timeline.spans import Timeline
+from slipstream.model import TensorSpec
+from slipstream.pipeline import Ranks
+from slipstream.pipeline.messages import DistributedTransport
+from slipstream.schedule import Channel
+from slipstream.simulator import MeasuredCost
+from slipstream.timeline import Timeline
 
 CASES = [(1, 1, 8), (1, 1, 16), (4, 4, 4), (8, 8, 1)]  # sequences, microbatches, slices
 

@@ -18,12 +18,8 @@ import torch
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.fused import check_compiler, fuse
-from slipstream.model.layer_range import LayerRange
-from slipstream.model.loading import model_to_time
-from slipstream.model.stage import Stage
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.model import LayerRange, Stage, check_compiler, find_anatomy, fuse, model_to_time
+from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
 

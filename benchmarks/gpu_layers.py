@@ -26,12 +26,8 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import interleaved, medians, setting, write
 from slipstream.attention import ContextStore
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.fused import check_compiler, fuse
-from slipstream.model.hooks.token_slice import TokenSlice
-from slipstream.model.layer_range import LayerRange
-from slipstream.model.loading import model_to_time
-from slipstream.model.stage import Stage
+from slipstream.model import LayerRange, Stage, check_compiler, find_anatomy, fuse, model_to_time
+from slipstream.model.hooks import TokenSlice
 from slipstream.pipeline.batch import slice_lengths
 from slipstream.training.metrics.device_peak import measure_peak
 

@@ -22,11 +22,9 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import setting, write
 from benchmarks.profile_fit import held_out
+from slipstream.planner.costs import OPS, Profile, load_cluster
 from slipstream.planner.costs.analytic_costs import Analytic
-from slipstream.planner.costs.cluster import load_cluster
-from slipstream.planner.costs.profile_file import OPS, Profile
-from slipstream.profiler import ProfileSettings, profile_model
-from slipstream.profiler.count import count_model
+from slipstream.profiler import ProfileSettings, count_model, profile_model
 
 COMMON = {"vocab_size": 1024, "num_hidden_layers": 8, "num_key_value_heads": 8}  # embedding and head aren't measured
 SIZES: dict[str, dict[str, int]] = {

@@ -14,11 +14,10 @@ from typing import Any
 from transformers import LlamaConfig
 
 from benchmarks.harness import restart_in_environment, setting, write
-from slipstream.planner.costs.cluster import load_cluster
-from slipstream.planner.costs.cost_sources import AnalyticSource
+from slipstream.planner.costs import AnalyticSource, load_cluster
+from slipstream.planner.search import search
 from slipstream.planner.search.configurations import Options, Space
-from slipstream.planner.search.plan_search import search
-from slipstream.profiler.count import count_model
+from slipstream.profiler import count_model
 
 REPEATS = 3  # of computing all bounds
 _COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}

@@ -31,14 +31,13 @@ from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.token_slices import Unsliced
 from slipstream import Pipeline
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
-from slipstream.planner.costs.profile_file import Profile
-from slipstream.planner.costs.profile_source import ProfileSource
+from slipstream.planner.costs import Profile, ProfileSource
 from slipstream.planner.plans import Configuration, Prediction
 from slipstream.planner.search.configurations import Options, Space
 from slipstream.planner.search.simulated_configuration import Candidate, predict
 from slipstream.profiler import ProfileSettings, profile_model
 from slipstream.profiler.links import measure_link
-from slipstream.simulator.simulation import simulate
+from slipstream.simulator import simulate
 
 CPU = torch.device("cpu")
 BATCHES = [(1, 1024), (2, 512), (4, 512)]  # sequences, tokens

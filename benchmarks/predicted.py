@@ -24,7 +24,7 @@ from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.waterfall import WithoutLinks
 from slipstream import Pipeline, Schedule, make_schedule, simulate
 from slipstream.pipeline.tuning.trials import Samples
-from slipstream.schedule.lowering import split_backwards
+from slipstream.schedule import split_backwards
 
 TOKENS = 1024  # of a step, over all microbatches
 WARM_UPS, ROUNDS = 2, 5

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from benchmarks.harness import RESULTS, restart_in_environment, setting, write
 from benchmarks.peers import NUM_LAYERS, model_config
-from slipstream.planner.costs.profile_file import OPS, Profile
+from slipstream.planner.costs import OPS, Profile
 from slipstream.profiler import ProfileSettings, profile_model
 from slipstream.profiler.links import measure_link
 from slipstream.profiler.run import TOLERANCE, make_benches
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 CPU = torch.device("cpu")
 STAGES = [range(4), range(4, NUM_LAYERS)]  # the cut of the other benchmarks

@@ -15,8 +15,10 @@ import json
 import multiprocessing
 import os
 import tempfile
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,7 @@ from slipstream import CutTokens, Pipeline, causal_attention, make_mesh
 
 NAME = "same_numbers"
 NUM_STEPS, BATCH, LENGTH, VOCABULARY, WIDTH, CLASSES = 2, 4, 64, 61, 32, 5
-NUM_PROCESSES = 4
-MESSAGE_SECONDS, MESH_SECONDS = 60, 300
+NUM_PROCESSES, MESSAGE_SECONDS, MESH_SECONDS = 4, 60, 300
 Numbers = dict[str, str]  # what was computed, by name: a loss as float.hex(), a gradient's sha256
 
 _COMMON = {
@@ -154,7 +155,7 @@ def document_ids() -> Tensor:
 def train(case: Case) -> Numbers:
     """This process's losses and gradients, step by step."""
     pipe = build(case)
-    learning_rate = 1e-2 if case.optimizer == "AdamW" else 0.1
+    learning_rate = {"AdamW": 1e-2, "SGD": 0.1}[case.optimizer]
     optimizer = getattr(torch.optim, case.optimizer)(pipe.parameters(), lr=learning_rate)
     numbers: Numbers = {}
     for step in range(NUM_STEPS):
@@ -185,8 +186,8 @@ def prepare() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def rank_of_meshes(rank: int, store: str) -> dict[str, Numbers]:
-    """One process of all meshes, one after the other."""
+def rank_of_meshes(rank: int, store: str) -> tuple[int, dict[str, Numbers]]:
+    """One process of all meshes, one after the other; its rank, and what it computes."""
     prepare()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     place = {"rank": rank, "world_size": NUM_PROCESSES, "init_method": f"file://{store}"}
@@ -194,16 +195,18 @@ def rank_of_meshes(rank: int, store: str) -> dict[str, Numbers]:
     found = {case.name: train(case) for case in CASES if case.mesh}
     dist.barrier()
     dist.destroy_process_group()
-    return found
+    return rank, found
 
 
 def run_meshes() -> dict[str, Numbers]:
-    """Of all ranks; ends its processes where they take too long. They meet in a file, so that no port is open."""
+    """Of all ranks, which meet in a file, so that no port is open. The first that fails, or the time, ends them all."""
+    deadline = time.monotonic() + MESH_SECONDS
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
-        places = [(rank, str(Path(folder, "store"))) for rank in range(NUM_PROCESSES)]
-        ranks = pool.starmap_async(rank_of_meshes, places, chunksize=1).get(MESH_SECONDS)
+        run_rank = partial(rank_of_meshes, store=str(Path(folder, "store")))
+        ending = pool.imap_unordered(run_rank, range(NUM_PROCESSES))
+        ranks = dict(ending.next(deadline - time.monotonic()) for _ in range(NUM_PROCESSES))
     return {
-        name: {f"rank {rank}, {key}": value for rank, found in enumerate(ranks) for key, value in found[name].items()}
+        name: {f"rank {rank}, {key}": value for rank in sorted(ranks) for key, value in ranks[rank][name].items()}
         for name in ranks[0]
     }
 

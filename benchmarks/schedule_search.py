@@ -35,9 +35,8 @@ import numpy as np
 
 from benchmarks.harness import setting, write
 from slipstream.planner.order.best_order import best_hand_written, find_order, lower_bound
-from slipstream.schedule.action import Op
-from slipstream.simulator.costs import TableCost
-from slipstream.simulator.simulation import simulate
+from slipstream.schedule import Op
+from slipstream.simulator import TableCost, simulate
 
 NUM_PROBLEMS = 540
 FACTORS: dict[str, tuple[object, ...]] = {

@@ -19,7 +19,7 @@ from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, mean_loss, model_config, torch_pipeline, whole_model
 from benchmarks.waterfall import bound, waterfall
 from slipstream import Pipeline
-from slipstream.timeline.spans import Timeline
+from slipstream.timeline import Timeline
 
 CUT = [4, 4]
 TURNS_CUT = [0, 0.5, 2, 3, 2.5, 0]  # three stages a rank, in turns: the embedding alone, ..., the head alone

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from slipstream import simulate
 from slipstream.planner.order.best_order import lower_bound
-from slipstream.schedule.action import COMMUNICATION, Action, Op, Schedule
-from slipstream.simulator.costs import MeasuredCost, TableCost
-from slipstream.timeline.spans import Timeline
+from slipstream.schedule import COMMUNICATION, Action, Op, Schedule
+from slipstream.simulator import MeasuredCost, TableCost
+from slipstream.timeline import Timeline
 
 
 class WithoutLinks(MeasuredCost):

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from slipstream.model.toy import reference
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families import causal_cross_entropy
 
 VOCABULARY = 61
 LENGTH = 64

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from slipstream.schedule import Op
-from slipstream.simulator.costs import TableCost
+from slipstream.simulator import TableCost
 
 
 @dataclass

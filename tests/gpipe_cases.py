@@ -15,8 +15,8 @@ from examples.gpipe.vit import vit
 from torch import Tensor, nn
 
 from architectures import gradients
+from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.families.layer_sequence import cross_entropy
-from slipstream.pipeline.families.loss import causal_cross_entropy
 
 ROWS = 17  # no number of microbatches but 1 divides it
 _CLASSES, _VOCABULARY = 5, 23

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from slipstream.planner.costs import Amount, AttentionCall, ModelCount, OpCount, PartCount, Window, load_cluster
 from slipstream.planner.costs.analytic_costs import Analytic
-from slipstream.planner.costs.cluster import load_cluster
-from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount
-from slipstream.planner.costs.time_fit import Window
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.schedule import Op, Schedule, make_schedule
-from slipstream.simulator.memory_account import Kind
-from slipstream.simulator.simulation import simulate
-from slipstream.timeline.spans import Timeline
+from slipstream.simulator import Kind, simulate
+from slipstream.timeline import Timeline
 
 SEQ_LEN = 4096
 NUM_LAYERS = 16

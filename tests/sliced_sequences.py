@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from architectures import gradients
 from slipstream import CutTokens, Skip, causal_attention
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families import causal_cross_entropy
 
 ROWS, SOURCE, TARGET, VOCABULARY, WIDTH = 8, 5, 9, 11, 8
 Inputs = Tensor | tuple[Tensor, ...]

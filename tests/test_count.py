@@ -8,17 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, PretrainedConfig
 
 from architectures import ARCHITECTURES, LENGTH, build, llama, tokens
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.layer_range import LayerRange
-from slipstream.model.loading import random_model
-from slipstream.model.stage import Stage
-from slipstream.pipeline.families.loss import causal_cross_entropy
-from slipstream.planner.costs.operation_counts import ModelCount
-from slipstream.planner.costs.paper_formulas import GPT
-from slipstream.planner.costs.time_fit import Window
-from slipstream.profiler.count import count_model
+from slipstream.model import LayerRange, Stage, find_anatomy, random_model
+from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.planner.costs import GPT, ModelCount, Window
+from slipstream.profiler import count_model
 from slipstream.profiler.stage_bench import StageBench
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 HIDDEN, MLP, KV, VOCABULARY = 32, 48, 16, 61  # of tests/architectures.py
 ATTENTION = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV)  # FLOPs a token of q, o, k, v

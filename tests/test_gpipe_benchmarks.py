@@ -99,7 +99,7 @@ def test_a_split_backward_takes_as_long_as_a_whole_one() -> None:
     from benchmarks.gpipe.layer_times import LayerTime, Times
     from benchmarks.gpipe.stage_cost import StageCost
 
-    from slipstream.schedule.action import Action, Op
+    from slipstream.schedule import Action, Op
 
     cost = StageCost(Times([LayerTime(str(i), 1.0, 2.0, 3, 8, 1) for i in range(4)], []), [1, 3])
     assert cost.seconds(Action(Op.I, 1)) + cost.seconds(Action(Op.W, 1)) == cost.seconds(Action(Op.B, 1)) == 6

@@ -10,12 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Op, Schedule, add_communication, gpipe, make_schedule, one_f_one_b
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
-from slipstream.schedule.memory_passes import add_offload, add_recompute
+from slipstream.schedule import (
+    GENERATORS,
+    STAGES_PER_RANK,
+    Op,
+    Schedule,
+    add_communication,
+    add_offload,
+    add_recompute,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+)
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.simulator.memory_account import Footprint, Kind, MemoryTable, Unit, memory_of, pool_bytes, send_windows
-from slipstream.simulator.simulation import simulate
 
 ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
 

@@ -10,13 +10,20 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.measurements import Hardware, Link, MeasuredStage, Measurement, ModelIdentity
-from slipstream.planner.costs.profile_file import OPS, Profile, load_profile
+from slipstream.planner.costs import (
+    OPS,
+    Hardware,
+    Link,
+    MeasuredStage,
+    Measurement,
+    ModelIdentity,
+    Profile,
+    fit_times,
+    load_profile,
+)
 from slipstream.planner.costs.stage_basis import choose_stages, combine, stage_row
-from slipstream.planner.costs.time_fit import fit_times
-from slipstream.schedule.action import Op
-from slipstream.schedule.generators import gpipe
-from slipstream.simulator.simulation import simulate
+from slipstream.schedule import Op, gpipe
+from slipstream.simulator import simulate
 
 HARDWARE = Hardware("cpu", "a processor", cores=2, threads=1, processes=2)
 MODEL = ModelIdentity("llama", num_layers=6, hidden_size=32, vocab_size=61, config_hash="abc")

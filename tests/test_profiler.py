@@ -16,17 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 from architectures import ARCHITECTURES, llama
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.hooks.token_slice import TokenSlice
-from slipstream.planner.costs.profile_file import OPS
-from slipstream.planner.costs.time_fit import Window
+from slipstream.model import find_anatomy
+from slipstream.model.hooks import TokenSlice
+from slipstream.planner.costs import OPS, Window
 from slipstream.profiler import ProfileSettings, identify_hardware, identify_model, profile_model
 from slipstream.profiler.grid import Grid, make_grid
 from slipstream.profiler.kinds import layer_kinds
 from slipstream.profiler.links import fit_link, measure_link
 from slipstream.profiler.run import make_benches
 from slipstream.profiler.stage_bench import PrefilledStore
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 CPU = torch.device("cpu")
 SETTINGS = ProfileSettings(seq_len=64, longest_slice=16, granularity=8, repeats=2, budget=20.0)

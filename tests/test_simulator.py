@@ -23,9 +23,9 @@ from slipstream.schedule import (
     gpipe,
     one_f_one_b,
 )
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import MeasuredCost, TableCost, UnitCost
-from slipstream.simulator.simulation import simulate
-from slipstream.timeline.spans import Timeline
+from slipstream.timeline import Timeline
 
 COUNTS = list(product(range(1, 9), range(1, 7), range(1, 7)))  # ranks p, microbatches m, slices s
 POSITIVE = st.integers(1, 50)

@@ -27,11 +27,11 @@ from slipstream.schedule import (
     make_schedule,
     one_f_one_b,
 )
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.simulation import simulate
+from slipstream.timeline import Span, Timeline
 from slipstream.timeline import colors as palette
 from slipstream.timeline.chrome_trace import load
-from slipstream.timeline.spans import Span, Timeline
 
 
 def measured() -> Timeline:

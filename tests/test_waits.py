@@ -20,10 +20,9 @@ from slipstream.schedule import (
     one_f_one_b,
     split_backwards,
 )
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import TableCost, UnitCost
-from slipstream.simulator.simulation import simulate
-from slipstream.timeline.idle_causes import Cause
-from slipstream.timeline.spans import Span, Timeline
+from slipstream.timeline import Cause, Span, Timeline
 
 POSITIVE = st.integers(1, 50)
 

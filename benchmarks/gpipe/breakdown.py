@@ -20,7 +20,7 @@ from benchmarks.gpipe.models import SMALL, Case
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.waterfall import waterfall
 from slipstream import Pipeline, Schedule
-from slipstream.timeline.spans import Timeline
+from slipstream.timeline import Timeline
 
 MICROBATCHES = (8, 32)
 PARTS = (

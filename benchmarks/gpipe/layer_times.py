@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
+from slipstream.model import TensorSpec
+from slipstream.model.saving import add_weight_gradients_in_place
+from slipstream.model.sequence import Boundary, Layer, Microbatch, Trace, Tracer, Value, as_tuple, find_routes, flatten
 from slipstream.model.sequence.batch_norm import MiniBatch
-from slipstream.model.sequence.layers import Layer, find_routes, flatten
-from slipstream.model.sequence.sequence_context import Microbatch, Value, as_tuple
-from slipstream.model.sequence.shape_trace import Boundary, Trace, Tracer
 from slipstream.model.sequence.skips import Pop, Stash
-from slipstream.model.tensor_spec import TensorSpec
-from slipstream.pipeline.execution.executor import LossFunction
+from slipstream.pipeline.execution import LossFunction
 
 
 @dataclass(frozen=True)

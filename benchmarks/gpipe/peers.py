@@ -25,7 +25,7 @@ from benchmarks.gpipe.layer_times import trace_of
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.isolated import Contender
 from slipstream import Pipeline, partition_layers
-from slipstream.model.sequence.layers import flatten
+from slipstream.model.sequence import flatten
 from slipstream.pipeline.families.sequence_partition import counted_costs
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

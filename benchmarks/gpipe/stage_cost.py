@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from benchmarks.gpipe.balance import stage_sums
 from benchmarks.gpipe.layer_times import Times
 from slipstream import simulate
-from slipstream.schedule import add_recompute, make_schedule
-from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.schedule import Action, Op, Schedule, add_recompute, make_schedule
 
 NONE, LATE, EARLY = RECOMPUTE = ("none", "with each backward", "as early as it can")
 

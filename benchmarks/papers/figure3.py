@@ -16,8 +16,8 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from slipstream.planner.costs.profile_file import Profile, load_profile
-from slipstream.schedule.action import Op
+from slipstream.planner.costs import Profile, load_profile
+from slipstream.schedule import Op
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "slice-times.png"
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.tables import errors, gpt, read
+from slipstream.planner.costs import Cluster, load_cluster
 from slipstream.planner.costs.analytic_costs import Analytic, Attention
-from slipstream.planner.costs.cluster import Cluster, load_cluster
 from slipstream.planner.costs.paper_formulas import GPT, data_parallel_bubble
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 LENGTH = 2048
 FITTED = (0, 5, 9)  # the first, the last and one in the middle

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
+from slipstream.planner.costs import Cluster, load_cluster
 from slipstream.planner.costs.analytic_costs import Analytic, Attention
-from slipstream.planner.costs.cluster import Cluster, load_cluster
 from slipstream.planner.slicing.equal_stages import slice_tokens
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 LENGTH = 2048
 GRANULARITY = 8  # all slices of the paper are multiples of it

@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.papers import megatron
 from benchmarks.papers.megatron import ADAM_BYTES, LENGTH, Model, Run
 from benchmarks.papers.tables import errors, gpt, read
+from slipstream.planner.costs import Cluster
 from slipstream.planner.costs.analytic_costs import Analytic, Attention
-from slipstream.planner.costs.cluster import Cluster
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 DTYPE_BYTES = 2  # float16
 GATHERS, SCATTERS = 2, 1  # of every weight in a step

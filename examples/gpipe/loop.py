@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]  # (inputs, targets)
 

@@ -20,11 +20,11 @@ from hand_made_plan import MODEL, make_plan
 from slipstream.cli.plan import plan as command
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
-from slipstream.planner.costs.profile_file import load_profile
+from slipstream.planner.costs import load_profile
 from slipstream.planner.report.wording import count_text, seconds_text
 from slipstream.planning.plan_file import plan_settings, write_plan_file
 from slipstream.planning.plan_model import make_options, model_section
-from slipstream.training.config.config_file import load_config
+from slipstream.training.config import load_config
 from timeouts import LIMIT
 
 SEQ_LEN = 64

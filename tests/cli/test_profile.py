@@ -12,7 +12,7 @@ import yaml
 from architectures import llama
 from slipstream.cli.profile import profile as command
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.profile_file import load_profile
+from slipstream.planner.costs import load_profile
 from timeouts import LIMIT
 
 QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4", "--budget=20")

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import GENERATORS, add_communication, make_schedule, one_f_one_b, split_backwards
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.simulation import simulate
 from slipstream.timeline.chrome_trace import load
 from timeouts import LIMIT
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from architectures import BOUND, gradient_error, gradients
 from gpipe_cases import CASES, unsplit_step
 from slipstream import Pipeline
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 
 
 @pytest.fixture(autouse=True)

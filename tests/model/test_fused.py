@@ -23,8 +23,7 @@ from architectures import (
     unsplit_step,
 )
 from slipstream import Op, Pipeline, SlipstreamError
-from slipstream.model import fused
-from slipstream.model.fused import check_compiler, fuse
+from slipstream.model import check_compiler, fuse, fused
 from slipstream.model.saving.weight_gradients import whole_weights
 
 

@@ -20,10 +20,17 @@ from transformers.models.llama import modeling_llama
 
 from architectures import ARCHITECTURES, llama
 from slipstream import SlipstreamError
-from slipstream.model.anatomy import Anatomy, find_anatomy
-from slipstream.model.halves import find_halves
-from slipstream.model.layer_range import Edge, Half, HalfLayer, LayerRange
-from slipstream.model.loading import pretrained_model, random_model
+from slipstream.model import (
+    Anatomy,
+    Edge,
+    Half,
+    HalfLayer,
+    LayerRange,
+    find_anatomy,
+    find_halves,
+    pretrained_model,
+    random_model,
+)
 from slipstream.model.split import ZeroBranch, keep_half
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

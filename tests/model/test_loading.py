@@ -15,8 +15,7 @@ from transformers.utils import logging
 
 from architectures import ARCHITECTURES, llama
 from slipstream import Pipeline, SlipstreamError
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.loading import load_config, model_to_time, pretrained_model, random_model
+from slipstream.model import find_anatomy, load_config, model_to_time, pretrained_model, random_model
 
 PARTS = [[0], [1, 2], [3], [0, 3], [0, 1, 2, 3]]
 

@@ -9,8 +9,8 @@ from transformers import BartConfig, BloomConfig, MambaConfig, MixtralConfig, Pr
 import slipstream
 from architectures import ARCHITECTURES, llama
 from slipstream import SlipstreamError
+from slipstream.model import check_sliceable
 from slipstream.model.hooks import rope
-from slipstream.model.self_check import check_sliceable
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

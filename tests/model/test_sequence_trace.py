@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.sequence.layers import find_routes, flatten
-from slipstream.model.sequence.sequence_context import Microbatch
-from slipstream.model.sequence.shape_trace import Tracer
+from slipstream.model.sequence import Microbatch, Tracer, find_routes, flatten
 
 ROWS, TOKENS, HEADS, GROUPS, WIDTH = 2, 8, 4, 2, 16
 

@@ -11,11 +11,9 @@ from replica import Replica, batch, local_loss, none_partial, world
 from torch import nn
 
 from architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, no_rounding_inside, unsplit_step
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
-from slipstream.parallel.group import Group
-from slipstream.parallel.mesh import Axes, make_mesh
-from slipstream.parallel.replicas.gradient_reduction import Gradients
-from slipstream.parallel.replicas.masters import Masters
+from slipstream.model.saving import add_weight_gradients_in_place
+from slipstream.parallel import Axes, Group, make_mesh
+from slipstream.parallel.replicas import Gradients, Masters
 
 
 @no_rounding_inside()

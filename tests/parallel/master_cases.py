@@ -12,10 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from architectures import ARCHITECTURES, build, no_rounding_inside, unsplit_step
 from slipstream import Pipeline, make_mesh
-from slipstream.parallel.group import Group
-from slipstream.parallel.replicas.gradient_reduction import Gradients
-from slipstream.parallel.replicas.loss_scale import LossScale
-from slipstream.parallel.replicas.masters import Masters
+from slipstream.parallel import Group
+from slipstream.parallel.replicas import Gradients, LossScale, Masters
 
 
 @no_rounding_inside()

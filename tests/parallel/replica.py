@@ -7,11 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from architectures import labels_of, tokens
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
-from slipstream.parallel.group import Group
-from slipstream.parallel.replicas.gradient_reduction import Gradients
-from slipstream.parallel.replicas.masters import Masters
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.model.saving import add_weight_gradients_in_place
+from slipstream.parallel import Group
+from slipstream.parallel.replicas import Gradients, Masters
+from slipstream.pipeline.families import causal_cross_entropy
 
 Named = tuple[str, nn.Parameter]
 ROWS = 2  # of a batch, on each replica

@@ -19,13 +19,11 @@ from transformers import (
 )
 
 from architectures import ARCHITECTURES, VOCABULARY, build, labels_of, llama
-from slipstream.model.anatomy import find_anatomy
-from slipstream.parallel.group import Group
-from slipstream.parallel.tensor.tensor_parallel import TensorParallel
-from slipstream.parallel.tensor.tensor_plan import find_tensor_plan
-from slipstream.parallel.tensor.vocabulary import vocabulary_cross_entropy
+from slipstream.model import find_anatomy
+from slipstream.parallel import Group
+from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families import causal_cross_entropy
 
 LENGTH = 23  # which neither 2 nor 4 divides
 BATCH = 2

@@ -19,16 +19,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from architectures import BOUND, VOCABULARY, gradient_error
 from slipstream import SlipstreamError
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.halves import find_halves
-from slipstream.model.layer_range import LayerRange
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, deferring
+from slipstream.model import LayerRange, find_anatomy, find_halves
+from slipstream.model.saving import add_weight_gradients_in_place, deferring
 from slipstream.model.split import keep_layers, share
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
+from slipstream.parallel.tensor import vocabulary_cross_entropy
 from slipstream.parallel.tensor.regions import with_first_tensor
-from slipstream.parallel.tensor.vocabulary import vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shared_models import CONFIGS
 
 from architectures import no_rounding_inside
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
 
 CASES = (
     tensor_cases.layers_without_an_mlp_of_their_own,

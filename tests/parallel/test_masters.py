@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from architectures import ARCHITECTURES, build, tokens
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
+from slipstream.parallel.replicas import Gradients, Masters
 from slipstream.parallel.replicas.buckets import (
     flatten,
     in_buckets,
@@ -20,8 +21,6 @@ from slipstream.parallel.replicas.buckets import (
     unflatten,
     unpack_rows,
 )
-from slipstream.parallel.replicas.gradient_reduction import Gradients
-from slipstream.parallel.replicas.masters import Masters
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6)
 

@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 
 from architectures import ARCHITECTURES, build, llama
 from slipstream import SlipstreamError
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.layer_range import LayerRange
+from slipstream.model import LayerRange, find_anatomy
 from slipstream.model.split import keep_layers
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
+from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.tensor.parameter_cut import Cut
-from slipstream.parallel.tensor.tensor_parallel import TensorParallel
 from slipstream.parallel.tensor.tensor_plan import Style, TensorPlan, find_tensor_plan
 
 PLAN = {f"model.{key}": style for key, style in LlamaConfig.base_model_tp_plan.items()}

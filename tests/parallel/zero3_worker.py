@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from architectures import ARCHITECTURES, BOUND, build, gradient_error, llama, no_rounding_inside, tokens, unsplit_step
 from slipstream import Pipeline, SlipstreamError, make_mesh
-from slipstream.parallel.replicas.sharded_parameters import ShardedParameters
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.parallel.replicas import ShardedParameters
+from slipstream.pipeline.families import causal_cross_entropy
 
 SLICES = [5, 30, 17, 12]
 EVEN = llama(vocab_size=64)  # rows that two and four processes divide

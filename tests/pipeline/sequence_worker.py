@@ -12,8 +12,8 @@ from architectures import BOUND, gradient_error, gradients
 from sequences import Mix, Unsplit, batch, build, costs
 from sliced_sequences import CASES, ROWS, SOURCE, TARGET
 from slipstream import Pipeline, Skip, make_mesh
-from slipstream.pipeline.families.loss import causal_cross_entropy
-from slipstream.pipeline.messages.message import HEADER_BYTES
+from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.pipeline.messages import HEADER_BYTES
 
 KINDS = ["norm", "skip", "tuple", "dropout", "relu", "short skip"]
 

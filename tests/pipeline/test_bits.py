@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from architectures import VOCABULARY, gradients, labels_of, llama, tokens
 from slipstream import Pipeline
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 
 CONFIGS = {
     "llama, tied": llama(tie_word_embeddings=True, num_hidden_layers=4),

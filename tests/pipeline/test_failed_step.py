@@ -8,7 +8,7 @@ from torch import Tensor
 
 from architectures import ARCHITECTURES, tokens
 from slipstream import Pipeline
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families import causal_cross_entropy
 
 
 @pytest.mark.parametrize("num_before", [0, 2, 5])

@@ -28,7 +28,7 @@ from architectures import (
     unsplit_step,
 )
 from slipstream import Op, Pipeline, SlipstreamError
-from slipstream.model.layer_range import LayerRange
+from slipstream.model import LayerRange
 
 SLICES = [5, 30, 17, 12]
 CUT = [name for name in ARCHITECTURES if name != "gpt_neox"]  # its branches run side by side

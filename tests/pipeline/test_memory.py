@@ -16,7 +16,7 @@ from slipstream.pipeline.memory.live_memory import LiveMemory, memory_meter, ten
 from slipstream.pipeline.memory.rehearsal import rehearse
 from slipstream.pipeline.messages.transport import _windows
 from slipstream.schedule import add_communication, make_schedule
-from slipstream.simulator.memory_account import Kind, memory_of, send_windows
+from slipstream.simulator import Kind, memory_of, send_windows
 
 WORKER = Path(__file__).with_name("memory_worker.py")
 

@@ -24,7 +24,7 @@ from architectures import (
     unsplit_step,
 )
 from slipstream import Pipeline, SlipstreamError, one_f_one_b
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.schedule import split_backwards
 
 

@@ -23,7 +23,7 @@ from architectures import (
     unsplit_step,
 )
 from slipstream import Action, Op, Pipeline, Schedule
-from slipstream.schedule.dependencies import predecessors
+from slipstream.schedule import predecessors
 
 LENGTH = 24
 MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}

@@ -24,7 +24,7 @@ from architectures import (
 from live_memory import LiveMemory
 from slipstream import Action, Op, Pipeline, SlipstreamError, gpipe
 from slipstream.attention import ContextStore
-from slipstream.model.saving.recompute import Recompute, Replay
+from slipstream.model.saving import Recompute, Replay
 from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
 from slipstream.schedule import Schedule, add_communication, add_recompute
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from architectures import BOUND, gradient_error, gradients
 from sequences import KINDS, Unsplit, batch, build, sequences
 from slipstream import Pipeline
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 
 EXACT = tuple(kind for kind in KINDS if kind != "dropout")  # draws other numbers than the unsplit model
 RECOMPUTE = ("none", "full", "selective", 1, "checkpoints")

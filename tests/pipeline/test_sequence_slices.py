@@ -16,9 +16,9 @@ from architectures import BOUND, gradient_error, gradients
 from sliced_sequences import CASES, ROWS, TARGET, Inputs
 from slipstream import Pipeline, causal_attention
 from slipstream.attention import ContextError
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, make_schedule
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
 
 RECOMPUTE = ("none", "full", "selective", 1, "checkpoints")
 ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
@@ -204,7 +204,7 @@ def test_frozen_layers(frozen: slice) -> None:
 
 
 def _named(model: nn.Sequential) -> list[object]:
-    from slipstream.model.sequence.layers import flatten
+    from slipstream.model.sequence import flatten
 
     return [*flatten(model)]
 

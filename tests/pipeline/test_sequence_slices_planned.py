@@ -11,12 +11,10 @@ import torch
 from examples.gpipe.transformer import transformer
 
 from slipstream import CutTokens, SlipstreamError, make_schedule, partition_layers, simulate
-from slipstream.model.sequence.layers import find_routes, flatten
-from slipstream.model.sequence.sequence_context import Microbatch
-from slipstream.model.sequence.shape_trace import Tracer
+from slipstream.model.sequence import Microbatch, Tracer, find_routes, flatten
 from slipstream.pipeline.families.sequence_partition import counted_costs
 from slipstream.planner.slicing.sequence_costs import slice_costs
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 PAGE = Path(__file__).parents[2] / "docs" / "sequences.md"
 RANKS, TOKENS = 4, 512

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream import CutTokens, Pipeline, Skip, SlipstreamError, causal_attention
-from slipstream.schedule.action import Schedule
-from slipstream.schedule.generators import make_schedule
+from slipstream.schedule import Schedule, make_schedule
 
 INPUTS, TARGETS = torch.randn(4, 8, 6), torch.randint(0, 6, (4, 6))  # (rows, tokens, classes) of length 8 and 6
 

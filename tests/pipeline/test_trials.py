@@ -15,11 +15,9 @@ from slipstream import Op
 from slipstream.pipeline.tuning.fitted_slice_times import SliceTimes
 from slipstream.pipeline.tuning.slicings import growing, promising
 from slipstream.pipeline.tuning.trials import Answer, Request, Samples, Trial, fastest
-from slipstream.schedule import make_schedule
-from slipstream.schedule.lowering import split_backwards
-from slipstream.simulator.costs import TableCost
-from slipstream.simulator.simulation import simulate
-from slipstream.timeline.spans import Timeline
+from slipstream.schedule import make_schedule, split_backwards
+from slipstream.simulator import TableCost, simulate
+from slipstream.timeline import Timeline
 
 GROWING = (128, 192, 256, 320, 384, 384, 384)
 SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.1, Op.W: 0.95}  # of 1000 tokens

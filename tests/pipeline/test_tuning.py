@@ -10,14 +10,10 @@ import torch
 
 from architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, labels_of, tokens, unsplit_step
 from slipstream import Op, Pipeline, SlipstreamError
-from slipstream.pipeline.tuning.trials import Trial
-from slipstream.pipeline.tuning.tuner import Tuner
-from slipstream.schedule.action import COMMUNICATION
-from slipstream.schedule.generators import one_f_one_b
-from slipstream.schedule.lowering import split_backwards
-from slipstream.simulator.costs import TableCost
-from slipstream.simulator.simulation import simulate
-from slipstream.timeline.spans import Timeline
+from slipstream.pipeline.tuning import Trial, Tuner
+from slipstream.schedule import COMMUNICATION, one_f_one_b, split_backwards
+from slipstream.simulator import TableCost, simulate
+from slipstream.timeline import Timeline
 
 SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.1, Op.W: 0.95}  # of 1000 tokens; splitting costs a little
 HEAD = 1.4  # the last stage takes so much longer

@@ -23,7 +23,7 @@ from architectures import (
     unsplit_step,
 )
 from slipstream import Pipeline, SlipstreamError
-from slipstream.pipeline.families.loss import causal_cross_entropy
+from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.messages.transport import TransportError
 
 

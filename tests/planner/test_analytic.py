@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from slipstream.errors import SlipstreamError
+from slipstream.planner.costs import Amount, AttentionCall, ModelCount, OpCount, PartCount, Window
 from slipstream.planner.costs.analytic_costs import Analytic, Attention
 from slipstream.planner.costs.cluster import Cluster, parse_cluster
-from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount
-from slipstream.planner.costs.time_fit import Window
 from slipstream.planner.slicing.equal_stages import slice_tokens
-from slipstream.schedule import Op, make_schedule
-from slipstream.schedule.action import Action
-from slipstream.simulator.simulation import simulate
+from slipstream.schedule import Action, Op, make_schedule
+from slipstream.simulator import simulate
 
 HIDDEN = 8
 WEIGHTS = 1000.0

@@ -22,8 +22,8 @@ from slipstream.planner.costs.paper_formulas import (
     training_seconds,
 )
 from slipstream.schedule import make_schedule
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.simulation import simulate
 
 TABLE_1 = Path(__file__).parents[2] / "benchmarks/papers/tables/megatron_table1_weak_scaling.csv"
 

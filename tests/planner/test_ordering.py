@@ -31,8 +31,8 @@ from slipstream.schedule import (
     split_backwards,
     validate,
 )
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import TableCost, UnitCost
-from slipstream.simulator.simulation import simulate
 
 EFFORT = 1e5  # a fraction of a second
 

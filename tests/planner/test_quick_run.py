@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 
 from slipstream.planner.search.memory_bound import least_messages
 from slipstream.planner.search.schedule_cache import written
-from slipstream.schedule.action import Op, Schedule
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK
-from slipstream.schedule.lowering import add_communication
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_communication
+from slipstream.simulator import TableCost, simulate
 from slipstream.simulator.compiled_simulation import ActionArrays
-from slipstream.simulator.costs import TableCost
 from slipstream.simulator.memory_account import MemoryTable, pool_bytes
-from slipstream.simulator.simulation import simulate
 
 
 @st.composite

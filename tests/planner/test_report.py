@@ -26,8 +26,8 @@ from slipstream.planner.report.wording import (
     shared_choices,
     slices_text,
 )
-from slipstream.simulator.memory_account import Kind
-from slipstream.timeline.idle_causes import Cause
+from slipstream.simulator import Kind
+from slipstream.timeline import Cause
 from timeouts import LIMIT
 
 UNITS = {"s": 1, "ms": 1e-3, "us": 1e-6, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "%": 1e-2, "": 1}

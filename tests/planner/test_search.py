@@ -14,17 +14,14 @@ from hypothesis import strategies as st
 from architectures import llama
 from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
+from slipstream.planner.costs import Amount, AnalyticSource, AttentionCall, ModelCount, OpCount, PartCount, Window
 from slipstream.planner.costs.cluster import Cluster, load_cluster, parse_cluster
-from slipstream.planner.costs.cost_sources import AnalyticSource
-from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount
-from slipstream.planner.costs.time_fit import Window
 from slipstream.planner.plans import Configuration
+from slipstream.planner.search import search
 from slipstream.planner.search.configurations import Options, Space
-from slipstream.planner.search.plan_search import search
 from slipstream.planner.search.simulated_configuration import Candidate, may_fit, predict
-from slipstream.schedule import Op, make_schedule
-from slipstream.schedule.action import COMMUNICATION
-from slipstream.simulator.memory_account import Kind, Unit, memory_of
+from slipstream.schedule import COMMUNICATION, Op, make_schedule
+from slipstream.simulator import Kind, Unit, memory_of
 
 SEQ_LEN = 512
 PLAIN = Options(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))

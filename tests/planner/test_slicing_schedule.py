@@ -15,7 +15,7 @@ from slipstream.planner.slicing.equal_stages import slice_tokens
 from slipstream.planner.slicing.equal_time_cuts import equal_time_cuts, equal_time_slices
 from slipstream.planner.slicing.schedule_slicing import cost_of_slices, slice_for_schedule
 from slipstream.schedule import Op, Schedule, forward_only, gpipe, one_f_one_b, split_backwards
-from slipstream.simulator.costs import CostModel
+from slipstream.simulator import CostModel
 
 
 @given(st.integers(1, 40), st.floats(0, 1))

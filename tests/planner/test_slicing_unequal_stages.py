@@ -12,7 +12,7 @@ from slipstream import SlipstreamError, simulate
 from slipstream.planner.slicing.equal_stages import slice_tokens
 from slipstream.planner.slicing.unequal_stages import slice_for_stages
 from slipstream.schedule import Op, forward_only, gpipe
-from slipstream.simulator.costs import TableCost
+from slipstream.simulator import TableCost
 
 Table = list[list[float]]
 

@@ -24,8 +24,8 @@ from slipstream.schedule import (
     one_f_one_b,
     validate,
 )
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.simulation import simulate
 
 
 def test_the_docstrings_picture_is_the_timeline() -> None:

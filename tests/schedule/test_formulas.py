@@ -20,8 +20,8 @@ from slipstream.schedule import (
     zb_h2,
     zb_v,
 )
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.simulation import simulate
 
 ranks, microbatches, slices, stages = st.integers(1, 8), st.integers(1, 8), st.integers(1, 6), st.integers(1, 4)
 leads = st.sampled_from([1, 2])

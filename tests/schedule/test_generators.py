@@ -24,8 +24,8 @@ from slipstream.schedule import (
     split_backwards,
     validate,
 )
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.simulation import simulate
 
 PICTURED = {
     "gpipe": (2, 2, 2),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.schedule.action import Action
-from slipstream.schedule.generators import gpipe
-from slipstream.schedule.hang import report_wait
-from slipstream.schedule.lowering import add_communication
+from slipstream.schedule import Action, add_communication, gpipe, report_wait
 
 
 def test_it_names_the_action_the_other_rank_and_what_is_missing_there():

@@ -30,8 +30,8 @@ from slipstream.schedule import (
     split_backwards,
     validate,
 )
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.simulation import simulate
 
 NAMED = [
     make_schedule(name, 2, m, s, STAGES_PER_RANK[name].start)

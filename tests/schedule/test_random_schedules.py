@@ -11,6 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
+    RECEIVES,
+    SENDS,
     Action,
     Channel,
     Op,
@@ -24,9 +26,8 @@ from slipstream.schedule import (
     running_order,
     validate,
 )
-from slipstream.schedule.action import RECEIVES, SENDS
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import TableCost, UnitCost
-from slipstream.simulator.simulation import simulate
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from slipstream.schedule import ScheduleError, gpipe, one_f_one_b, validate
-from slipstream.schedule.lowering import add_communication, check_communication
+from slipstream.schedule import ScheduleError, add_communication, check_communication, gpipe, one_f_one_b, validate
 from slipstream.schedule.torch_csv import from_torch_csv, to_torch_csv
 
 

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from slipstream.parallel.shares import Share
+from slipstream.parallel import Share
 from slipstream.training.checkpoint import Piece
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

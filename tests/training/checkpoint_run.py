@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from architectures import ARCHITECTURES, build, labels_of, tokens, unsplit_step
-from slipstream.parallel.shares import Share
+from slipstream.parallel import Share
 from slipstream.training.checkpoint import Piece
 
 

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.group import Group
-from slipstream.parallel.shares import Share
+from slipstream.parallel import Group, Share
 from slipstream.training.checkpoint import CheckpointReader, Checkpoints, Piece, storage
 from training.checkpoint_layouts import emptied, layout, same_bits, tensors
 

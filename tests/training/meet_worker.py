@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.rendezvous import meet
+from slipstream.launch import meet
 from slipstream.launch.slurm import is_task, torchrun_variables
 
 

@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.group import Group
-from slipstream.parallel.shares import Share
+from slipstream.parallel import Group, Share
 from slipstream.training.checkpoint import CheckpointReader, Checkpoints, Piece
 from slipstream.training.checkpoint.files import read_record, write_record
 from slipstream.training.checkpoint.saving import alone_is_fine

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.group import Group
-from slipstream.parallel.shares import Share
+from slipstream.parallel import Group, Share
 from slipstream.training.checkpoint import Found, Piece
 from slipstream.training.checkpoint.folder import CheckpointFolder
 from slipstream.training.checkpoint.manifest import Manifest

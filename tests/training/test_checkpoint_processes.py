@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forked import launch
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
 from slipstream.training.checkpoint import Checkpoints
 from training.checkpoint_layouts import emptied, layout, same_bits, tensors
 from training.checkpoint_run import pieces_of, start, train

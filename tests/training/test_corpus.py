@@ -8,9 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.progress import Progress
-from slipstream.training.config.sections import DataSection
-from slipstream.training.data.corpus import read_documents
+from slipstream.launch import Progress
+from slipstream.training.config import DataSection
+from slipstream.training.data import read_documents
 from slipstream.training.data.tokenizer import END_OF_DOCUMENT, load_tokenizer, tokenise, train_tokenizer
 
 TEXTS = ["first text", "second text, longer", "third"]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.data.packing import PackedSequences, TokenisedText, unigram_entropy
+from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 

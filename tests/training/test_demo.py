@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.training.data.packing import TokenisedText, unigram_entropy
+from slipstream.training.data import TokenisedText, unigram_entropy
 from slipstream.training.output import Output
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"

@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig
 from architectures import ARCHITECTURES, tokens
 from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import find_anatomy
+from slipstream.model import find_anatomy
 from slipstream.pipeline.families.stage_layout import Layout, plan_layout
 from slipstream.planner.costs.paper_formulas import GPT, SECONDS_PER_DAY
 from slipstream.schedule import make_schedule

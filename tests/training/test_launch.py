@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.errors import SlipstreamError
-from slipstream.launch.local_ranks import MALLOC, RankFailedError, launch
+from slipstream.errors import RankFailedError, SlipstreamError
+from slipstream.launch.local_ranks import MALLOC, launch
 from timeouts import LIMIT
 
 # Each rank says that it is there, then rank 0 waits inside gloo for a message that nobody sends.

@@ -8,13 +8,10 @@ import pytest
 from architectures import ARCHITECTURES, tokens
 from slipstream import Pipeline
 from slipstream.launch.progress import describe_step, describe_time, duration
-from slipstream.schedule import make_schedule
-from slipstream.schedule.action import Action, Op
-from slipstream.schedule.lowering import add_communication
-from slipstream.schedule.memory_passes import add_recompute
+from slipstream.schedule import Action, Op, add_communication, add_recompute, make_schedule
+from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.simulation import simulate
-from slipstream.timeline.spans import Span, Timeline
+from slipstream.timeline import Span, Timeline
 from slipstream.training.metrics.flops import StepFigures, TrainingTime
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import MetricsFile, Step, Validation, as_record, gather, peak_memory

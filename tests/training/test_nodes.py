@@ -21,11 +21,11 @@ from torch.distributed.run import get_args_parser
 
 import slipstream
 from slipstream.errors import SlipstreamError
+from slipstream.launch import meet
 from slipstream.launch.agreement import differences, hash_sources
 from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
-from slipstream.launch.rendezvous import meet
 from slipstream.launch.slurm import first_node, is_task, torchrun_variables
-from slipstream.training.config.config_file import load_config
+from slipstream.training.config import load_config
 from slipstream.training.preflight import check_layers, load_model_config
 from timeouts import LIMIT
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.training.config.sections import OptimizerSection
+from slipstream.training.config import OptimizerSection
 from slipstream.training.optimizer import lr_ratio, make_optimizer, make_scheduler
 
 

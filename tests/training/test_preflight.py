@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.cli import main
 from slipstream.errors import SlipstreamError
-from slipstream.launch.progress import Progress
+from slipstream.launch import Progress
 from slipstream.schedule import add_communication, gpipe
 from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.output import Output

@@ -16,7 +16,7 @@ from forked import launch
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Op, Schedule
 from slipstream.training.checkpoint.manifest import Manifest
-from slipstream.training.config.config_file import load_config
+from slipstream.training.config import load_config
 
 COMMAND = Path(slipstream.__file__).with_name("__main__.py")
 STEPS, HALF = 6, 3

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slipstream.errors import SlipstreamError
+from slipstream.training.metrics import Step, Validation
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import Step, Validation
 from slipstream.training.metrics.trackers import NAMES, Trackers, check_trackers, flat, make_trackers
 
 RUN = RunFigures(1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from forked import launch
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
 from slipstream.training.metrics.traffic import Traffic
 
 WORKER = Path(__file__).with_name("traffic_worker.py")

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import slipstream
 from forked import launch
-from slipstream.training.config.config_file import load_config
-from slipstream.training.data.packing import PackedSequences, TokenisedText, unigram_entropy
+from slipstream.training.config import load_config
+from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
 from slipstream.training.output import Output
 from timeouts import LIMIT
 

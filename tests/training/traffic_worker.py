@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from slipstream.parallel.mesh import Axes, make_mesh
+from slipstream.parallel import Axes, make_mesh
 from slipstream.training.metrics.traffic import Traffic, add_up
 
 HIDDEN = (2, 24, 8)  # b, T, h

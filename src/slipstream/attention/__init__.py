@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from slipstream.attention.function import attend
 from slipstream.attention.ranges import KeyRanges
-from slipstream.attention.store import ContextError, ContextStore
+from slipstream.attention.store import ContextError, ContextStore, _Slice
 
-__all__ = ["ContextError", "ContextStore", "KeyRanges", "attend"]
+__all__ = [
+    "ContextError",
+    "ContextStore",
+    "KeyRanges",
+    "_Slice",
+    "attend",
+]

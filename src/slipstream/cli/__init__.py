@@ -11,8 +11,7 @@ from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
 from slipstream.cli.train import train
-from slipstream.errors import SlipstreamError
-from slipstream.launch.local_ranks import RankFailedError
+from slipstream.errors import RankFailedError, SlipstreamError
 
 _INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
 

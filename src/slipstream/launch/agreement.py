@@ -14,7 +14,7 @@ import transformers
 
 import slipstream
 from slipstream.schedule import Schedule
-from slipstream.training.config.sections import Config, named_schedule
+from slipstream.training.config import Config, named_schedule
 from slipstream.version import __version__
 
 _ABSENT = "absent"

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import RankFailedError, SlipstreamError
 from slipstream.launch.slurm import is_task
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name that torchrun gives it too
 _PARENT = "SLIPSTREAM_PARENT"
 _POLL_SECONDS = 0.1
 _SECONDS_TO_END = 3  # between asking ranks to end and killing them
-
-
-class RankFailedError(RuntimeError):
-    """A rank ended early; the message names it and its cause."""
 
 
 def has_launcher() -> bool:

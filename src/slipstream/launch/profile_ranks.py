@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch.local_ranks import has_launcher, launch, reported_to_the_launcher
-from slipstream.planner.costs.profile_file import Profile, load_profile
+from slipstream.planner.costs import Profile, load_profile
 
 _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
 
@@ -65,7 +65,7 @@ def _measure_as_rank(folder: Path) -> None:
     import torch.distributed as dist
 
     from slipstream.launch.progress import Progress, make_console
-    from slipstream.model.loading import load_config
+    from slipstream.model import load_config
     from slipstream.profiler import ProfileSettings, profile_model
     from slipstream.profiler.links import measure_link
 

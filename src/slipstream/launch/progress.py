@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from slipstream.training.metrics.flops import TrainingTime
-    from slipstream.training.metrics.records import Step
+    from slipstream.training.metrics import Step, TrainingTime
 
 _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 

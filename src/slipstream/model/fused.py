@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.saving.weight_gradients import compiled_modules
+from slipstream.model.saving import compiled_modules
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 # what needs no kernel

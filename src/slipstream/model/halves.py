@@ -21,8 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy, LayerPart
 from slipstream.model.layer_range import Half
 from slipstream.model.split import keep_half, second_half, share
-from slipstream.model.toy.reference import full_precision, noting_attention
-from slipstream.model.toy.toy_model import move_off_special_values, toy_model, toy_tokens
+from slipstream.model.toy import full_precision, move_off_special_values, noting_attention, toy_model, toy_tokens
 
 TOLERANCE = 1e-10  # the same products in the same order: a difference is a mistake
 

@@ -23,7 +23,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
 from slipstream.model.layer_range import Owned
 from slipstream.model.split import keep_layers
-from slipstream.model.toy.toy_model import quiet_transformers
+from slipstream.model.toy import quiet_transformers
 
 _FACTORIES = {
     torch.ops.aten.empty.memory_format,

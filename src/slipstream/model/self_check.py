@@ -20,12 +20,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy, find_anatomy
-from slipstream.model.hooks.token_slice import TokenSlice
+from slipstream.model.hooks import TokenSlice
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.split import share
 from slipstream.model.stage import Stage
-from slipstream.model.toy.reference import full_precision, noting_attention
-from slipstream.model.toy.toy_model import TOY_LENGTH, toy_model, toy_tokens
+from slipstream.model.toy import TOY_LENGTH, full_precision, noting_attention, toy_model, toy_tokens
 
 TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6 over slices, a mistake by 1e-4 or more
 _CUTS = (0, 5, 20, 41, TOY_LENGTH)  # unequal slices; the first ends below every threshold of the toy

@@ -12,12 +12,17 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.model.anatomy import Anatomy, LayerPart
-from slipstream.model.hooks import attention_interface
-from slipstream.model.hooks.masks import MaskTables
-from slipstream.model.hooks.rope import fix_length_dependent_rope
-from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_slice, keyed_random_state
+from slipstream.model.hooks import (
+    MaskTables,
+    SliceContext,
+    TokenSlice,
+    active_slice,
+    attention_interface,
+    fix_length_dependent_rope,
+    keyed_random_state,
+)
 from slipstream.model.layer_range import Edge, LayerRange
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
+from slipstream.model.saving import add_weight_gradients_in_place
 from slipstream.model.split import has_edge, keep_layers, second_half
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.token_slice import TokenSlice
+from slipstream.model.hooks import TokenSlice
 from slipstream.pipeline.stage import Piece
 
 IGNORED = -100  # transformers' label for "predict nothing here"

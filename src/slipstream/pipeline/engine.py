@@ -12,21 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.execution.executor import Executor, LossFunction
-from slipstream.pipeline.execution.run_ranks import run_together
-from slipstream.pipeline.families.choose_family import family_of
-from slipstream.pipeline.families.model_family import Inputs
-from slipstream.pipeline.families.settings import Settings
-from slipstream.pipeline.families.stage_layout import Ran, check_ranks
-from slipstream.pipeline.memory.memory_limit import Gauge
-from slipstream.pipeline.messages.scatter_gather import ScatterGather
-from slipstream.pipeline.messages.skip_messages import skip_channels
-from slipstream.pipeline.messages.transport import LocalTransport, Transport, connect
+from slipstream.pipeline.execution import Executor, LossFunction, run_together
+from slipstream.pipeline.families import Inputs, Ran, Settings, check_ranks, family_of
+from slipstream.pipeline.memory import Gauge
+from slipstream.pipeline.messages import LocalTransport, ScatterGather, Transport, connect, skip_channels
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
-from slipstream.pipeline.tuning.trials import Answer
-from slipstream.pipeline.tuning.tuner import Tuner
-from slipstream.schedule.action import Schedule
+from slipstream.pipeline.tuning import Answer, Tuner
+from slipstream.schedule import Schedule
 
 Order = tuple[str | Schedule, int, int | Sequence[int] | str | None, int, int]
 

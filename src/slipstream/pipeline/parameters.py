@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slipstream.parallel.replicas.gradient_reduction import Gradients
-from slipstream.parallel.replicas.masters import Masters
-from slipstream.parallel.replicas.sharded_parameters import ShardedParameters
-from slipstream.parallel.shares import Share
-from slipstream.parallel.tensor.tensor_parallel import TensorParallel
+from slipstream.parallel import Share
+from slipstream.parallel.replicas import Gradients, Masters, ShardedParameters
+from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.tied import TiedGradients

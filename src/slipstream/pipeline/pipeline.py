@@ -13,19 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.model.loading import load_config, pretrained_model, random_model
-from slipstream.parallel.group import Group
+from slipstream.model import load_config, pretrained_model, random_model
+from slipstream.parallel import Group
 from slipstream.pipeline.engine import Engine
-from slipstream.pipeline.execution.executor import LossFunction
-from slipstream.pipeline.families.export import gather_state
-from slipstream.pipeline.families.model_family import Inputs
-from slipstream.pipeline.families.sequence_partition import Balance
-from slipstream.pipeline.families.settings import Settings
-from slipstream.pipeline.families.stage_layout import Ran
-from slipstream.pipeline.families.weight_source import Source
+from slipstream.pipeline.execution import LossFunction
+from slipstream.pipeline.families import Balance, Inputs, Ran, Settings, Source, gather_state
 from slipstream.pipeline.parameters import Piece
-from slipstream.schedule.action import Schedule
-from slipstream.timeline.spans import Timeline
+from slipstream.schedule import Schedule
+from slipstream.timeline import Timeline
 
 
 class Pipeline(Engine):

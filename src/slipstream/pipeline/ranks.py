@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.mesh import Axes
-from slipstream.schedule.action import Schedule
+from slipstream.parallel import Axes
+from slipstream.schedule import Schedule
 
 
 class Ranks:

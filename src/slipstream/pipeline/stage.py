@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from slipstream.attention import ContextStore
-from slipstream.model.stage import TiedWeight
-from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.model import Tensors, TensorSpec, TiedWeight
 
 
 class Piece(Protocol):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.model.stage import TiedWeight
+from slipstream.model import TiedWeight
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from slipstream.schedule.action import Schedule
-from slipstream.simulator.memory_account import Kind
-from slipstream.timeline.spans import Timeline
+from slipstream.schedule import Schedule
+from slipstream.simulator import Kind
+from slipstream.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.plans import Plan
+from slipstream.planner import Plan
 from slipstream.version import __version__
 
 _PRECISIONS = {"float32": "float32", "bfloat16": "bf16-weights"}

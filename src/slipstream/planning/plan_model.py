@@ -14,18 +14,20 @@ import yaml
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.limits import check_length
-from slipstream.model.loading import config_from_settings, load_config
-from slipstream.planner.costs.cluster import Cluster, load_cluster
-from slipstream.planner.costs.cost_sources import AnalyticSource, Source
-from slipstream.planner.costs.operation_counts import ModelCount
-from slipstream.planner.costs.profile_file import Profile, load_profile
-from slipstream.planner.costs.profile_source import ProfileSource
-from slipstream.planner.plans import Plan
-from slipstream.planner.search.configurations import Options
-from slipstream.planner.search.plan_search import search
-from slipstream.profiler.count import count_model
-from slipstream.profiler.identity import identify_model
+from slipstream.model import check_length, config_from_settings, load_config
+from slipstream.planner import Plan
+from slipstream.planner.costs import (
+    AnalyticSource,
+    Cluster,
+    ModelCount,
+    Profile,
+    ProfileSource,
+    Source,
+    load_cluster,
+    load_profile,
+)
+from slipstream.planner.search import Options, search
+from slipstream.profiler import count_model, identify_model
 from slipstream.schedule import GENERATORS
 
 _FILES = (".yaml", ".yml", ".json")

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from slipstream.profiler.identity import identify_hardware, identify_model
+from slipstream.profiler.count import count_model
+from slipstream.profiler.identity import (
+    identify_hardware,
+    identify_model,
+    versions,
+    without_origin,
+)
 from slipstream.profiler.run import ProfileSettings, profile_model
 
-__all__ = ["ProfileSettings", "identify_hardware", "identify_model", "profile_model"]
+__all__ = [
+    "ProfileSettings",
+    "count_model",
+    "identify_hardware",
+    "identify_model",
+    "profile_model",
+    "versions",
+    "without_origin",
+]

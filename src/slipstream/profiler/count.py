@@ -25,14 +25,12 @@ from transformers import (
 )
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import Anatomy, find_anatomy
-from slipstream.model.loading import skeleton
-from slipstream.pipeline.families.loss import causal_cross_entropy
-from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount
-from slipstream.planner.costs.time_fit import Window, find_window
+from slipstream.model import Anatomy, find_anatomy, skeleton
+from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.planner.costs import Amount, AttentionCall, ModelCount, OpCount, PartCount, Window, find_window
 from slipstream.profiler.kinds import layer_kinds
 from slipstream.profiler.tally import SavedStorages, Tally, counting
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 NAME = "slipstream-count"
 _LENGTHS = (256, 512)  # tokens of the two counts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
-from slipstream.planner.costs.time_fit import Point
+from slipstream.planner.costs import Point
 
 _DENSE = 8  # multiples of the granularity that are all in the table
 _RATIO = 2**0.5  # between its longer lengths; times between two of them are interpolated

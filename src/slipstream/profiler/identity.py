@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from slipstream.planner.costs.measurements import Hardware, ModelIdentity
+from slipstream.planner.costs import Hardware, ModelIdentity
 from slipstream.version import __version__
 
 # What a configuration says about where it came from and how it is loaded

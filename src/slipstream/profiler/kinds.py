@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from slipstream.model.anatomy import Anatomy
-from slipstream.model.loading import skeleton
+from slipstream.model import Anatomy, skeleton
 
 
 def layer_kinds(config: PretrainedConfig, anatomy: Anatomy) -> tuple[tuple[int, ...], tuple[str, ...]]:

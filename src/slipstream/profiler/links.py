@@ -11,12 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slipstream.model.tensor_spec import TensorSpec
-from slipstream.pipeline.messages.transport import DistributedTransport
-from slipstream.pipeline.ranks import Ranks
-from slipstream.planner.costs.measurements import Link
-from slipstream.schedule.action import Action, Op
-from slipstream.schedule.lowering import Channel
+from slipstream.model import TensorSpec
+from slipstream.pipeline import Ranks
+from slipstream.pipeline.messages import DistributedTransport
+from slipstream.planner.costs import Link
+from slipstream.schedule import Action, Channel, Op
 
 SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
 _WARM_UPS = 3

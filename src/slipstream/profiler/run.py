@@ -14,23 +14,25 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.layer_range import LayerRange
-from slipstream.model.limits import check_length
-from slipstream.model.loading import model_to_time
-from slipstream.model.split import share
-from slipstream.model.stage import Stage
-from slipstream.pipeline.families.loss import causal_cross_entropy
-from slipstream.pipeline.ranks import Ranks
-from slipstream.planner.costs.measurements import Link, MeasuredStage, Measurement
-from slipstream.planner.costs.profile_file import OPS, Profile
-from slipstream.planner.costs.stage_basis import choose_stages
-from slipstream.planner.costs.time_fit import Point, Window, fit_times
+from slipstream.model import LayerRange, Stage, check_length, find_anatomy, model_to_time, share
+from slipstream.pipeline import Ranks
+from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.planner.costs import (
+    OPS,
+    Link,
+    MeasuredStage,
+    Measurement,
+    Point,
+    Profile,
+    Window,
+    choose_stages,
+    fit_times,
+)
 from slipstream.profiler.grid import Grid, make_grid
 from slipstream.profiler.identity import identify_hardware, identify_model, versions
 from slipstream.profiler.kinds import layer_kinds
 from slipstream.profiler.stage_bench import StageBench
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 TOLERANCE = 0.02  # TeraPipe's figure for the mean relative error
 DTYPES = {

@@ -10,13 +10,12 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from slipstream.attention.store import ContextStore, _Slice
-from slipstream.model.hooks.token_slice import TokenSlice
-from slipstream.model.saving.saved_tensors import SavedTensors
-from slipstream.model.saving.weight_gradients import deferring
-from slipstream.model.stage import Stage
-from slipstream.planner.costs.time_fit import Window, find_window
-from slipstream.schedule.action import Op
+from slipstream.attention import ContextStore, _Slice
+from slipstream.model import Stage
+from slipstream.model.hooks import TokenSlice
+from slipstream.model.saving import SavedTensors, deferring
+from slipstream.planner.costs import Window, find_window
+from slipstream.schedule import Op
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _PIECE = 1024  # tokens at once while the context is filled, so that the head's logits stay small

@@ -1,18 +1,43 @@
 """What runs in which order: schedules as data, their rules, generators and passes. Imports no torch."""
 
-from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
+from __future__ import annotations
+
+from slipstream.schedule.action import (
+    BACKWARDS,
+    COMMUNICATION,
+    RECEIVES,
+    SENDS,
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+)
 from slipstream.schedule.dependencies import predecessors, running_order, validate
 from slipstream.schedule.flushes import in_flushes
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, gpipe, make_schedule, one_f_one_b
+from slipstream.schedule.generators import (
+    AUTOMATIC,
+    GENERATORS,
+    STAGES_PER_RANK,
+    check_name,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+    placed_as,
+)
+from slipstream.schedule.hang import report_wait
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
 from slipstream.schedule.lowering import (
+    NARROWEST_WINDOW,
     Channel,
     add_communication,
     add_reductions,
     channel,
     check_communication,
     forward_only,
+    join_backwards,
     receives_in_flight,
+    send_windows,
+    sending,
     split_backwards,
 )
 from slipstream.schedule.memory_passes import add_offload, add_recompute
@@ -20,7 +45,13 @@ from slipstream.schedule.v_shape import v_half, v_min, zb_v
 from slipstream.schedule.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
+    "AUTOMATIC",
+    "BACKWARDS",
+    "COMMUNICATION",
     "GENERATORS",
+    "NARROWEST_WINDOW",
+    "RECEIVES",
+    "SENDS",
     "STAGES_PER_RANK",
     "Action",
     "Channel",
@@ -34,15 +65,21 @@ __all__ = [
     "breadth_first",
     "channel",
     "check_communication",
+    "check_name",
     "forward_only",
     "gpipe",
     "in_flushes",
     "interleaved_one_f_one_b",
+    "join_backwards",
     "make_schedule",
     "one_f_one_b",
+    "placed_as",
     "predecessors",
     "receives_in_flight",
+    "report_wait",
     "running_order",
+    "send_windows",
+    "sending",
     "split_backwards",
     "v_half",
     "v_min",

@@ -12,6 +12,7 @@ from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, S
 from slipstream.schedule.dependencies import input_gradient, predecessors, running_order, validate
 from slipstream.schedule.grid import grid
 
+NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
 Seconds = Callable[[Action], float]
 _UNITS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}
 
@@ -226,3 +227,8 @@ def receives_in_flight(schedule: Schedule) -> Counter[Channel]:
             elif action in posted:
                 number[posted.pop(action)] -= 1
     return most
+
+
+def send_windows(schedule: Schedule) -> dict[Channel, int]:
+    """How many sends of a channel may be on their way before the next one waits for the oldest."""
+    return {line: max(NARROWEST_WINDOW, 2 * number) for line, number in receives_in_flight(schedule).items()}

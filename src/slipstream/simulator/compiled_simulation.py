@@ -13,8 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.schedule.action import Action, Op, Schedule
-from slipstream.schedule.lowering import channel, sending
+from slipstream.schedule import Action, Op, Schedule, channel, sending
 from slipstream.simulator.costs import CostModel
 from slipstream.simulator.numba_jit import compiled
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule.action import Action, Op
-from slipstream.timeline.spans import Timeline
+from slipstream.schedule import Action, Op
+from slipstream.timeline import Timeline
 
 
 class CostModel(Protocol):

@@ -9,10 +9,18 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
-from slipstream.schedule.lowering import Channel, add_communication, channel, receives_in_flight
-
-NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
+from slipstream.schedule import (
+    BACKWARDS,
+    RECEIVES,
+    SENDS,
+    Action,
+    Channel,
+    Op,
+    Schedule,
+    add_communication,
+    channel,
+    send_windows,
+)
 
 
 class Kind(StrEnum):
@@ -255,11 +263,6 @@ def pool_bytes(
                 posted.remove(receive)
                 pool.give_back(size)
     return pool.num_bytes
-
-
-def send_windows(schedule: Schedule) -> dict[Channel, int]:
-    """How many sends of a channel may be on their way before the next one waits for the oldest."""
-    return {line: max(NARROWEST_WINDOW, 2 * number) for line, number in receives_in_flight(schedule).items()}
 
 
 def _released(action: Action, schedule: Schedule) -> set[Action]:

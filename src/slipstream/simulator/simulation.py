@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from slipstream.schedule.action import COMMUNICATION, SENDS, Action, Op, Schedule
-from slipstream.schedule.dependencies import predecessors, running_order
-from slipstream.schedule.lowering import Channel, channel, sending
+from slipstream.schedule import (
+    COMMUNICATION,
+    SENDS,
+    Action,
+    Channel,
+    Op,
+    Schedule,
+    channel,
+    predecessors,
+    running_order,
+    sending,
+)
 from slipstream.simulator.costs import CostModel
 from slipstream.simulator.memory_account import MemoryTable, RankMemory, memory_of
-from slipstream.timeline.spans import Span, Timeline
+from slipstream.timeline import Span, Timeline
 
 
 def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTable | None = None) -> Timeline:

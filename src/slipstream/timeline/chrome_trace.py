@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule.action import Action, Op
-from slipstream.schedule.dependencies import predecessors
+from slipstream.schedule import Action, Op, predecessors
 from slipstream.timeline.idle_causes import Wait
 from slipstream.timeline.spans import Span, Timeline
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slipstream.schedule.action import Action, Op
+from slipstream.schedule import Action, Op
 from slipstream.timeline.idle_causes import Cause
 
 if TYPE_CHECKING:

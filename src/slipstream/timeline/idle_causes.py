@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from slipstream.schedule.action import COMMUNICATION, RECEIVES, Action
-from slipstream.schedule.dependencies import predecessors
+from slipstream.schedule import COMMUNICATION, RECEIVES, Action, predecessors
 
 if TYPE_CHECKING:
     from slipstream.timeline.spans import Span, Timeline

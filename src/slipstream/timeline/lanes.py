@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.schedule.action import COMMUNICATION, Action, Op
+from slipstream.schedule import COMMUNICATION, Action, Op
 from slipstream.timeline import colors as palette
 
 if TYPE_CHECKING:

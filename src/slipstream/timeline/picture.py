@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.schedule.action import Action, Op
+from slipstream.schedule import Action, Op
 from slipstream.timeline import colors as palette
 from slipstream.timeline.lanes import MemoryScale, Scale, draw_lanes, draw_memory, has_transfers
 from slipstream.timeline.spans import time_unit

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule.action import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule
+from slipstream.schedule import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule
 from slipstream.timeline.idle_causes import Cause, Wait, find_waits, seconds_by_cause
 
 _BESIDE = COMMUNICATION | {Op.OFFLOAD, Op.RELOAD}  # what goes on while the rank computes

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.launch.local_ranks import reported_to_the_launcher
-from slipstream.training.config.config_file import load_config
-from slipstream.training.config.sections import Config
-from slipstream.training.data.packing import PackedSequences, TokenisedText
+from slipstream.launch import reported_to_the_launcher
+from slipstream.training.config import Config, load_config
+from slipstream.training.data import PackedSequences, TokenisedText
 from slipstream.training.optimizer import make_optimizer, make_scheduler
 from slipstream.training.output import Output
 from slipstream.training.rank import choose_device

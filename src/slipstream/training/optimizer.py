@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from slipstream.training.config.sections import OptimizerSection
+from slipstream.training.config import OptimizerSection
 
 
 def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSection) -> AdamW:

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.progress import Progress
-from slipstream.training.config.config_file import dump_config
-from slipstream.training.config.sections import Config, ModelSection, named_schedule
-from slipstream.training.data.corpus import read_documents
-from slipstream.training.data.packing import PackedSequences, TokenisedText
-from slipstream.training.data.tokenizer import load_tokenizer, tokenise, train_tokenizer
-from slipstream.training.metrics.trackers import check_trackers
+from slipstream.launch import Progress
+from slipstream.training.config import Config, ModelSection, dump_config, named_schedule
+from slipstream.training.data import (
+    PackedSequences,
+    TokenisedText,
+    load_tokenizer,
+    read_documents,
+    tokenise,
+    train_tokenizer,
+)
+from slipstream.training.metrics import check_trackers
 from slipstream.training.output import Output
 
 
@@ -119,7 +123,7 @@ def check_fused(config: Config) -> None:
     if config.pipeline.fused:
         import torch
 
-        from slipstream.model.fused import check_compiler
+        from slipstream.model import check_compiler
 
         on_cpu = config.training.device == "cpu" or not torch.cuda.is_available()
         check_compiler("cpu" if on_cpu else "cuda")
@@ -139,7 +143,7 @@ def check_output(output: Output, overwrite: bool) -> None:
 
 def load_model_config(model: ModelSection) -> Any:
     """The transformers configuration of a folder, a hub name or the settings themselves."""
-    from slipstream.model.loading import config_from_settings, load_config
+    from slipstream.model import config_from_settings, load_config
 
     if model.path is not None:
         return load_config(model.path)
@@ -166,9 +170,9 @@ def check_layers(config: Config, model_config: Any) -> None:
 
 def check_layout(config: Config, model_config: Any) -> None:
     """The stages, the schedule, and what it is to recompute and to offload go together, as every rank will find."""
-    from slipstream.model.anatomy import find_anatomy
+    from slipstream.model import find_anatomy
     from slipstream.pipeline.families.stage_layout import plan_layout
-    from slipstream.pipeline.tuning.tuner import Tuner
+    from slipstream.pipeline.tuning import Tuner
 
     pipeline = config.pipeline
     tuner = Tuner(
@@ -195,7 +199,7 @@ def check_shared_layers(config: Config, model_config: Any) -> None:
     """Where ranks share layers, how each layer is cut is known, and its heads and features divide."""
     if config.parallel.tensor == 1:
         return
-    from slipstream.model.anatomy import find_anatomy
+    from slipstream.model import find_anatomy
     from slipstream.pipeline.families.causal_lm_stages import plan_shares
 
     plan_shares(model_config, find_anatomy(model_config), config.parallel.tensor, config.parallel.tensor_plan)
@@ -205,7 +209,7 @@ def check_sharded_parameters(config: Config, model_config: Any) -> None:
     """Where replicas spread the parameters, nothing excludes it."""
     if not config.parallel.shard_parameters:
         return
-    from slipstream.model.anatomy import find_anatomy
+    from slipstream.model import find_anatomy
     from slipstream.pipeline.families.causal_lm_stages import check_sharding
 
     precision = config.training.precision
@@ -218,7 +222,7 @@ def check_sharded_parameters(config: Config, model_config: Any) -> None:
 
 def check_positions(seq_len: int, model_config: Any) -> None:
     """A sequence isn't longer than the positions the model knows."""
-    from slipstream.model.limits import check_length
+    from slipstream.model import check_length
 
     check_length(model_config, seq_len, "training.seq_len")
 
@@ -245,7 +249,7 @@ def check_weights(folder: Path) -> None:
 
 def check_architecture(model_config: Any) -> None:
     """A toy of the same architecture gives the same numbers sliced and unsliced; else the layer is named."""
-    from slipstream.model.self_check import check_sliceable
+    from slipstream.model import check_sliceable
 
     check_sliceable(model_config)
 

@@ -15,13 +15,18 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch import slurm
-from slipstream.launch.agreement import describe, name_ranks
-from slipstream.launch.local_ranks import reported_to_the_launcher
-from slipstream.launch.progress import Progress, make_console
-from slipstream.launch.rendezvous import Meeting, meet, time_limit
-from slipstream.training.config.config_file import load_config
-from slipstream.training.config.sections import Config
+from slipstream.launch import (
+    Meeting,
+    Progress,
+    describe,
+    make_console,
+    meet,
+    name_ranks,
+    reported_to_the_launcher,
+    slurm,
+    time_limit,
+)
+from slipstream.training.config import Config, load_config
 from slipstream.training.output import Output
 from slipstream.training.preflight import check_device, check_world_size, preflight
 from slipstream.training.trainer import start

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.launch.local_ranks import has_launcher, launch
-from slipstream.launch.progress import Progress, make_console
-from slipstream.training.config.sections import Config
+from slipstream.launch import Progress, has_launcher, launch, make_console
+from slipstream.training.config import Config
 from slipstream.training.output import Output
 
 

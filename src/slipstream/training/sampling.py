@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.training.config.sections import SampleSection
+from slipstream.training.config import SampleSection
 
 
 def continue_text(folder: Path, sample: SampleSection, seed: int) -> str:

@@ -13,20 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.progress import Progress, describe_step
-from slipstream.parallel.group import Group
-from slipstream.parallel.mesh import make_mesh
-from slipstream.parallel.replicas.loss_scale import LossScale
-from slipstream.pipeline.pipeline import Pipeline
-from slipstream.schedule.action import Schedule
-from slipstream.schedule.generators import AUTOMATIC, make_schedule, placed_as
-from slipstream.timeline.spans import Timeline
-from slipstream.training.checkpoint import Checkpoints, Found
-from slipstream.training.checkpoint.run_state import Progression, describe_model, pieces
-from slipstream.training.config.sections import Config, named_schedule
-from slipstream.training.data.packing import Batch, PackedSequences, TokenisedText, unigram_entropy
-from slipstream.training.metrics.records import Step, Validation
-from slipstream.training.metrics.reporter import Reporter
+from slipstream.launch import Progress, describe_step
+from slipstream.parallel import Group, make_mesh
+from slipstream.parallel.replicas import LossScale
+from slipstream.pipeline import Pipeline
+from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
+from slipstream.timeline import Timeline
+from slipstream.training.checkpoint import Checkpoints, Found, Progression, describe_model, pieces
+from slipstream.training.config import Config, named_schedule
+from slipstream.training.data import Batch, PackedSequences, TokenisedText, unigram_entropy
+from slipstream.training.metrics import Reporter, Step, Validation
 from slipstream.training.optimizer import make_optimizer, make_scheduler
 from slipstream.training.output import Output
 from slipstream.training.sampling import continue_text

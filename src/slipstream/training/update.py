@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from slipstream.parallel.replicas.loss_scale import LossScale
-from slipstream.training.config.sections import Config
-from slipstream.training.data.packing import Batch
+from slipstream.parallel.replicas import LossScale
+from slipstream.training.config import Config
+from slipstream.training.data import Batch
 
 
 class Trained(Protocol):

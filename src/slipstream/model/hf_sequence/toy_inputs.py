@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.model.toy.toy_model import quiet_transformers, toy_config
+from slipstream.model.toy import quiet_transformers, toy_config
 
 _LENGTH = 12  # tokens
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from slipstream.attention import KeyRanges, attend
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.token_slice import running
+from slipstream.model.hooks import running
 from slipstream.model.sequence.batch_norm import is_batch_norm
 from slipstream.model.sequence.layers import Layer, Route
 from slipstream.model.sequence.sequence_context import LayerContext, Value

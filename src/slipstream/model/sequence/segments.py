@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from slipstream.model.saving.saved_tensors import SavedTensors
+from slipstream.model.saving import SavedTensors
 from slipstream.model.sequence.shape_trace import Trace
 from slipstream.model.tensor_spec import Tensors
-from slipstream.planner.partition.layers_to_stages import partition_layers
+from slipstream.planner.partition import partition_layers
 
 _Outputs = TypeVar("_Outputs")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from slipstream.attention import ContextStore
-from slipstream.model.hooks.token_slice import active_slice, keyed_random_state
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
+from slipstream.model.hooks import active_slice, keyed_random_state
+from slipstream.model.saving import add_weight_gradients_in_place
 from slipstream.model.sequence.batch_norm import MiniBatch
 from slipstream.model.sequence.cut_tokens import find_cut
 from slipstream.model.sequence.layers import Layer, Route

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.token_slice import active_slice
+from slipstream.model.hooks import active_slice
 from slipstream.model.sequence.layers import Layer
 from slipstream.model.sequence.sequence_context import LayerContext, Microbatch, Value, as_tuple, as_value
 from slipstream.model.sequence.skips import Pop, Stash

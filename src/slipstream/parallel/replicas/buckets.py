@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.parallel.tensor.parameter_cut import bounds
+from slipstream.parallel.tensor import bounds
 
 BUCKET_BYTES = 25 * 2**20
 Named = tuple[str, nn.Parameter]

@@ -11,22 +11,16 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.model.saving.recompute import Recompute, Replay
-from slipstream.model.saving.saved_tensors import SavedTensors
-from slipstream.model.saving.weight_gradients import deferring
-from slipstream.model.tensor_spec import Tensors, TensorSpec, apart
+from slipstream.model import Tensors, TensorSpec, apart
+from slipstream.model.saving import Recompute, Replay, SavedTensors, deferring
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.execution.host_memory import host_of
 from slipstream.pipeline.execution.in_flight import Flight, Key, backward, entrances, key_of, roots_of
 from slipstream.pipeline.execution.stopwatch import Stopwatch
-from slipstream.pipeline.messages.message import Message, TransportError
-from slipstream.pipeline.messages.skip_messages import SkipMail
-from slipstream.pipeline.messages.transport import Transport
+from slipstream.pipeline.messages import Message, SkipMail, Transport, TransportError
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule.action import Action, Op, Schedule
-from slipstream.schedule.hang import report_wait
-from slipstream.schedule.lowering import channel
-from slipstream.timeline.spans import Span
+from slipstream.schedule import Action, Op, Schedule, channel, report_wait
+from slipstream.timeline import Span
 
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
 

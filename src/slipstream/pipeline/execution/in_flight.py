@@ -13,12 +13,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
-from slipstream.model.saving.recompute import Replay
-from slipstream.model.saving.weight_gradients import WeightGradient
-from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.model import Tensors, TensorSpec
+from slipstream.model.saving import Replay, WeightGradient
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.execution.host_memory import Offloaded
-from slipstream.schedule.action import Action
+from slipstream.schedule import Action
 
 Key = tuple[int, int, int]  # stage, microbatch, slice
 Roots = dict[int, Tensor | GradientEdge]  # by the output

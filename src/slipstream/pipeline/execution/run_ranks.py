@@ -7,8 +7,7 @@ from contextlib import ExitStack, closing
 
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.execution.executor import Executor
-from slipstream.schedule.action import Action, Schedule
-from slipstream.schedule.hang import report_wait
+from slipstream.schedule import Action, Schedule, report_wait
 
 
 def run_together(executors: list[Executor], schedule: Schedule, batch: Batch) -> None:

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from slipstream.schedule.action import Action
-from slipstream.timeline.spans import Span
+from slipstream.schedule import Action
+from slipstream.timeline import Span
 
 _Mark = float | torch.cuda.Event
 

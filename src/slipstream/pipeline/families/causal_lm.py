@@ -10,12 +10,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.fused import check_compiler
-from slipstream.model.limits import check_length, check_token_ids
-from slipstream.parallel.tensor.tensor_parallel import TensorParallel
+from slipstream.model import check_compiler, check_length, check_token_ids, find_anatomy
+from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.batch import Batch, cut_batch
-from slipstream.pipeline.execution.executor import LossFunction
+from slipstream.pipeline.execution import LossFunction
 from slipstream.pipeline.families.causal_lm_stages import (
     check_architecture,
     check_sharding,
@@ -31,7 +29,7 @@ from slipstream.pipeline.families.weight_source import Source
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule.action import Schedule
+from slipstream.schedule import Schedule
 
 _OF_SEQUENCES = ("costs", "example", "batch_norm_over_replicas")
 

@@ -10,13 +10,20 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import Anatomy, LayerPart
-from slipstream.model.halves import find_halves
-from slipstream.model.layer_range import ALLOWED_COUNTS, Edge, Half, LayerRange, are_allowed
-from slipstream.model.loading import skeleton
-from slipstream.model.split import half_of
-from slipstream.model.stage import uses_randomness
-from slipstream.planner.partition.layers_to_stages import partition_layers
+from slipstream.model import (
+    ALLOWED_COUNTS,
+    Anatomy,
+    Edge,
+    Half,
+    LayerPart,
+    LayerRange,
+    are_allowed,
+    find_halves,
+    half_of,
+    skeleton,
+    uses_randomness,
+)
+from slipstream.planner.partition import partition_layers
 
 WORTH_CUTTING = 0.97  # layers are cut in half where the slowest rank's cost falls to this share or below
 

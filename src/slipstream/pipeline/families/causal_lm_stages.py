@@ -8,17 +8,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import Anatomy
-from slipstream.model.fused import fuse
-from slipstream.model.loading import skeleton
-from slipstream.model.self_check import check_sliceable
-from slipstream.model.split import share
-from slipstream.model.stage import Stage
-from slipstream.parallel.tensor.tensor_parallel import TensorParallel
-from slipstream.parallel.tensor.tensor_plan import TensorPlan, find_tensor_plan
-from slipstream.parallel.tensor.vocabulary import vocabulary_cross_entropy
+from slipstream.model import Anatomy, Stage, check_sliceable, fuse, share, skeleton
+from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED
-from slipstream.pipeline.execution.executor import LossFunction
+from slipstream.pipeline.execution import LossFunction
 from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.pipeline.families.stage_layout import Layout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel

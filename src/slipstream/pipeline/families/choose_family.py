@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from slipstream.model.sequence.layers import is_plain
+from slipstream.model.sequence import is_plain
 from slipstream.pipeline.families.causal_lm import CausalLM
 from slipstream.pipeline.families.layer_sequence import SequenceModel
 from slipstream.pipeline.families.model_family import Family

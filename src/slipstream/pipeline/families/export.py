@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from slipstream.model.loading import skeleton
-from slipstream.model.toy.toy_model import quiet_transformers
-from slipstream.parallel.shares import Share
+from slipstream.model import skeleton
+from slipstream.model.toy import quiet_transformers
+from slipstream.parallel import Share
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage

@@ -12,24 +12,32 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.layer_range import LayerRange
-from slipstream.model.saving.recompute import Recompute
-from slipstream.model.saving.weight_gradients import compiled_modules
-from slipstream.model.sequence.cut_tokens import check_cut, find_cut
-from slipstream.model.sequence.layers import check_weights, find_routes, flatten
-from slipstream.model.sequence.sequence_context import Microbatch, Value, as_tuple, as_value
-from slipstream.model.sequence.sequence_stage import SequenceStage
-from slipstream.model.sequence.shape_trace import Boundary, Tracer
-from slipstream.model.sequence.slice_check import compare_slices
+from slipstream.model import LayerRange
+from slipstream.model.saving import Recompute, compiled_modules
+from slipstream.model.sequence import (
+    Boundary,
+    Microbatch,
+    SequenceStage,
+    Tracer,
+    Value,
+    as_tuple,
+    as_value,
+    check_cut,
+    check_weights,
+    compare_slices,
+    find_cut,
+    find_routes,
+    flatten,
+)
 from slipstream.pipeline.batch import IGNORED, Batch
-from slipstream.pipeline.execution.executor import LossFunction
+from slipstream.pipeline.execution import LossFunction
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
 from slipstream.pipeline.families.settings import Settings
 from slipstream.pipeline.families.stage_layout import Layout, check_lengths
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule.action import Schedule
+from slipstream.schedule import Schedule
 
 _OF_LANGUAGE_MODELS = ("seq_len", "sequence_parallel", "tensor_plan", "fused")
 _NOT_YET = ("memory_limit", "shard_parameters")

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from slipstream.model.tensor_spec import Tensors
-from slipstream.parallel.tensor.tensor_parallel import TensorParallel
+from slipstream.model import Tensors
+from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.execution.executor import LossFunction
+from slipstream.pipeline.execution import LossFunction
 from slipstream.pipeline.families.sequence_partition import Balance
 from slipstream.pipeline.families.stage_layout import Layout
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule.action import Schedule
+from slipstream.schedule import Schedule
 
 Inputs = Tensor | Tensors
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.sequence.layers import Layer
-from slipstream.model.sequence.shape_trace import Trace
-from slipstream.planner.partition.layers_to_stages import partition_layers
+from slipstream.model.sequence import Layer, Trace
+from slipstream.planner.partition import partition_layers
 
 FLOPS_PER_BYTE = 10  # what memory holds up a layer that computes little with what it reads: about that of a CPU's core
 

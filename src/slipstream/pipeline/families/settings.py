@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.tensor_spec import Tensors
-from slipstream.pipeline.execution.executor import LossFunction
+from slipstream.model import Tensors
+from slipstream.pipeline.execution import LossFunction
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,19 @@ from typing import NamedTuple
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import Anatomy
-from slipstream.model.layer_range import LayerRange
-from slipstream.model.saving.recompute import Recompute
+from slipstream.model import Anatomy, LayerRange
+from slipstream.model.saving import Recompute
 from slipstream.pipeline.families.causal_lm_partition import assign_layers
-from slipstream.schedule.action import Op, Schedule
-from slipstream.schedule.lowering import add_communication, add_reductions, check_communication, forward_only
-from slipstream.schedule.memory_passes import add_offload, add_recompute
+from slipstream.schedule import (
+    Op,
+    Schedule,
+    add_communication,
+    add_offload,
+    add_recompute,
+    add_reductions,
+    check_communication,
+    forward_only,
+)
 
 
 @dataclass(frozen=True)

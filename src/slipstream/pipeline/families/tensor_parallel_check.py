@@ -15,14 +15,10 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.self_check import TOLERANCE
-from slipstream.model.toy.reference import full_precision
-from slipstream.model.toy.toy_model import move_off_special_values, small_model, toy_config, toy_tokens
-from slipstream.parallel.group import Group
-from slipstream.parallel.tensor.tensor_parallel import TensorParallel
-from slipstream.parallel.tensor.tensor_plan import find_tensor_plan
-from slipstream.parallel.tensor.vocabulary import vocabulary_cross_entropy
+from slipstream.model import TOLERANCE, find_anatomy
+from slipstream.model.toy import full_precision, move_off_special_values, small_model, toy_config, toy_tokens
+from slipstream.parallel import Group
+from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.families.loss import causal_cross_entropy
 

@@ -9,9 +9,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import Anatomy
-from slipstream.model.layer_range import Owned
-from slipstream.model.saving.weight_gradients import compiled_modules
+from slipstream.model import Anatomy, Owned
+from slipstream.model.saving import compiled_modules
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.tuning.trials import Answer, Holdings, Request, Trial, holdings_of
-from slipstream.schedule.action import Op, Schedule
-from slipstream.simulator.costs import TableCost
-from slipstream.simulator.memory_account import MemoryTable, RankMemory, Unit, memory_of
-from slipstream.simulator.simulation import simulate
+from slipstream.pipeline.tuning import Holdings
+from slipstream.schedule import Op, Schedule
+from slipstream.simulator import MemoryTable, RankMemory, Unit, memory_of
 
 if TYPE_CHECKING:
     from slipstream.pipeline.engine import Engine
 
 _BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
-_ATTEMPTS = 6  # orders that are searched for
-_EFFORT = 5e6  # of find_order, for each
-_KINDS = "parameters, gradients, AdamW's state, messages, activations, keys and values"
 
 
 def check_limit(limit: float | None) -> None:
@@ -118,50 +113,4 @@ def _too_much(pipeline: Engine, rank: int, held: RankMemory, limit: float, input
         f"schedule {pipeline.layout.training.name!r} on slices {pipeline.slices(inputs.shape[1])}: {parts}. Try "
         "recompute='full', offload=0.5, a larger num_flushes, more slices or microbatches, or schedule='auto', which "
         "keeps to the limit where it can."
-    )
-
-
-def order_within(limit: float, frugal: Trial, cost: TableCost, splits: bool) -> Generator[Request, Answer, Schedule]:
-    """The fastest order found, by simulation, of those whose peaks are within the limit, as `frugal` is.
-
-    `find_order` counts activations alone, from their forward to the end of their backward. What is held besides is
-    guessed to be what `frugal` holds besides; the room that this leaves over one microbatch is halved, and halved
-    again towards the most that keeps to the limit.
-    """
-    from slipstream.planner.order.best_order import find_order  # its compiled code takes a while to load
-
-    start = frugal.schedule
-    held = yield from holdings_of(frugal)
-    least = _of_a_microbatch(start, held)
-    sized = replace(cost, activations=held.units)
-    fitting, (low, high), share = [start], (0.0, 1.0), 1.0
-    for _ in range(_ATTEMPTS):
-        room = [size + share * (limit - peak) for size, peak in zip(least, held.peaks, strict=True)]
-        counts = start.placement, start.num_microbatches, start.num_slices
-        order = find_order(*counts, sized, memory_limit=room, split=splits, effort=_EFFORT)
-        if max((yield from holdings_of(Trial(order, frugal.slices))).peaks) > limit:
-            high = share
-        elif share == 1:
-            return order
-        else:
-            fitting.append(order)
-            low = share
-        share = (low + high) / 2
-    return min(fitting, key=lambda order: simulate(order, cost).makespan)
-
-
-def _of_a_microbatch(schedule: Schedule, held: Holdings) -> list[float]:
-    """Per rank, what all slices of one hold: no order holds less at once."""
-    sizes = [0.0] * schedule.num_ranks
-    for (stage, _), size in held.units.items():
-        sizes[schedule.placement[stage]] += size
-    return sizes
-
-
-def nothing_fits(limit: float, peaks: Sequence[float]) -> SlipstreamError:
-    rank = max(range(len(peaks)), key=peaks.__getitem__)
-    return SlipstreamError(
-        f"memory_limit={limit:.6g} bytes, but no order fits: with one microbatch at a time rank {rank} holds "
-        f"{peaks[rank]:.0f} bytes ({_KINDS}). Give memory_limit={peaks[rank]:.0f} or more, or recompute='full', "
-        "offload=0.5, smaller microbatches or more ranks."
     )

@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.model.stage import Stage as CausalStage
-from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.model import Stage as CausalStage
+from slipstream.model import Tensors, TensorSpec
 from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.execution.executor import Executor
-from slipstream.pipeline.execution.run_ranks import run_together
+from slipstream.pipeline.execution import Executor, run_together
 from slipstream.pipeline.memory.live_memory import Memory, memory_meter, tensors_alive
-from slipstream.pipeline.messages.message import HEADER_BYTES, Message
-from slipstream.pipeline.messages.scatter_gather import part_size
+from slipstream.pipeline.messages import HEADER_BYTES, Message, part_size
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
-from slipstream.schedule.lowering import Channel
-from slipstream.simulator.memory_account import Footprint, MemoryTable, Unit
+from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule
+from slipstream.simulator import Footprint, MemoryTable, Unit
 
 if TYPE_CHECKING:
     from slipstream.pipeline.engine import Engine

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.model.tensor_spec import Tensors, TensorSpec
-from slipstream.schedule.action import Action, Op
+from slipstream.model import Tensors, TensorSpec
+from slipstream.schedule import Action, Op
 
 _BLOCK = 16  # int64 words that a header is a multiple of: op, stage, microbatch, slice, number of tensors; then of each
 # of them dtype, number of dimensions, shape; padding

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.model.tensor_spec import Tensors, TensorSpec
-from slipstream.parallel.group import Group
+from slipstream.model import Tensors, TensorSpec
+from slipstream.parallel import Group
 from slipstream.pipeline.messages.message import Message
 from slipstream.pipeline.messages.transport import Transport
-from slipstream.schedule.action import Schedule
-from slipstream.schedule.lowering import Channel
+from slipstream.schedule import Channel, Schedule
 
 
 class ScatterGather:

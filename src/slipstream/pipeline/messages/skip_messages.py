@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.model import Tensors, TensorSpec
 from slipstream.pipeline.messages.message import SkipSend
 from slipstream.pipeline.messages.transport import Transport
-from slipstream.schedule.action import Action, Op, Schedule
-from slipstream.schedule.lowering import Channel
+from slipstream.schedule import Action, Channel, Op, Schedule
 
 Specs = Callable[
     [Op, tuple[int, int, int]], Sequence[TensorSpec]

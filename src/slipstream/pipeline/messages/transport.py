@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.model.tensor_spec import Tensors, TensorSpec
-from slipstream.parallel.group import ends_in_order
+from slipstream.model import Tensors, TensorSpec
+from slipstream.parallel import ends_in_order
 from slipstream.pipeline.messages.message import (
     Message,
     TransportError,
@@ -27,9 +27,7 @@ from slipstream.pipeline.messages.message import (
     unpack,
 )
 from slipstream.pipeline.ranks import Ranks
-from slipstream.schedule.action import Schedule
-from slipstream.schedule.lowering import Channel
-from slipstream.simulator.memory_account import send_windows
+from slipstream.schedule import Channel, Schedule, send_windows
 
 
 class Transport(Protocol):

@@ -9,8 +9,8 @@ from itertools import accumulate
 import numpy as np
 
 from slipstream.pipeline.tuning.trials import Key, Samples
-from slipstream.schedule.action import Op
-from slipstream.simulator.costs import TableCost
+from slipstream.schedule import Op
+from slipstream.simulator import TableCost
 
 
 class SliceTimes:

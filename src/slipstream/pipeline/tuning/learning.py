@@ -6,14 +6,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.memory.memory_limit import nothing_fits, order_within
 from slipstream.pipeline.tuning.fitted_slice_times import SliceTimes
+from slipstream.pipeline.tuning.order_within_limit import nothing_fits, order_within
 from slipstream.pipeline.tuning.slicings import granularity_for, nearly_equal, promising
 from slipstream.pipeline.tuning.trials import Answer, Request, Samples, Trial, fastest, holdings_of, timed
-from slipstream.schedule.action import Schedule
-from slipstream.schedule.lowering import split_backwards
-from slipstream.simulator.costs import TableCost
-from slipstream.simulator.simulation import simulate
+from slipstream.schedule import Schedule, split_backwards
+from slipstream.simulator import TableCost, simulate
 
 COUNTS = (8, 4)  # slices whose times are measured
 _OBSERVED = 2  # steps of each kind

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from slipstream.pipeline.batch import slice_lengths
-from slipstream.schedule.action import Schedule
-from slipstream.simulator.costs import TableCost
-from slipstream.simulator.simulation import simulate
+from slipstream.schedule import Schedule
+from slipstream.simulator import TableCost, simulate
 
 GRANULARITY = 64  # tokens: matrix products like multiples of it
 _MOST_SLICES = (16, 10, 7, 5)  # the best slicing of at most so many is searched for

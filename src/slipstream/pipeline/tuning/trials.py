@@ -7,10 +7,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from slipstream.schedule.action import Op, Schedule
-from slipstream.simulator.costs import MeasuredCost, TableCost
-from slipstream.simulator.simulation import simulate
-from slipstream.timeline.spans import Timeline
+from slipstream.schedule import Op, Schedule
+from slipstream.simulator import MeasuredCost, TableCost, simulate
+from slipstream.timeline import Timeline
 
 _STEPS = 2  # of each trial in a round
 _ROUNDS = 2

@@ -9,10 +9,16 @@ from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
 from slipstream.pipeline.tuning.learning import COUNTS, Freedom, Learning, learn_order, learn_slices
 from slipstream.pipeline.tuning.trials import Answer, Request
-from slipstream.schedule.action import Op, Schedule
-from slipstream.schedule.flushes import in_flushes
-from slipstream.schedule.generators import AUTOMATIC, check_name, make_schedule, placed_as
-from slipstream.schedule.lowering import join_backwards
+from slipstream.schedule import (
+    AUTOMATIC,
+    Op,
+    Schedule,
+    check_name,
+    in_flushes,
+    join_backwards,
+    make_schedule,
+    placed_as,
+)
 
 
 class Decision(NamedTuple):

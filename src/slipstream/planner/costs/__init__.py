@@ -1,1 +1,68 @@
 """What layers, slices and messages cost: described hardware, counted operations, measured profiles."""
+
+from __future__ import annotations
+
+from slipstream.planner.costs.analytic_costs import StateBytes
+from slipstream.planner.costs.cluster import (
+    SHIPPED,
+    Cluster,
+    Device,
+    load_cluster,
+)
+from slipstream.planner.costs.cost_sources import AnalyticSource, Source, StageCosts
+from slipstream.planner.costs.measurements import (
+    Hardware,
+    Link,
+    MeasuredStage,
+    Measurement,
+    ModelIdentity,
+)
+from slipstream.planner.costs.operation_counts import (
+    Amount,
+    AttentionCall,
+    ModelCount,
+    OpCount,
+    PartCount,
+)
+from slipstream.planner.costs.paper_formulas import GPT, training_seconds
+from slipstream.planner.costs.profile_file import OPS, Profile, load_profile
+from slipstream.planner.costs.profile_source import ProfileSource
+from slipstream.planner.costs.stage_basis import choose_stages
+from slipstream.planner.costs.time_fit import (
+    Point,
+    Window,
+    find_window,
+    fit_times,
+)
+
+__all__ = [
+    "GPT",
+    "OPS",
+    "SHIPPED",
+    "Amount",
+    "AnalyticSource",
+    "AttentionCall",
+    "Cluster",
+    "Device",
+    "Hardware",
+    "Link",
+    "MeasuredStage",
+    "Measurement",
+    "ModelCount",
+    "ModelIdentity",
+    "OpCount",
+    "PartCount",
+    "Point",
+    "Profile",
+    "ProfileSource",
+    "Source",
+    "StageCosts",
+    "StateBytes",
+    "Window",
+    "choose_stages",
+    "find_window",
+    "fit_times",
+    "load_cluster",
+    "load_profile",
+    "training_seconds",
+]

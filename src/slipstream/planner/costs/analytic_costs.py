@@ -23,8 +23,8 @@ import numpy as np
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs.cluster import Cluster, LinkKind
 from slipstream.planner.costs.operation_counts import AttentionCall, ModelCount, PartCount
-from slipstream.schedule.action import Action, Op
-from slipstream.simulator.costs import TableCost
+from slipstream.schedule import Action, Op
+from slipstream.simulator import TableCost
 
 
 class Attention(StrEnum):

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from slipstream.planner.costs.analytic_costs import Analytic, AnalyticCost, StateBytes
 from slipstream.planner.costs.cluster import Cluster
 from slipstream.planner.costs.operation_counts import ModelCount
-from slipstream.schedule.action import Op
-from slipstream.simulator.costs import CostModel
+from slipstream.schedule import Op
+from slipstream.simulator import CostModel
 
 Times = Mapping[tuple[int, int, Op], float]  # stage, slice, op -> seconds
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.planner.costs.time_fit import Point, TimeFit
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slipstream.planner.costs.time_fit import Window
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.costs.measurements import Hardware, Link, MeasuredStage, ModelIdentity
 from slipstream.planner.costs.stage_basis import combine, stage_row
 from slipstream.planner.costs.time_fit import Point, TimeFit
-from slipstream.schedule.action import Op
-from slipstream.simulator.costs import TableCost
+from slipstream.schedule import Op
+from slipstream.simulator import TableCost
 
 FORMAT = 1
 OPS = (Op.F, Op.B, Op.I, Op.W)  # what is measured; recomputation takes as long as the forward

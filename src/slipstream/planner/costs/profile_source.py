@@ -12,8 +12,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.costs.analytic_costs import StateBytes
 from slipstream.planner.costs.cost_sources import Source, StageCosts, Times
 from slipstream.planner.costs.profile_file import Profile
-from slipstream.schedule.action import Op
-from slipstream.simulator.costs import CostModel, TableCost
+from slipstream.schedule import Op
+from slipstream.simulator import CostModel, TableCost
 
 
 class ProfileSource:

@@ -11,9 +11,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.order.makespan_bounds import makespan_bound
 from slipstream.planner.order.order_search import ROUNDING, Search, hand_written, measured
 from slipstream.planner.order.ordering_problem import Problem
-from slipstream.schedule.action import Schedule
-from slipstream.schedule.dependencies import validate
-from slipstream.simulator.costs import CostModel
+from slipstream.schedule import Schedule, validate
+from slipstream.simulator import CostModel
 
 
 def find_order(

@@ -11,7 +11,7 @@ from itertools import permutations
 import numpy as np
 
 from slipstream.planner.order.ordering_problem import Floats, Graph, Ints, Problem
-from slipstream.schedule.action import Op
+from slipstream.schedule import Op
 from slipstream.simulator.numba_jit import compiled
 
 

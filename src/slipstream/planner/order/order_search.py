@@ -14,9 +14,7 @@ from slipstream.planner.order.list_scheduling import place
 from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
 from slipstream.planner.order.makespan_bounds import makespan_bound
 from slipstream.planner.order.ordering_problem import Flags, Floats, Ints, Order, Problem
-from slipstream.schedule.action import Op, Schedule
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, make_schedule
-from slipstream.schedule.lowering import sending, split_backwards
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, make_schedule, sending, split_backwards
 
 ROUNDING = 1e-9  # bytes and times are sums of floats
 _MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 600, 15_000, 64  # enough for small problems, whatever effort is left

@@ -14,10 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.schedule.action import Action, Op, Schedule
-from slipstream.schedule.dependencies import predecessors
-from slipstream.schedule.lowering import Channel, channel, sending
-from slipstream.simulator.costs import CostModel
+from slipstream.schedule import Action, Channel, Op, Schedule, channel, predecessors, sending
+from slipstream.simulator import CostModel
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -25,7 +25,7 @@ from slipstream.planner.report.wording import (
     shared_text,
     slices_text,
 )
-from slipstream.simulator.memory_account import Kind
+from slipstream.simulator import Kind
 
 
 def write_report(plan: Plan, path: Path) -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from slipstream.planner.report.wording import seconds_text
-from slipstream.schedule.action import Schedule
-from slipstream.timeline.idle_causes import Wait
-from slipstream.timeline.spans import Timeline
+from slipstream.schedule import Schedule
+from slipstream.timeline import Timeline, Wait
 
 MOST_RANKS = 16
 MOST_SPANS = 3000  # that a browser shows without delay

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.configurations import Space
 from slipstream.planner.search.step_bounds import Cut, StageTimes
-from slipstream.schedule.action import Op, Schedule
-from slipstream.simulator.memory_account import Footprint, MemoryTable, Unit
+from slipstream.schedule import Op, Schedule
+from slipstream.simulator import Footprint, MemoryTable, Unit
 
 
 def memory_table(

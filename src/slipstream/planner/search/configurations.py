@@ -10,13 +10,12 @@ from itertools import product
 import numpy as np
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.cost_sources import Source, StageCosts
-from slipstream.planner.partition.layers_to_stages import partition_layers
+from slipstream.planner.costs import Source, StageCosts
+from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.step_bounds import Array, Bounds, Cut, RankSizes, Shared, StageTimes, Tails
-from slipstream.planner.slicing.equal_time_cuts import equal_time_slices
-from slipstream.schedule.action import Op
-from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, make_schedule
+from slipstream.planner.slicing import equal_time_slices
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
 
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

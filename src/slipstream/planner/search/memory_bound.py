@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from slipstream.planner.search.schedule_cache import written
 from slipstream.planner.search.step_bounds import Array, Cut
-from slipstream.schedule.action import Op
+from slipstream.schedule import NARROWEST_WINDOW, Op
 from slipstream.simulator.compiled_simulation import OPS, ActionArrays, Ints
-from slipstream.simulator.memory_account import NARROWEST_WINDOW
 
 _F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _OFFLOAD = OPS.index(Op.OFFLOAD)

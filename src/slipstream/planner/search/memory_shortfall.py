@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plans import Configuration
-from slipstream.planner.report.wording import bytes_text, configuration_text
+from slipstream.planner.report import bytes_text, configuration_text
 from slipstream.planner.search.configurations import Options, Space
 from slipstream.planner.search.simulated_configuration import Candidate, may_fit
 

@@ -12,14 +12,14 @@ from itertools import islice
 from math import inf
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.cost_sources import Source
+from slipstream.planner.costs import Source
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.planner.search.configurations import Options, Space
 from slipstream.planner.search.memory_bound import rows
 from slipstream.planner.search.memory_shortfall import explain_misfit
 from slipstream.planner.search.schedule_cache import written
 from slipstream.planner.search.simulated_configuration import Candidate, may_fit, predict
-from slipstream.simulator.simulation import simulate
+from slipstream.simulator import simulate
 
 Progress = Callable[[str, int, int], None]  # what, how many, of how many (0: not known)
 Bounded = tuple[float, Configuration]

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from slipstream.schedule.action import Schedule
-from slipstream.schedule.generators import make_schedule
-from slipstream.schedule.lowering import split_backwards
-from slipstream.schedule.memory_passes import add_offload, add_recompute
+from slipstream.schedule import Schedule, add_offload, add_recompute, make_schedule, split_backwards
 from slipstream.simulator.compiled_simulation import ActionArrays
 
 _KEPT = 32  # schedules; a large one takes 30 MB

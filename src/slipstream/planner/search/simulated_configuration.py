@@ -16,10 +16,9 @@ from slipstream.planner.search.configurations import Space
 from slipstream.planner.search.memory_bound import Held, least_messages
 from slipstream.planner.search.schedule_cache import Written, written
 from slipstream.planner.search.step_bounds import Array, Cut, StageTimes
-from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.schedule import Action, Op, Schedule
+from slipstream.simulator import CostModel, Kind, MemoryTable, RankMemory, Unit, memory_of
 from slipstream.simulator.compiled_simulation import OPS
-from slipstream.simulator.costs import CostModel
-from slipstream.simulator.memory_account import Kind, MemoryTable, RankMemory, Unit, memory_of
 
 
 @dataclass(frozen=True)

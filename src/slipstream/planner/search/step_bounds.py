@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.planner.costs.analytic_costs import StateBytes
-from slipstream.schedule.action import Op
+from slipstream.planner.costs import StateBytes
+from slipstream.schedule import Op
 
 Array = NDArray[np.float64]
 

@@ -9,9 +9,8 @@ from math import inf
 from slipstream.errors import SlipstreamError
 from slipstream.planner.slicing.equal_stages import Slicing
 from slipstream.planner.slicing.equal_time_cuts import equal_time_slices
-from slipstream.schedule.action import COMMUNICATION, Op, Schedule
-from slipstream.simulator.costs import CostModel, TableCost
-from slipstream.simulator.simulation import simulate
+from slipstream.schedule import COMMUNICATION, Op, Schedule
+from slipstream.simulator import CostModel, TableCost, simulate
 
 Candidate = Callable[[tuple[int, ...]], tuple[Schedule, CostModel]]
 StageTime = Callable[[int, Op, int, int], float]  # (stage, op, slice_length, context_length) -> seconds

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule.action import Op
-from slipstream.simulator.costs import TableCost
+from slipstream.schedule import Op
+from slipstream.simulator import TableCost
 
 
 def slice_costs(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
 from slipstream.training.checkpoint.files import DamagedError, check
 from slipstream.training.checkpoint.folder import CheckpointFolder
 from slipstream.training.checkpoint.found import Found

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
 from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.checkpoint.piece import Piece
 from slipstream.training.checkpoint.planners import PieceLoadPlanner, by_key

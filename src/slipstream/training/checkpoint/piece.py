@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.parallel.shares import Share
+from slipstream.parallel import Share
 
 
 class Box(NamedTuple):

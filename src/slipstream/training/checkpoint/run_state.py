@@ -12,13 +12,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.replicas.loss_scale import LossScale
-from slipstream.parallel.shares import Share
-from slipstream.pipeline import parameters
-from slipstream.pipeline.pipeline import Pipeline
-from slipstream.profiler.identity import versions, without_origin
+from slipstream.parallel import Share
+from slipstream.parallel.replicas import LossScale
+from slipstream.pipeline import Pipeline, parameters
+from slipstream.profiler import versions, without_origin
 from slipstream.training.checkpoint import Piece
-from slipstream.training.data.packing import PackedSequences
+from slipstream.training.data import PackedSequences
 
 
 def pieces(pipe: Pipeline, optimizer: Optimizer) -> Iterator[Piece]:

@@ -8,7 +8,7 @@ import warnings
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
 from slipstream.training.checkpoint.planners import BoxSavePlanner
 from slipstream.training.checkpoint.snapshot import Snapshot
 from slipstream.training.checkpoint.storage import SnapshotWriter

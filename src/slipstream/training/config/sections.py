@@ -15,9 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from slipstream.model.layer_range import ALLOWED_COUNTS, are_allowed
-from slipstream.schedule import Schedule, ScheduleError, make_schedule, validate
-from slipstream.schedule.generators import AUTOMATIC, check_name, placed_as
+from slipstream.model import ALLOWED_COUNTS, are_allowed
+from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 
 
 class Section(BaseModel):

@@ -1,1 +1,23 @@
 """From text to batches: corpora, tokenizers and packing."""
+
+from __future__ import annotations
+
+from slipstream.training.data.corpus import read_documents
+from slipstream.training.data.packing import (
+    Batch,
+    PackedSequences,
+    TokenisedText,
+    unigram_entropy,
+)
+from slipstream.training.data.tokenizer import load_tokenizer, tokenise, train_tokenizer
+
+__all__ = [
+    "Batch",
+    "PackedSequences",
+    "TokenisedText",
+    "load_tokenizer",
+    "read_documents",
+    "tokenise",
+    "train_tokenizer",
+    "unigram_entropy",
+]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.config.sections import DataSection
+from slipstream.training.config import DataSection
 
 # What lies in the standard library's folder but isn't its source: installed packages, oddly encoded tests.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

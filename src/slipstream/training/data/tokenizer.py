@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.progress import Progress
+from slipstream.launch import Progress
 from slipstream.training.data.packing import TokenisedText
 
 END_OF_DOCUMENT = "<|endoftext|>"

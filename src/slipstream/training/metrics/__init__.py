@@ -1,1 +1,16 @@
 """What is measured of a run and where it is written."""
+
+from __future__ import annotations
+
+from slipstream.training.metrics.flops import TrainingTime
+from slipstream.training.metrics.records import Step, Validation
+from slipstream.training.metrics.reporter import Reporter
+from slipstream.training.metrics.trackers import check_trackers
+
+__all__ = [
+    "Reporter",
+    "Step",
+    "TrainingTime",
+    "Validation",
+    "check_trackers",
+]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.planner.costs.cluster import SHIPPED, Device, load_cluster
+from slipstream.planner.costs import SHIPPED, Device, load_cluster
 
 _SIZES = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 _SECONDS = 0.5  # of measuring

@@ -16,13 +16,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.layer_range import Edge, Half, HalfLayer, LayerRange
-from slipstream.model.saving.recompute import Recompute
-from slipstream.pipeline.families.stage_layout import Layout
-from slipstream.planner.costs.operation_counts import AttentionCall, ModelCount, PartCount
-from slipstream.planner.costs.paper_formulas import GPT, training_seconds
-from slipstream.profiler.count import count_model
-from slipstream.schedule.action import Op
+from slipstream.model import Edge, Half, HalfLayer, LayerRange
+from slipstream.model.saving import Recompute
+from slipstream.pipeline.families import Layout
+from slipstream.planner.costs import GPT, AttentionCall, ModelCount, PartCount, training_seconds
+from slipstream.profiler import count_model
+from slipstream.schedule import Op
 from slipstream.training.metrics.device_peak import Peak
 
 _TERA = 1e12

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from slipstream.schedule.action import Op
-from slipstream.timeline.idle_causes import Cause
-from slipstream.timeline.spans import Timeline
+from slipstream.schedule import Op
+from slipstream.timeline import Cause, Timeline
 
 _PHASE = {
     Op.F: "forward",

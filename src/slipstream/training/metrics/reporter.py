@@ -7,11 +7,11 @@ import statistics
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.progress import Progress, describe_time
-from slipstream.pipeline.pipeline import Pipeline
-from slipstream.timeline.spans import Timeline
-from slipstream.training.config.sections import Config
-from slipstream.training.data.packing import Batch
+from slipstream.launch import Progress, describe_time
+from slipstream.pipeline import Pipeline
+from slipstream.timeline import Timeline
+from slipstream.training.config import Config
+from slipstream.training.data import Batch
 from slipstream.training.metrics.device_peak import find_peak
 from slipstream.training.metrics.flops import Figures, document_lengths
 from slipstream.training.metrics.phases import Phases

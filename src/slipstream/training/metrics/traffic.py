@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from slipstream.parallel.group import Group
+from slipstream.parallel import Group
 
 
 class Traffic:
