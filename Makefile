@@ -28,8 +28,8 @@ test: $(INSTALLED)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not grid" $(TWO_WORKERS) --durations=20
 
 test-slow: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m slow tests/training/test_demo.py # which needs both cores
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not grid" $(TWO_WORKERS) --ignore=tests/training/test_demo.py --durations=20
+	$(ONE_THREAD) $(BIN)/python -m pytest -m slow tests/examples/test_demo.py # which needs both cores
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not grid" $(TWO_WORKERS) --ignore=tests/examples/test_demo.py --durations=20
 
 check: lint types imports docs test
 

@@ -41,7 +41,7 @@ def run(mesh: tuple[int, int, int]) -> list[dict[str, Any]]:
     """All models, ways to train, and errors."""
     num_processes = mesh[0] * mesh[1] * mesh[2]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    worker = str(TESTS / "parallel" / "exactness.py")
+    worker = str(TESTS / "workers" / "parallel" / "exactness.py")
     environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, worker, *map(str, mesh)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from timeouts import LIMIT
+from support.timeouts import LIMIT
 
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -15,8 +15,6 @@ import pytest
 import yaml
 
 import slipstream
-from architectures import llama
-from hand_made_plan import MODEL, make_plan
 from slipstream.cli.plan import plan as command
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
@@ -25,7 +23,9 @@ from slipstream.planner.report.wording import count_text, seconds_text
 from slipstream.planning.plan_file import plan_settings, write_plan_file
 from slipstream.planning.plan_model import make_options, model_section
 from slipstream.training.config import load_config
-from timeouts import LIMIT
+from support.architectures import llama
+from support.hand_made_plan import MODEL, make_plan
+from support.timeouts import LIMIT
 
 SEQ_LEN = 64
 CLUSTER: dict[str, Any] = {

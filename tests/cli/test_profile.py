@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from architectures import llama
 from slipstream.cli.profile import profile as command
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import load_profile
-from timeouts import LIMIT
+from support.architectures import llama
+from support.timeouts import LIMIT
 
 QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4", "--budget=20")
 

@@ -16,7 +16,7 @@ from slipstream.schedule import GENERATORS, add_communication, make_schedule, on
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline.chrome_trace import load
-from timeouts import LIMIT
+from support.timeouts import LIMIT
 
 
 def run(*arguments: str | Path) -> Result:

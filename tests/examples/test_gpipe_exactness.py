@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from architectures import BOUND, gradient_error, gradients
-from gpipe_cases import CASES, unsplit_step
 from slipstream import Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
+from support.architectures import BOUND, gradient_error, gradients
+from support.gpipe_cases import CASES, unsplit_step
 
 
 @pytest.fixture(autouse=True)

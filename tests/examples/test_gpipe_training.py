@@ -13,9 +13,10 @@ import torch
 from examples.gpipe.image_task import SHAPES, draw
 from examples.gpipe.translation_task import END, decode, encode, sentences, translate
 
-from timeouts import LIMIT
+from support.paths import ROOT
+from support.timeouts import LIMIT
 
-FOLDER = Path(__file__).parents[2] / "examples" / "gpipe"
+FOLDER = ROOT / "examples" / "gpipe"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 
-from architectures import (
+from slipstream import Pipeline
+from support.architectures import (
     ARCHITECTURES,
     BOUND,
     build,
@@ -17,7 +18,6 @@ from architectures import (
     tokens,
     unsplit_step,
 )
-from slipstream import Pipeline
 
 SLICES = [5, 30, 17, 12]
 

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
-from architectures import (
+from slipstream import Op, Pipeline, SlipstreamError
+from slipstream.model import check_compiler, fuse, fused
+from slipstream.model.saving.weight_gradients import whole_weights
+from support.architectures import (
     ARCHITECTURES,
     BOUND,
     build,
@@ -22,9 +25,6 @@ from architectures import (
     tokens,
     unsplit_step,
 )
-from slipstream import Op, Pipeline, SlipstreamError
-from slipstream.model import check_compiler, fuse, fused
-from slipstream.model.saving.weight_gradients import whole_weights
 
 
 def missing() -> str:

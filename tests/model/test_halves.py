@@ -18,7 +18,6 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from architectures import ARCHITECTURES, llama
 from slipstream import SlipstreamError
 from slipstream.model import (
     Anatomy,
@@ -32,6 +31,7 @@ from slipstream.model import (
     random_model,
 )
 from slipstream.model.split import ZeroBranch, keep_half
+from support.architectures import ARCHITECTURES, llama
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 CUT = {name: config for name, config in ARCHITECTURES.items() if name != "gpt_neox"}  # its branches run side by side

@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
-from architectures import ARCHITECTURES, llama
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model import find_anatomy, load_config, model_to_time, pretrained_model, random_model
+from support.architectures import ARCHITECTURES, llama
+from support.paths import TESTS
 
 PARTS = [[0], [1, 2], [3], [0, 3], [0, 1, 2, 3]]
 
@@ -73,7 +74,7 @@ def test_a_model_to_time_has_the_same_parts(name: str, layers: list[int]) -> Non
 
 ONE_OF_TWELVE = """
 import resource
-from architectures import llama
+from support.architectures import llama
 from slipstream.model.anatomy import find_anatomy
 from slipstream.model.loading import random_model
 
@@ -88,7 +89,7 @@ print(grown, sum(parameter.nbytes for parameter in part.parameters()))
 
 def test_other_layers_take_no_memory() -> None:
     """One of twelve layers of 45 MB each: what is drawn for the others passes through scratch memory."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
     ended = subprocess.run([sys.executable, "-c", ONE_OF_TWELVE], env=environment, capture_output=True, text=True)
     grown, own = map(int, ended.stdout.split())
     assert own > 40e6

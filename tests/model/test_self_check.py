@@ -7,10 +7,10 @@ from torch import nn
 from transformers import BartConfig, BloomConfig, MambaConfig, MixtralConfig, PretrainedConfig
 
 import slipstream
-from architectures import ARCHITECTURES, llama
 from slipstream import SlipstreamError
 from slipstream.model import check_sliceable
 from slipstream.model.hooks import rope
+from support.architectures import ARCHITECTURES, llama
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

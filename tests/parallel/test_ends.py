@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from timeouts import LIMIT
+from support.paths import TESTS, WORKERS
+from support.timeouts import LIMIT
 
-WORKER = Path(__file__).with_name("ends_worker.py")
+WORKER = WORKERS / "parallel/ends.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_no_thread_outlives_the_interpreter() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
-    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("threads at the end: ['python']\n") == 2, ended.stdout

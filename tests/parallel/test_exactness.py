@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forked import launch
+from support.forked import launch
+from support.paths import WORKERS
 
-WORKER = Path(__file__).with_name("exactness.py")
+WORKER = WORKERS / "parallel/exactness.py"
 BOUND = 1e-9
 # Two of its five models on each mesh: `make exactness` has all of them on every mesh of up to eight processes.
 MODELS = {

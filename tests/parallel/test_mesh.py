@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from support.forked import launch
+from support.paths import WORKERS
 
-from forked import launch
-
-WORKER = Path(__file__).with_name("mesh_worker.py")
+WORKER = WORKERS / "parallel/mesh.py"
 CASES = ["link_bytes", "export", "dropout", "accumulation", "ends_apart", "auto", "limit", "refusals", "low_precision"]
 
 

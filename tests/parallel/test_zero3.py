@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forked import launch
+from support.forked import launch
+from support.paths import ROOT, WORKERS
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("zero3_worker.py")
+WORKER = WORKERS / "parallel/zero3.py"
 BOTH_SYSTEMS = ["fsdp2_sends_what_the_formula_says", "both_systems_have_the_gradients_of_the_whole_model"]
 SHARDED = [
     "sharded_parameters_train_as_the_whole_model",

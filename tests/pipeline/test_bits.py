@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from architectures import VOCABULARY, gradients, labels_of, llama, tokens
 from slipstream import Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
+from support.architectures import VOCABULARY, gradients, labels_of, llama, tokens
 
 CONFIGS = {
     "llama, tied": llama(tie_word_embeddings=True, num_hidden_layers=4),

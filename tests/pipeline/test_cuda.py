@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from architectures import (
+from slipstream import Pipeline
+from support.architectures import (
     ARCHITECTURES,
     BOUND,
     build,
@@ -18,7 +19,6 @@ from architectures import (
     tokens,
     unsplit_step,
 )
-from slipstream import Pipeline
 
 pytestmark = [
     pytest.mark.gpu,

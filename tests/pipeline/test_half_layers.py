@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PhiConfig, PretrainedConfig, PreTrainedModel
 
-from architectures import (
+from slipstream import Op, Pipeline, SlipstreamError
+from slipstream.model import LayerRange
+from support.architectures import (
     ARCHITECTURES,
     BOUND,
     LENGTH,
@@ -27,8 +29,6 @@ from architectures import (
     tokens,
     unsplit_step,
 )
-from slipstream import Op, Pipeline, SlipstreamError
-from slipstream.model import LayerRange
 
 SLICES = [5, 30, 17, 12]
 CUT = [name for name in ARCHITECTURES if name != "gpt_neox"]  # its branches run side by side

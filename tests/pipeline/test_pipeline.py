@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, masking_utils
 
-from architectures import (
+from slipstream import Pipeline, SlipstreamError, one_f_one_b
+from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.schedule import split_backwards
+from support.architectures import (
     ARCHITECTURES,
     BOUND,
     LENGTH,
@@ -23,9 +26,6 @@ from architectures import (
     tokens,
     unsplit_step,
 )
-from slipstream import Pipeline, SlipstreamError, one_f_one_b
-from slipstream.pipeline.families import causal_cross_entropy
-from slipstream.schedule import split_backwards
 
 
 def documents() -> Tensor:

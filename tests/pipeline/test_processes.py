@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from forked import launch
+from support.forked import launch
+from support.paths import WORKERS
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = WORKERS / "pipeline/processes.py"
 
 
 @pytest.mark.parametrize(

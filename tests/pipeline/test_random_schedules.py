@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from architectures import (
+from slipstream import Action, Op, Pipeline, Schedule
+from slipstream.schedule import predecessors
+from support.architectures import (
     ARCHITECTURES,
     BOUND,
     build,
@@ -22,8 +24,6 @@ from architectures import (
     tokens,
     unsplit_step,
 )
-from slipstream import Action, Op, Pipeline, Schedule
-from slipstream.schedule import predecessors
 
 LENGTH = 24
 MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}

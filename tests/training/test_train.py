@@ -19,11 +19,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import slipstream
-from forked import launch
 from slipstream.training.config import load_config
 from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
 from slipstream.training.output import Output
-from timeouts import LIMIT
+from support.forked import launch
+from support.timeouts import LIMIT
 
 TRAIN = [sys.executable, "-m", "slipstream", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

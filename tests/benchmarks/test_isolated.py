@@ -1,0 +1,94 @@
+"""How benchmarks take turns: who waits is stopped, nobody outlives the benchmark, and what counts of a turn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.harness import interleaved
+from benchmarks.isolated import Contender
+from torch import nn
+
+from support.paths import ROOT
+
+
+class Counts:
+    """A contender whose steps are numbers."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self) -> float:
+        self.steps += 1
+        return float(self.steps)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def report(self) -> int:
+        return self.steps
+
+
+def state(pid: int) -> str:
+    """As the system has it: "T" is stopped; "" where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def becomes(pid: int, wanted: tuple[str, ...]) -> bool:
+    for _ in range(300):
+        if state(pid) in wanted:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_contenders_that_wait_are_stopped() -> None:
+    contender = Contender("counts", Counts)
+    contender.wait()
+    pids = [process.pid for process in contender._processes]
+    assert all(becomes(pid, ("T",)) for pid in pids)
+    assert contender.run() < 10
+    assert contender.losses == [1.0, 1.0]
+    assert all(becomes(pid, ("T",)) for pid in pids)
+    assert contender.report() == 1
+    contender.close()
+    assert not any(process.is_alive() for process in contender._processes)
+
+
+KILLED = """
+import os, signal
+from benchmarks.isolated import Contender
+from test_isolated import Counts
+contender = Contender("counts", Counts, num_processes=1)
+contender.wait()
+print(contender._processes[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_stopped_contenders_end_with_a_killed_benchmark(tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with (tmp_path / "pid").open("w") as told:  # not a pipe, which a contender that lives on would hold open
+        subprocess.run([sys.executable, "-c", KILLED], env=environment, stdout=told, stderr=told, timeout=300)
+    pid = int((tmp_path / "pid").read_text())
+    ended = becomes(pid, ("", "Z"))
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    assert ended
+
+
+def test_the_first_step_of_a_turn_and_the_first_rounds_do_not_count() -> None:
+    numbers = iter(range(100))
+    assert interleaved({"a": lambda: next(numbers) / 1000}, repeats=2, warmups=1, steps=3) == {
+        "a": [0.004, 0.005, 0.007, 0.008]
+    }
+    numbers = iter(range(100))
+    assert interleaved({"a": lambda: next(numbers) / 1000}, repeats=2, warmups=1) == {"a": [0.001, 0.002]}

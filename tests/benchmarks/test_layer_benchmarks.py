@@ -1,0 +1,77 @@
+"""The benchmarks of single layers: what they count, and that the GPU's runs as it stands, on a CPU at toy size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from support.paths import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no package that is installed."""
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def toy(num_layers: int) -> LlamaConfig:
+    from benchmarks.gpu_layers import TOY
+
+    return LlamaConfig(**TOY, num_hidden_layers=num_layers, max_position_embeddings=64)
+
+
+def test_operations_are_those_that_pytorch_counts() -> None:
+    """Of eager attention, whose two products compute all pairs of a query and a key instead of those before it."""
+    from benchmarks.gpu_layers import training_flops
+
+    def counted(num_layers: int) -> int:
+        model = AutoModelForCausalLM.from_config(toy(num_layers), attn_implementation="eager")
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, length, dtype=torch.int64)).logits.sum().backward()
+        return counter.get_total_flops()
+
+    config, length = toy(5), 24
+    all_pairs = 12 * config.num_attention_heads * config.head_dim * length * (length - 1) / 2
+    assert counted(5) - counted(3) == training_flops(config, 2, length) + 2 * all_pairs
+
+
+def test_a_layer_has_llama_3_8bs_parameters() -> None:
+    from benchmarks.gpu_layers import LLAMA_3_8B, training_flops
+
+    config = LlamaConfig(**LLAMA_3_8B, num_hidden_layers=32, max_position_embeddings=8192)
+    attention = 12 * 4096 * 8192 * 8193 / 2
+    weights = (training_flops(config, 1, 8192) - attention) / 6 / 8192
+    assert weights == 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
+    assert 32 * weights + 2 * 128256 * 4096 == pytest.approx(8.03e9, rel=1e-3)  # as Meta gives it
+
+
+def test_the_layers_run_in_slices() -> None:
+    """Gradients of two layers in 8 slices are those in one."""
+    from benchmarks.gpu_layers import Layers, measure, verdicts
+
+    found = []
+    for cut in ([64], [8] * 8):
+        layers = Layers(toy(4), 2, 64, torch.device("cpu"), torch.float64, fused=False)
+        assert layers.run(cut) > 0
+        found.append({name: parameter.grad for name, parameter in layers.stage.named_parameters()})
+    assert len(found[0]) == 2 * 9
+    for name, gradient in found[0].items():
+        assert torch.allclose(found[1][name], gradient, rtol=1e-5, atol=1e-8), name  # norms round to float32
+    rows = measure(layers, 1e6, 1e9, (1, 8), repeats=1)
+    assert [(row["slices"], row["slice_length"]) for row in rows] == [(1, 64), (8, 8)]
+    assert rows[0]["sliced over unsliced throughput"] == 1.0
+    assert verdicts([rows[1] | {"sliced over unsliced throughput": 0.95, "share of the peak": 0.49}]) == {
+        "8 slices reach 0.95 of the unsliced throughput": True,
+        "8 slices reach 0.5 of the measured peak": False,
+    }
+
+
+def test_where_fusing_pays() -> None:
+    from benchmarks.fused import verdict
+
+    gains = {64: 0.9, 256: 1.04, 1024: 1.05}
+    rows = [{"layer": "gpt2", "dtype": "float32", "tokens": n, "eager over fused": gain} for n, gain in gains.items()]
+    assert verdict(rows) == "pays with gpt2 float32 1024; is slower with gpt2 float32 64 (dtype, tokens)"
+    assert verdict(rows[1:2]) == "pays with none; is slower with none (dtype, tokens)"

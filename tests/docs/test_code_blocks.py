@@ -1,0 +1,55 @@
+"""Every Python block of the documentation runs; the blocks of a page share their names."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.paths import ROOT
+from support.timeouts import LIMIT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The line and the code of each Python block."""
+    text = page.read_text(encoding="utf-8")
+    return [(text.count("\n", 0, match.start()) + 2, match.group(1)) for match in BLOCK.finditer(text)]
+
+
+WITH_CODE = [page for page in PAGES if blocks(page)]
+
+
+def test_there_is_something_to_run() -> None:
+    assert {page.name for page in WITH_CODE} >= {"README.md", "concepts.md", "own-loop.md", "training.md"}
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": page.stem}
+    for line, code in blocks(page):
+        padded = "\n" * (line - 1) + code  # so that a traceback shows the page's own line
+        exec(compile(padded, str(page), "exec"), names)
+
+
+def test_the_own_loop_runs_on_two_processes() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, str(ROOT / "examples" / "own_loop.py")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=LIMIT,
+    )
+    assert result.returncode == 0, result.stderr
+    losses = [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]

@@ -1,0 +1,43 @@
+"""A step that failed leaves nothing to the next one, where all ranks are in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import Pipeline
+from slipstream.pipeline.families import causal_cross_entropy
+from support.architectures import ARCHITECTURES, tokens
+
+
+@pytest.mark.parametrize("num_before", [0, 2, 5])
+@pytest.mark.parametrize("name", ["llama", "llama, tied"])
+def test_the_next_step_is_that_of_a_fresh_pipeline(name: str, num_before: int) -> None:
+    """The loss function raises after some slices, while messages of others are on their way."""
+    left = num_before
+
+    def breaking(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise RuntimeError("no loss")
+        return causal_cross_entropy(outputs, targets)
+
+    def make(**settings: object) -> Pipeline:
+        return Pipeline.from_config(
+            ARCHITECTURES[name], num_ranks=2, num_microbatches=2, slices=4, self_check=False, **settings
+        )
+
+    torch.manual_seed(0)
+    pipe, fresh = make(loss_fn=breaking), make()
+    with pytest.raises(RuntimeError, match="no loss"):
+        pipe.step(tokens(), tokens())
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    inputs = tokens(seed=1)
+    assert torch.equal(pipe.step(inputs, inputs), fresh.step(inputs, inputs))
+    found, wanted = dict(pipe.named_parameters()), dict(fresh.named_parameters())
+    for key, parameter in wanted.items():
+        assert parameter.grad is not None
+        assert torch.equal(found[key].grad, parameter.grad), key

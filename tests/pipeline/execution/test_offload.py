@@ -1,0 +1,197 @@
+"""Offload: gradients the same to the bit, memory really free while it is on the host, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import Action, Op, Pipeline, Schedule, SlipstreamError, gpipe
+from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
+from slipstream.pipeline.execution.host_memory import TemporaryFiles, host_of
+from slipstream.schedule import add_communication
+from support.architectures import ARCHITECTURES, build, gradients, labels_of, llama, tokens
+from support.live_memory import LiveMemory
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def step(name: str, offload: float, device: str = "cpu", **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
+    settings = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_ranks": 2} | settings
+    model = build(ARCHITECTURES[name]).float()
+    pipe = Pipeline(model, offload=offload, self_check=False, device=device, **settings)
+    inputs = tokens(batch=4)
+    loss = pipe.step(inputs, labels_of(inputs))
+    num_moved = sum(span.action.op is Op.OFFLOAD for span in pipe.timeline.spans)
+    assert (num_moved > 0) == (offload > 0)
+    assert num_moved == sum(span.action.op is Op.RELOAD for span in pipe.timeline.spans)
+    return loss, gradients(pipe.named_parameters())
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("llama", "gpipe"), ("gpt2", "1f1b"), ("mixtral", "1f1b")])
+def test_nothing_changes_to_the_bit(name: str, schedule: str) -> None:
+    loss, expected = step(name, 0.0, schedule=schedule)
+    for offload, recompute in ((0.5, "none"), (1.0, "none"), (0.5, "selective"), (1.0, "full"), (1.0, 1)):
+        moved_loss, found = step(name, offload, schedule=schedule, recompute=recompute)
+        assert moved_loss == loss
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_pinned_memory(recompute: str) -> None:
+    """The copies run on a stream of their own; a race would change numbers.
+
+    The embedding's gradient adds rows in whatever order the device comes to them, so its last bits vary.
+    """
+    loss, expected = step("llama", 0.0, "cuda")
+    for _ in range(3):
+        moved_loss, found = step("llama", 1.0, "cuda", recompute=recompute)
+        assert moved_loss == loss
+        torch.testing.assert_close(found.pop(EMBEDDING), expected[EMBEDDING], rtol=1e-5, atol=1e-7)
+        changed = [name for name, gradient in found.items() if not torch.equal(gradient, expected[name])]
+        assert not changed
+
+
+def live_bytes(offload: float, recompute: str = "none") -> tuple[int, int, int]:
+    """On one stage while three of four slices are away: bytes alive, those of keys and values, bytes after the step."""
+    model = build(llama(num_key_value_heads=1)).float()
+    pipe = Pipeline(model, "gpipe", slices=4, offload=offload, recompute=recompute, self_check=False)
+    inputs, memory, found = tokens(batch=4), LiveMemory(besides=pipe.parameters()), (0, 0)
+    (executor,) = pipe._executors
+    forward: Callable[[Action], None] = executor._handlers[Op.F]
+
+    def watched(action: Action) -> None:
+        nonlocal found
+        if action.slice == 3:
+            (store,) = executor._flight.stores.values()
+            found = memory.num_bytes, store.num_bytes
+        forward(action)
+
+    executor._handlers[Op.F] = watched
+    with memory:
+        pipe.step(inputs, inputs)
+    return *found, memory.num_bytes
+
+
+def test_memory_is_free_while_it_is_on_the_host() -> None:
+    none, context, after = live_bytes(0.0)
+    for recompute in ("none", "selective"):
+        moved, _, after_moving = live_bytes(1.0, recompute)
+        batch = 4 * 64 * 8  # one tensor of token ids
+        assert moved < context + 8 * batch < none / 8
+        assert after_moving == after
+
+
+def test_half_of_the_slices_is_half_of_the_memory() -> None:
+    """Equal slices; of the first three the two that wait longest go."""
+    none, half, all_of_it = (live_bytes(share)[0] for share in (0.0, 0.5, 1.0))
+    assert abs((none - half) - 2 / 3 * (none - all_of_it)) < 0.02 * none
+
+
+def test_a_stage_lets_go_of_its_input_too() -> None:
+    """Two stages on one rank, everything recomputed: all that F keeps is the input of the second, and it goes."""
+    order = "0F0.0 1F0.0 {offload} 0F0.1 1F0.1 1B0.1 0B0.1 {reload} 1R0.0 1B0.0 0R0.0 0B0.0"
+    live = []
+    for moves in (("", ""), ("1OFFLOAD0.0", "1RELOAD0.0")):
+        row = order.format(offload=moves[0], reload=moves[1])
+        schedule = Schedule.parse(f"schedule: s\nplacement: 0 0\nmicrobatches: 1\nslices: 2\nrank 0: {row}")
+        pipe = Pipeline(build(llama()), schedule, slices=[60, 4], recompute="full", self_check=False)
+        (executor,) = pipe._executors
+        memory = LiveMemory(besides=pipe.parameters())
+        forward = executor._handlers[Op.F]
+
+        def watched(action: Action, forward=forward, memory=memory) -> None:
+            if action == Action(Op.F, 0, 0, 1):
+                live.append(memory.num_bytes)
+            forward(action)
+
+        executor._handlers[Op.F] = watched
+        with memory:
+            pipe.step(tokens(), tokens())
+    assert live[0] - live[1] == 2 * 60 * 32 * 8  # (b, T, hidden) in float64
+
+
+def num_open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
+def test_no_file_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    inputs, before, most = tokens(), num_open_files(), 0
+    settings = {"slices": 4, "num_ranks": 2, "offload": 1.0, "self_check": False}
+    Pipeline(build(llama()), **settings).step(inputs, inputs)
+    assert num_open_files() == before
+    pipe = Pipeline(build(llama()), **settings)
+
+    def fail(action: Action) -> None:
+        nonlocal most
+        most = num_open_files()
+        raise OSError("disk failed")
+
+    pipe._executors[0]._handlers[Op.RELOAD] = fail
+    with pytest.raises(OSError, match="disk failed"):
+        pipe.step(inputs, inputs)
+    assert most >= before + 3  # one a slice that is away
+    assert num_open_files() == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_storages_move_once_and_views_come_back() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    saved = SavedTensors({weight.untyped_storage().data_ptr()})
+    x = torch.randn(4, 8)
+    with saved.saving(lambda tensor: True):
+        product = x @ weight
+        left, right = product.chunk(2, dim=1)
+        output = (left * right.t().contiguous().t()).sum() + (left.exp() * right).sum()
+    expected = torch.autograd.grad(output, weight, retain_graph=True)[0]
+    held = saved.num_bytes
+    blocks = saved.take_out()
+    assert sum(block.numel() for block in blocks) == held
+    assert len({block.data_ptr() for block in blocks}) == len(blocks)
+    assert weight.data_ptr() not in {block.data_ptr() for block in blocks}
+    assert saved.num_bytes == 0
+    with pytest.raises(RecomputationError, match="before what its forward dropped is recomputed and reloaded"):
+        torch.autograd.grad(output, weight, retain_graph=True)
+    host = TemporaryFiles().store(blocks)
+    del blocks
+    saved.put_back(host.load())
+    host.close()
+    assert saved.num_bytes == held
+    assert torch.equal(torch.autograd.grad(output, weight)[0], expected)
+
+
+def test_the_cpus_host_is_a_file() -> None:
+    host = host_of(torch.device("cpu"))
+    blocks = [torch.arange(n, dtype=torch.uint8) for n in (0, 1, 200)] + [torch.ones(1 << 20, dtype=torch.uint8)]
+    offloaded = host.store(copy.deepcopy(blocks))
+    loaded = offloaded.load()
+    offloaded.close()
+    assert all(torch.equal(a, b) for a, b in zip(blocks, loaded, strict=True))
+
+
+@pytest.mark.parametrize("offload", [-0.1, 1.5])
+def test_a_share_is_from_0_to_1(offload: float) -> None:
+    with pytest.raises(SlipstreamError, match=rf"offload={offload}: the share of every rank's slices"):
+        Pipeline(build(llama()), offload=offload, self_check=False)
+
+
+def test_a_schedule_that_has_it_already() -> None:
+    text = str(gpipe(1, 1, 2)).replace("0F0.1", "0OFFLOAD0.0 0F0.1").replace("0B0.0", "0RELOAD0.0 0B0.0")
+    schedule = Schedule.parse(text)
+    Pipeline(build(llama()), schedule, slices=2, self_check=False).step(tokens(), tokens())
+    with pytest.raises(SlipstreamError, match=r"'?gpipe'? has 0OFFLOAD0.0 already, so OFFLOAD can't be added"):
+        Pipeline(build(llama()), schedule, slices=2, offload=0.5, self_check=False)
+    with pytest.raises(SlipstreamError, match=r"offload is set, but .* has its sends.* Leave offload out"):
+        Pipeline(build(llama()), add_communication(gpipe(2, 1, 2)), slices=2, offload=0.5, self_check=False)

@@ -1,0 +1,269 @@
+"""Recomputation: the gradients are the same to the bit, what is held between F and R is less, dropout is replayed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream import Action, Op, Pipeline, SlipstreamError, gpipe
+from slipstream.attention import ContextStore
+from slipstream.model.saving import Recompute, Replay
+from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
+from slipstream.schedule import Schedule, add_communication, add_recompute
+from support.architectures import (
+    ARCHITECTURES,
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    llama,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+from support.live_memory import LiveMemory
+
+KINDS = ("selective", "full", 1)
+SLICES = [5, 30, 17, 12]
+
+
+def step(model: nn.Module, recompute: str | int, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(7)
+    settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": 2} | settings
+    pipe = Pipeline(copy.deepcopy(model), recompute=recompute, self_check=False, **settings)
+    inputs = tokens(batch=4)
+    loss = pipe.step(inputs, labels_of(inputs))
+    assert any(span.action.op is Op.R for span in pipe.timeline.spans) == (recompute != "none")
+    return loss, gradients(pipe.named_parameters())
+
+
+def assert_same_bits(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    different = [name for name, gradient in expected[1].items() if not torch.equal(found[1][name], gradient)]
+    assert not different
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2_moe", "gemma3", "gpt_oss", "llama, tied"])
+def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
+    with no_rounding_inside():
+        model, inputs = build(ARCHITECTURES[name]), tokens(batch=4)
+        whole = copy.deepcopy(model)
+        loss = unsplit_step(whole, inputs, labels_of(inputs))
+        for recompute in KINDS:
+            found = step(model, recompute)
+            assert abs(found[0] - loss) < BOUND
+            assert gradient_error(gradients(whole.named_parameters()), found[1]) < BOUND
+
+
+@pytest.mark.parametrize(("name", "schedule", "num_stages"), [("llama", "1f1b", 3), ("mixtral", "gpipe", 1)])
+def test_nothing_changes_to_the_bit(name: str, schedule: str, num_stages: int) -> None:
+    """In float32, whose rounding depends on the order of every sum."""
+    model = build(ARCHITECTURES[name]).float()
+    settings = {"schedule": schedule, "num_ranks": num_stages, "partition": [1] * (num_stages - 1) + [5 - num_stages]}
+    expected = step(model, "none", **settings)
+    for recompute in KINDS:
+        assert_same_bits(step(model, recompute, **settings), expected)
+
+
+def test_dropout_is_replayed() -> None:
+    config = copy.deepcopy(ARCHITECTURES["gpt2"])
+    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.3
+    model = build(config)
+    expected = step(model, "none")
+    for recompute in KINDS:
+        assert_same_bits(step(model, recompute), expected)
+    random_state = torch.get_rng_state()  # the caller's: `step` seeds it and nothing else
+    assert torch.equal(torch.manual_seed(7).get_state(), random_state)
+
+
+def test_autocast_is_the_same() -> None:
+    model = build(ARCHITECTURES["llama"]).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(model, "none")
+        for recompute in KINDS:
+            assert_same_bits(step(model, recompute), expected)
+
+
+def test_frozen_parameters() -> None:
+    model = build(ARCHITECTURES["llama"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.3" in name or "layers.2" in name)
+    expected = step(model, "none", num_ranks=4)
+    assert all("layers.3" in name or "layers.2" in name for name in expected[1])
+    for recompute in KINDS:
+        assert_same_bits(step(model, recompute, num_ranks=4), expected)
+
+
+def test_a_number_of_layers_runs_no_other_again() -> None:
+    pipe = Pipeline(build(llama()), "gpipe", slices=3, recompute=2, self_check=False)
+    runs = [0] * 4
+    for index, layer in enumerate(pipe._stages[0].model.model.layers):
+
+        def count(*_: object, index: int = index) -> None:
+            runs[index] += 1
+
+        layer.register_forward_pre_hook(count)
+    pipe.step(tokens(), tokens())
+    assert runs == [5, 5, 3, 3]  # the last slice goes backward directly after its forward
+
+
+def live_bytes(recompute: str | int) -> tuple[int, int]:
+    """While three of four slices are forward on a single stage: bytes alive, and those of keys and values."""
+    config = llama(num_key_value_heads=1, intermediate_size=96, vocab_size=512)
+    model = build(config).float()
+    pipe = Pipeline(model, "gpipe", slices=4, recompute=recompute, self_check=False)
+    (executor,) = pipe._executors
+    memory, found = LiveMemory(besides=pipe.parameters()), (0, 0)
+    forward: Callable[[Action], None] = executor._handlers[Op.F]
+
+    def watched(action: Action) -> None:
+        nonlocal found
+        if action.slice == 3:
+            (store,) = executor._flight.stores.values()
+            found = memory.num_bytes, store.num_bytes
+        forward(action)
+
+    executor._handlers[Op.F] = watched
+    inputs = tokens(batch=4)
+    with memory:
+        pipe.step(inputs, inputs)
+    return found
+
+
+def test_less_is_held_between_forward_and_recomputation() -> None:
+    """By independent count of everything alive. Full keeps the keys and values; selective what products returned."""
+    (none, context), (selective, _) = live_bytes("none"), live_bytes("selective")
+    (one, _), (three, _), (full, _) = live_bytes(1), live_bytes(3), live_bytes("full")
+    assert none > 1.4 * selective > 1.4 * 1.4 * full
+    assert none > one > three > full
+    batch = 4 * 64 * 8  # one tensor of token ids
+    assert full < context + 8 * batch
+    layers = (none - one), (one - three) / 2
+    assert abs(layers[0] - layers[1]) < 0.1 * layers[0]  # every layer the same
+
+
+def test_bytes_held_are_known() -> None:
+    """What SavedTensors says it holds is what is freed with it."""
+    weight = torch.randn(64, 64, requires_grad=True)
+    memory, saved = LiveMemory(besides=[weight]), SavedTensors({weight.untyped_storage().data_ptr()})
+    with memory:
+        x = torch.randn(16, 64)
+        with saved.saving(lambda tensor: True):
+            output = ((x @ weight).tanh() @ weight).exp()  # exp saves its own output: no cycle may come of it
+        kept = 16 * 64 * 4
+        assert saved.num_bytes == 3 * kept  # x, tanh's result, exp's result
+        del x, output
+        assert saved.num_bytes == 0
+        assert memory.num_bytes == 0
+
+
+def forward_and_replay(run: Callable[[Tensor], Tensor], what: Recompute) -> tuple[Tensor, Tensor]:
+    """The gradient of a plain run's input, and that after replaying it."""
+    expected = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+    run(expected).sum().backward()
+    hidden = expected.detach().clone().requires_grad_()
+    replay, store = Replay(SavedTensors(set()), what, 0, (hidden,), [True]), ContextStore(3)
+    with replay.forward(store):
+        output = run(hidden)
+    replay.replay(lambda inputs: run(*inputs), store)
+    output.sum().backward()
+    return expected.grad, hidden.grad
+
+
+@pytest.mark.parametrize("what", [Recompute(), Recompute(keeps_products=True)])
+def test_a_product_changed_in_place_is_computed_again(what: Recompute) -> None:
+    weight = torch.randn(4, 4, dtype=torch.float32)
+
+    def run(hidden: Tensor) -> Tensor:
+        product = hidden @ weight
+        product += 1
+        product.mul_(hidden)
+        return (product @ weight).sigmoid() * torch.baddbmm(hidden[None], hidden[None], weight[None])[0].tanh()
+
+    expected, found = forward_and_replay(run, what)
+    assert torch.equal(expected, found)
+
+
+def test_selective_runs_no_product_twice() -> None:
+    count = 0
+
+    class Count(LiveMemory):
+        def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+            nonlocal count
+            count += func is torch.ops.aten.mm.default
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    weight = torch.randn(4, 4)
+    for what, expected in ((Recompute(keeps_products=True), 0), (Recompute(), 2)):
+        hidden = torch.randn(3, 4, requires_grad=True)
+        replay, store = Replay(SavedTensors(set()), what, 0, (hidden,), [True]), ContextStore(3)
+
+        def run(hidden: Tensor) -> Tensor:
+            return ((hidden @ weight).tanh() @ weight).sigmoid().exp()
+
+        with replay.forward(store):
+            output = run(hidden)
+        count = 0
+        with Count():
+            replay.replay(lambda inputs: run(*inputs), store)
+        assert count == expected
+        output.sum().backward()
+
+
+def test_a_model_that_does_not_repeat_itself_is_found_out() -> None:
+    widths = iter([4, 4, 3])
+
+    def run(hidden: Tensor) -> Tensor:
+        return hidden[:, : next(widths)].exp().sin()
+
+    with pytest.raises(RecomputationError, match=r"a forward saved \(3, 4\), its recomputation \(3, 3\)"):
+        forward_and_replay(run, Recompute())
+    lengths = iter([3, 3, 1])
+
+    def shorter(hidden: Tensor) -> Tensor:
+        for _ in range(next(lengths)):
+            hidden = hidden.exp()
+        return hidden
+
+    with pytest.raises(RecomputationError, match="a forward saved 3 tensors or more, its recomputation 1"):
+        forward_and_replay(shorter, Recompute())
+
+
+def test_backward_without_recomputation_is_named() -> None:
+    hidden = torch.randn(3, 4, requires_grad=True)
+    replay, store = Replay(SavedTensors(set()), Recompute(), 0, (hidden,), [True]), ContextStore(3)
+    with replay.forward(store):
+        output = hidden.exp().sum()
+    with pytest.raises(RecomputationError, match="before what its forward dropped is recomputed"):
+        output.backward()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("recompute", ["some", 0, 3, True, 1.5])
+    def test_unknown_settings(self, recompute: object) -> None:
+        message = rf"recompute={recompute!r}: give 'none', 'selective', 'full', or .* 1 to 2 here"
+        with pytest.raises(SlipstreamError, match=message):
+            Pipeline(build(llama()), num_ranks=2, recompute=recompute, self_check=False)  # type: ignore[arg-type]
+
+    def test_a_schedule_with_recomputation_of_nothing(self) -> None:
+        schedule = add_recompute(gpipe(2, 1, 4))
+        with pytest.raises(SlipstreamError, match=r"'gpipe' has 0R0\.\d, but recompute='none'\. Say what"):
+            Pipeline(build(llama()), schedule, slices=4, self_check=False)
+
+    def test_a_lowered_schedule(self) -> None:
+        with pytest.raises(SlipstreamError, match=r"recompute is set, but .* has its sends.* Leave recompute out"):
+            Pipeline(build(llama()), add_communication(gpipe(2, 1, 4)), recompute="full", self_check=False)
+
+
+def test_a_schedule_may_bring_its_own_recomputation() -> None:
+    given = gpipe(1, 1, 2)
+    schedule = Schedule.parse(str(given).replace("0B0.0", "0R0.0 0B0.0"))
+    pipe = Pipeline(build(llama()), schedule, slices=2, recompute="full", self_check=False)
+    pipe.step(tokens(), tokens())
+    assert [str(span.action) for span in pipe.timeline.spans] == ["0F0.0", "0F0.1", "0B0.1", "0R0.0", "0B0.0"]

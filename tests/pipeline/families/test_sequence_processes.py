@@ -1,0 +1,62 @@
+"""A sequence over real processes and gloo: its messages, skips and replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.forked import launch
+from support.paths import WORKERS
+
+WORKER = WORKERS / "pipeline/sequence_processes.py"
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "schedule", "recompute", "stages_per_rank"),
+    [
+        (2, "1f1b", "full", "1"),
+        (2, "zb-v", "none", "2"),
+        (3, "gpipe", "checkpoints", "1"),
+        (3, "interleaved-1f1b", "selective", "2"),
+        (3, "zb-h1", "none", "1"),
+    ],
+)
+def test_processes_change_no_bit(num_processes: int, schedule: str, recompute: str, stages_per_rank: str) -> None:
+    ended = launch(num_processes, WORKER, "split", schedule, recompute, stages_per_rank)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize("what", ["straight", "buffers"])
+def test_a_skip_goes_past_the_stages_between(what: str) -> None:
+    ended = launch(3, WORKER, what)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "name", "schedule", "recompute", "stages_per_rank"),
+    [
+        (2, "transformer", "1f1b", "none", "1"),
+        (3, "mixed", "zb-h1", "full", "1"),
+        (2, "mixed", "interleaved-1f1b", "checkpoints", "2"),
+        (3, "transformer", "zb-v", "none", "2"),
+    ],
+)
+def test_token_slices(num_processes: int, name: str, schedule: str, recompute: str, stages_per_rank: str) -> None:
+    ended = launch(num_processes, WORKER, "slices", name, schedule, recompute, stages_per_rank)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("num_processes", "what"), [(2, "sliced_bytes"), (4, "sliced_replicas")])
+def test_slices_share_what_is_whole(num_processes: int, what: str) -> None:
+    ended = launch(num_processes, WORKER, what)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize("over", ["all", "own"])
+def test_replicas_share_a_batch_and_its_statistics(over: str) -> None:
+    ended = launch(4, WORKER, "replicas", over)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_ranks_with_other_inputs_find_out() -> None:
+    ended = launch(2, WORKER, "mismatch")
+    assert "but 0SEND_F0.0 of (4, 4, 4, 2) torch.float32 came" in ended.stdout, ended.stdout + ended.stderr[-3000:]

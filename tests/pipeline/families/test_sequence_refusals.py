@@ -1,0 +1,184 @@
+"""What can't be exact of an nn.Sequential is refused by the name of the layer, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream import Pipeline, Skip, SlipstreamError
+from support.sequences import Mix, batch, build
+
+
+class Lists(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return x, 0.5
+
+
+class Positive(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x * self.seen
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.norm(x).tanh())
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def pipeline(*layers: nn.Module, **settings: object) -> Pipeline:
+    return Pipeline(nn.Sequential(*layers), **{"num_ranks": 1, "num_microbatches": 2} | settings)  # type: ignore[arg-type]
+
+
+def skips(make: Callable[[Skip], list[nn.Module]]) -> list[nn.Module]:
+    return make(Skip("s"))
+
+
+INPUTS, TARGETS = torch.randn(4, 4), torch.randint(0, 4, (4,))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([linear(), Lists()], r"^layer 1 \(Lists\) returns a list\. A layer must return a tensor or a tuple"),
+        ([linear(), nn.Sequential(Halves())], r"layer 1.0 \(Halves\) returns a tuple of Tensor, float\."),
+        ([linear(), Positive()], r"layer 1 \(Positive\): what it returns for \(2, 4\) float32 depends on values"),
+        ([linear(), nn.Linear(5, 4)], r"layer 1 \(Linear\) fails on \(2, 4\) float32: RuntimeError: "),
+        ([linear(), Counts()], r"layer 1 \(Counts\): its buffer seen changes in training"),
+        ([Twice()], r"layer 0 \(Twice\): a batch norm runs twice in one forward"),
+        ([linear(), Skip("s").stash(0), nn.ReLU(inplace=True)], r"layer 1 \(Stash\): the skip 's' is never consumed"),
+        (
+            skips(lambda s: [linear(), s.stash(), nn.ReLU(inplace=True), s.pop(), Mix()]),
+            r"layer 2 \(ReLU\) changes in place a tensor that the skip 's' holds\. Use inplace=False",
+        ),
+        (
+            skips(lambda s: [linear(), s.stash(2), s.pop(), Mix()]),
+            r"layer 1 \(Stash\): stash\(2\) of the skip 's' is given \(2, 4\) float32",
+        ),
+    ],
+)
+def test_layers_that_cannot_run(layers: list[nn.Module], message: str) -> None:
+    with pytest.raises(SlipstreamError, match=message):
+        pipeline(*layers).step(INPUTS, TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda s: [s.pop(), Mix(), s.stash()], r"layer 0 \(Pop\): the skip 's' is popped before it is stashed"),
+        (lambda s: [linear(), s.pop(), Mix()], r"layer 1 \(Pop\): the skip 's' is popped before it is stashed"),
+        (lambda s: [s.stash(), s.stash(), s.pop()], r"layer 1 \(Stash\): the skip 's' is stashed twice"),
+        (lambda s: [s.stash(), s.pop(), Mix(), s.pop()], r"layer 3 \(Pop\): the skip 's' is popped twice"),
+        (lambda s: [s.stash(), Skip("s").pop()], r"layer 1 \(Pop\): two skips are called 's'"),
+        (lambda s: [s.stash()], r"layer 0 \(Stash\): the skip 's' is never consumed. Add a layer skip.pop\(\)"),
+        (lambda s: [nn.SyncBatchNorm(4)], r"layer 0 \(SyncBatchNorm\): SyncBatchNorm normalises over ranks"),
+        (lambda s: [nn.BatchNorm1d(4, track_running_stats=False)], "normalises by the batch in evaluation too"),
+        (lambda s: [nn.InstanceNorm1d(4, track_running_stats=True)], r"layer 0 .* averages over the batch"),
+        (lambda s: [], "has no layers"),
+    ],
+)
+def test_sequences_that_are_refused_when_built(make: Callable[[Skip], list[nn.Module]], message: str) -> None:
+    with pytest.raises(SlipstreamError, match=message):
+        pipeline(*skips(make))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_ranks": 4}, r"4 stages, but the sequence has 3 layers, .* Use 3 stages or fewer"),
+        ({"num_ranks": 2}, r"partition='auto' must know what the layers cost. Give example=.*costs=\[...\] of 3"),
+        ({"costs": [1.0, 2.0]}, r"costs has 2 numbers, but the sequence has 3 layers, .*: layer 0 \(Linear\)"),
+        ({"costs": [1.0, 0.0, 2.0]}, r"costs: layer 1.0 \(ReLU\) costs 0.0, but a cost is above 0"),
+        ({"costs": [1.0, -1.0, 2.0]}, r"costs: layer 1.0 \(ReLU\) costs -1.0"),
+        ({"costs": [1.0, float("nan"), 2.0]}, r"costs: layer 1.0 \(ReLU\) costs nan"),
+        ({"partition": [2, 2], "num_ranks": 2}, r"partition=\[2, 2\] has 2 stages and 4 layers; needed are 2 stages"),
+        ({"partition": [1.5, 1.5], "num_ranks": 2}, "needed are 2 stages of at least one layer"),
+        ({"partition": "even"}, "partition='even': give 'auto' or the number of layers"),
+        ({"slices": 4}, "slices=4: the layers of this nn.Sequential take whole microbatches"),
+        ({"slices": "auto"}, "slices='auto': the layers of this nn.Sequential take whole microbatches"),
+        ({"seq_len": 16}, "seq_len=16: a setting of causal LMs"),
+        ({"sequence_parallel": True}, "sequence_parallel=True: a setting of causal LMs"),
+        ({"tensor_plan": {"a": "colwise"}}, "tensor_plan=.*: a setting of causal LMs"),
+        ({"fused": True}, "fused=True: a setting of causal LMs"),
+        ({"memory_limit": 1e9}, "memory_limit=1000000000.0: not for an nn.Sequential"),
+        ({"shard_parameters": True}, "shard_parameters=True: not for an nn.Sequential"),
+        ({"recompute": "checkpoints", "offload": 0.5}, "recompute='checkpoints' with offload=0.5"),
+        ({"recompute": 4}, "recompute=4: give 'none', .* 'checkpoints'"),
+    ],
+)
+def test_settings(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(SlipstreamError, match=message):
+        pipeline(linear(), nn.Sequential(nn.ReLU(), linear()), **settings)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (INPUTS[:1], TARGETS[:1], "a batch of 1 rows can't be cut into 2 microbatches"),
+        (INPUTS, TARGETS[:3], r"targets of shape \(3,\) for a batch of 4 rows"),
+        (INPUTS, torch.randn(4), r"returns \(2, 4\) for targets of \(2,\) torch.float32, .* Give a loss_fn"),
+        (INPUTS, torch.full((4,), -100), "no label of this batch counts"),
+        ((INPUTS, INPUTS), TARGETS, r"layer 0 \(Linear\) fails on \(\(2, 4\) float32, \(2, 4\) float32\): TypeError"),
+    ],
+)
+def test_batches(inputs: Tensor, targets: Tensor, message: str) -> None:
+    with pytest.raises(SlipstreamError, match=message):
+        pipeline(linear()).step(inputs, targets)
+
+
+def test_a_weight_on_two_stages() -> None:
+    shared = linear()
+    with pytest.raises(SlipstreamError, match=r"layer 2 \(Linear\): its weight is also 0.weight, .* stages 0 and 1"):
+        pipeline(shared, nn.ReLU(), shared, num_ranks=2, partition=[2, 1])
+    pipeline(shared, nn.ReLU(), shared).step(INPUTS, TARGETS)
+
+
+def test_settings_of_sequences_are_not_for_language_models() -> None:
+    from support.architectures import build as language_model
+    from support.architectures import llama
+
+    for setting in ({"costs": [1.0]}, {"example": INPUTS}, {"batch_norm_over_replicas": True}):
+        with pytest.raises(SlipstreamError, match=f"{next(iter(setting))}=.*: a setting of nn.Sequential models"):
+            Pipeline(language_model(llama()), self_check=False, **setting)  # type: ignore[arg-type]
+
+
+def test_what_a_sequence_does_not_have() -> None:
+    pipe = pipeline(linear())
+    with pytest.raises(SlipstreamError, match=r"torch.save\(pipe.state_dict\(\), path\)"):
+        pipe.save_pretrained("nowhere")
+    with pytest.raises(SlipstreamError, match="has no config"):
+        _ = pipe.config
+    with pytest.raises(SlipstreamError, match="costs of the layers aren't known"):
+        _ = pipe.balance
+    with pytest.raises(SlipstreamError, match="position_ids and document_ids are for causal LMs"):
+        pipe.step(INPUTS, TARGETS, position_ids=TARGETS)
+
+
+def test_a_loss_function_that_counts_something_else() -> None:
+    pipe = Pipeline(build(["conv"]), loss_fn=lambda outputs, targets: (outputs.sum(), torch.tensor(7)))
+    with pytest.raises(SlipstreamError, match="loss_fn counted 7 tokens, but 3 targets are not -100"):
+        pipe.step(*batch(4))

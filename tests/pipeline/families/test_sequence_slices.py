@@ -1,0 +1,303 @@
+"""Token slices of a sequence: the gradients of the unsplit one, wherever its stages end and its tokens are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from slipstream import Pipeline, causal_attention
+from slipstream.attention import ContextError
+from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
+from support.architectures import BOUND, gradient_error, gradients
+from support.sliced_sequences import CASES, ROWS, TARGET, Inputs
+
+RECOMPUTE = ("none", "full", "selective", 1, "checkpoints")
+ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def unsplit(name: str, num_microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:
+    return CASES[name].unsplit(num_microbatches)
+
+
+def pipeline(name: str, **given: object) -> tuple[Pipeline, Inputs, Tensor]:
+    inputs, targets = CASES[name].batch()
+    pipe = Pipeline(CASES[name].model(), loss_fn=causal_cross_entropy, example=inputs, **given)  # type: ignore[arg-type]
+    return pipe, inputs, targets
+
+
+def check(name: str, **given: object) -> None:
+    """Without the self-check, which other tests are about."""
+    pipe, inputs, targets = pipeline(name, self_check=False, **given)
+    loss, expected = unsplit(name, pipe.layout.training.num_microbatches)
+    assert abs(pipe.step(inputs, targets) - loss) < BOUND
+    found = gradients(pipe.named_parameters())
+    assert found.keys() == expected.keys()
+    assert gradient_error(expected, found) < BOUND
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stage_may_end_anywhere(name: str) -> None:
+    """Before the cut, at it on either side, after it, with skips and whole tensors under way."""
+    num_layers = CASES[name].num_layers
+    for end in range(1, num_layers):
+        recompute = RECOMPUTE[end % len(RECOMPUTE)]
+        schedule = ("1f1b", "gpipe", "zb-h1")[end % 3]
+        check(
+            name,
+            schedule=schedule,
+            num_microbatches=2,
+            slices=[2, 4, 3],
+            num_ranks=2,
+            partition=[end, num_layers - end],
+            recompute=recompute,
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "num_microbatches", "slices", "recompute"),
+    [
+        ("gpipe", 1, 1, 4, "none"),
+        ("gpipe", 2, 3, [1, 2, 6], "full"),
+        ("1f1b", 3, 4, 2, "full"),
+        ("1f1b", 4, 1, [4, 5], "checkpoints"),
+        ("1f1b", 4, 3, [9], "none"),
+        ("zb-h1", 3, 2, 3, "none"),
+        ("interleaved-1f1b", 2, 2, [3, 1, 3, 2], "selective"),
+        ("zb-v", 2, 3, 4, "none"),
+        ("breadth-first", 2, 2, 3, "full"),
+    ],
+)
+def test_gradients_are_those_of_the_sequence(
+    name: str, schedule: str, num_ranks: int, num_microbatches: int, slices: int | list[int], recompute: str
+) -> None:
+    check(
+        name,
+        schedule=schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        slices=slices,
+        recompute=recompute,
+        stages_per_rank=2 if 2 in STAGES_PER_RANK[schedule] else 1,
+    )
+
+
+@st.composite
+def lengths(draw: st.DrawFn) -> list[int]:
+    cuts = draw(st.sets(st.integers(1, TARGET - 1), max_size=3))
+    return [b - a for a, b in pairwise([0, *sorted(cuts), TARGET])]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(CASES)),
+    st.sampled_from(ORDERS),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    lengths(),
+    st.sampled_from(RECOMPUTE),
+    st.sampled_from([0.0, 1.0]),
+    st.data(),
+)
+def test_exact(
+    name: str,
+    order: tuple[str, int],
+    num_ranks: int,
+    num_microbatches: int,
+    slices: list[int],
+    recompute: str | int,
+    offload: float,
+    data: st.DataObject,
+) -> None:
+    schedule, v = order
+    num_layers, num_stages = CASES[name].num_layers, num_ranks * v
+    ends = data.draw(st.sets(st.integers(1, num_layers - 1), min_size=num_stages - 1, max_size=num_stages - 1))
+    check(
+        name,
+        schedule=schedule,
+        stages_per_rank=v,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        slices=slices,
+        recompute=recompute,
+        offload=0.0 if recompute == "checkpoints" else offload,
+        partition=[b - a for a, b in pairwise([0, *sorted(ends), num_layers])],
+    )
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("schedule", sorted(GENERATORS))
+def test_gradients_are_those_of_the_sequence_in_every_way(name: str, schedule: str) -> None:
+    for num_ranks in range(1, 5):
+        for num_microbatches in range(1, 5):
+            for slices in (1, 2, 3, 4, [2, 7], [5, 1, 3], [1, 1, 6, 1]):
+                for recompute in ("none", "full"):
+                    check(
+                        name,
+                        schedule=schedule,
+                        num_ranks=num_ranks,
+                        num_microbatches=num_microbatches,
+                        slices=slices,
+                        recompute=recompute,
+                        stages_per_rank=2 if 2 in STAGES_PER_RANK[schedule] else 1,
+                    )
+
+
+def test_without_whole_tensors_the_number_of_ranks_changes_no_bit() -> None:
+    found = []
+    for num_ranks in (1, 2, 3, 4):
+        pipe, inputs, targets = pipeline("language model", num_ranks=num_ranks, num_microbatches=2, slices=[2, 4, 3])
+        found.append((pipe.step(inputs, targets), gradients(pipe.named_parameters())))
+    for loss, gradient in found[1:]:
+        assert torch.equal(loss, found[0][0])
+        assert all(torch.equal(gradient[name], tensor) for name, tensor in found[0][1].items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_of_ones_own_and_one_found_by_measuring(name: str) -> None:
+    check(name, schedule=make_schedule("zb-h2", 3, 2, 3), num_ranks=3)
+    pipe, inputs, targets = pipeline(name, schedule="auto", num_microbatches=2, slices=3, num_ranks=3)
+    loss, expected = unsplit(name, 2)
+    while pipe.is_tuning:
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        assert abs(pipe.step(inputs, targets) - loss) < BOUND
+        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+
+
+@pytest.mark.parametrize("frozen", [slice(0, 4), slice(5, None)])
+def test_frozen_layers(frozen: slice) -> None:
+    """Of the encoder, so that nothing goes back into it; of the decoder, so that something does go through it."""
+    model = CASES["mixed"].model()
+    names = [f"{layer.name}." for layer in _named(model)[frozen]]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not name.startswith(tuple(names))
+    inputs, targets = CASES["mixed"].batch()
+    pipe = Pipeline(
+        model, "1f1b", 2, [2, 4, 3], num_ranks=3, loss_fn=causal_cross_entropy, example=inputs, recompute="full"
+    )
+    pipe.step(inputs, targets)
+    found = gradients(pipe.named_parameters())
+    expected = {key: g for key, g in unsplit("mixed", 2)[1].items() if not key.startswith(tuple(names))}
+    assert found.keys() == expected.keys()
+    assert gradient_error(expected, found) < BOUND
+
+
+def _named(model: nn.Sequential) -> list[object]:
+    from slipstream.model.sequence import flatten
+
+    return [*flatten(model)]
+
+
+def test_lengths_may_change_from_step_to_step() -> None:
+    pipe, (source, target), labels = pipeline("transformer", num_microbatches=3, slices=4, num_ranks=2)
+    plain = CASES["transformer"].model()
+    for rows, length in ((8, 9), (3, 4), (5, 6)):
+        inputs, targets = (source[:rows], target[:rows, :length]), labels[:rows, :length]
+        total, count = causal_cross_entropy(plain(inputs), targets)
+        assert abs(pipe.evaluate(inputs, targets) - total / count) < BOUND
+        assert abs(pipe.step(inputs, targets) - total / count) < BOUND
+        assert pipe.slices(length) == [len(part) for part in torch.arange(length).tensor_split(4)]
+
+
+def test_the_default_loss() -> None:
+    """Of (rows, classes, tokens): tokens may be any dim of the outputs."""
+
+    class Transposed(nn.Module):
+        def forward(self, logits: Tensor) -> Tensor:
+            return logits.mT
+
+    inputs, targets = CASES["transformer"].batch()
+    pipe = Pipeline(nn.Sequential(*CASES["transformer"].model(), Transposed()), slices=4, num_ranks=2, example=inputs)
+    loss, expected = unsplit("transformer", 1)
+    assert abs(pipe.step(inputs, targets) - loss) < BOUND
+    found = gradients(pipe.named_parameters())
+    assert gradient_error({f"{n}": g for n, g in zip(found, expected.values(), strict=True)}, found) < BOUND
+
+
+def test_dropout_after_the_cut_is_repeated() -> None:
+    """Recomputation draws what the forward drew, and no number of ranks changes it."""
+
+    class DropFirst(nn.Module):
+        def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return nn.functional.dropout(inputs[0], 0.3, self.training), *inputs[1:]
+
+    found = []
+    for num_ranks, recompute in ((1, "none"), (3, "full"), (2, "checkpoints"), (4, "selective")):
+        torch.manual_seed(5)
+        layers = [*CASES["transformer"].model()]
+        inputs, targets = CASES["transformer"].batch()
+        model = nn.Sequential(*layers[:-4], DropFirst(), *layers[-4:])
+        torch.manual_seed(5)
+        pipe = Pipeline(
+            model,
+            num_microbatches=2,
+            slices=3,
+            num_ranks=num_ranks,
+            recompute=recompute,
+            loss_fn=causal_cross_entropy,
+            example=inputs,
+        )
+        found.append((pipe.step(inputs, targets), gradients(pipe.named_parameters())))
+    for loss, gradient in found[1:]:
+        assert torch.equal(loss, found[0][0])
+        assert gradient_error(found[0][1], gradient) < BOUND
+
+
+def test_a_loss_that_depends_on_nothing_is_found() -> None:
+    """Without a backward of the first slice the encoder would silently learn nothing."""
+
+    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = causal_cross_entropy(logits, targets)
+        return (total if count else torch.zeros(())), count
+
+    inputs, targets = CASES["transformer"].batch()
+    pipe = Pipeline(CASES["transformer"].model(), slices=3, num_ranks=2, loss_fn=loss, example=inputs)
+    pipe.step(inputs, targets)
+    targets = targets.clone()
+    targets[:, :3] = -100
+    with pytest.raises(ContextError, match="loss_fn must return a sum that depends on the outputs"):
+        pipe.step(inputs, targets)
+
+
+def test_all_slices_have_one_copy_of_the_encoding() -> None:
+    """Recomputed in full, more slices hold about as many bytes between forward and backward as one."""
+    peaks = []
+    for slices in (1, 4):
+        pipe, inputs, targets = pipeline(
+            "transformer", schedule="gpipe", num_microbatches=ROWS, slices=slices, recompute="full"
+        )
+        pipe.step(inputs, targets)
+        with LiveMemory(tensors_alive()) as memory:
+            before = memory.num_bytes
+            pipe.step(inputs, targets)
+        peaks.append(memory.peak - before)
+    assert peaks[1] < 2 * peaks[0]
+
+
+def test_causal_attention_by_itself() -> None:
+    query, key, value = torch.randn(3, 2, 4, 6, 5, dtype=torch.float64)
+    scores = (query @ key.mT / 5**0.5).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
+    assert torch.allclose(causal_attention(query, key, value), scores.softmax(3) @ value)
+    grouped = causal_attention(query, key[:, :2], value[:, :2])
+    assert torch.allclose(grouped[:, 1], causal_attention(query, key[:, :1], value[:, :1])[:, 1])

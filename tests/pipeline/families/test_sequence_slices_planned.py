@@ -1,0 +1,77 @@
+"""How many token slices pay: the simulator is told that the layers before the cut can't be sliced."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import torch
+from examples.gpipe.transformer import transformer
+
+from slipstream import CutTokens, SlipstreamError, make_schedule, partition_layers, simulate
+from slipstream.model.sequence import Microbatch, Tracer, find_routes, flatten
+from slipstream.pipeline.families.sequence_partition import counted_costs
+from slipstream.planner.slicing.sequence_costs import slice_costs
+from slipstream.schedule import Op
+from support.paths import ROOT
+
+PAGE = ROOT / "docs" / "sequences.md"
+RANKS, TOKENS = 4, 512
+COUNTS, MICROBATCHES = (1, 2, 4, 8, 16, 32), (1, 2, 4, 16)
+
+
+@cache
+def counted() -> tuple[list[float], int]:
+    """Of T(6, 8192, 16) with one row of 512 source and 512 target tokens, in units of the whole forward."""
+    with torch.device("meta"):
+        layers = flatten(transformer(6, 8192, 16))
+    tracer = Tracer(layers, find_routes(layers), torch.device("cpu"))
+    ids = torch.ones(1, TOKENS, dtype=torch.int64)
+    costs = counted_costs(tracer.trace(Microbatch((ids, ids)), training=True))
+    cut = next(number for number, layer in enumerate(layers) if isinstance(layer.module, CutTokens))
+    return [cost / sum(costs) for cost in costs], cut
+
+
+def seconds(num_microbatches: int, num_slices: int) -> float:
+    """Of a step; a rank takes for every slice 1% of its forward of a microbatch besides."""
+    costs, cut = counted()
+    stages = partition_layers(costs, RANKS)
+    cost = slice_costs(costs, stages, cut, [TOKENS // num_slices] * num_slices, overhead=0.01 / RANKS)
+    return simulate(make_schedule("1f1b", RANKS, num_microbatches, num_slices), cost).makespan
+
+
+def test_the_page_says_how_many_slices_pay() -> None:
+    rows = re.findall(r"^\| (\d+) \| ([\d. |]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [int(count) for count, _ in rows] == [*COUNTS]
+    for count, cells in rows:
+        expected = [f"{seconds(m, 1) / seconds(m, int(count)):.2f}" for m in MICROBATCHES]
+        assert cells.split(" | ") == expected, (count, expected)
+
+
+def test_slices_pay_with_few_microbatches() -> None:
+    best = [max(COUNTS, key=lambda count, m=m: seconds(m, 1) / seconds(m, count)) for m in MICROBATCHES]  # type: ignore[misc]
+    assert best[:2] == [16, 8]
+    assert best[3] == 1  # with four it makes no difference
+
+
+def test_the_encoder_bounds_what_slices_gain() -> None:
+    """One microbatch runs the encoder on one rank after the other, however its decoder is sliced."""
+    costs, cut = counted()
+    bound = 1 / sum(costs[:cut])
+    gains = [seconds(1, 1) / seconds(1, count) for count in COUNTS]
+    assert 1.1 < max(gains) < bound
+
+
+def test_costs_of_slices() -> None:
+    cost = slice_costs([1, 2, 0, 4, 8], [1, 3, 1], 2, [3, 1], overhead=1, backward=2)
+    forwards = {(stage, number): cost.times[stage, number, Op.F] for stage in range(3) for number in range(2)}
+    assert forwards == {(0, 0): 2, (0, 1): 0, (1, 0): 1 + 2 + 3, (1, 1): 1 + 1, (2, 0): 1 + 6, (2, 1): 1 + 2}
+    assert cost.times[1, 0, Op.B] == 12
+    assert cost.times[1, 0, Op.I] + cost.times[1, 0, Op.W] == 12
+
+
+@pytest.mark.parametrize(("stages", "cut"), [([1, 3], 2), ([1, 4], 5), ([1, 4], -1)])
+def test_costs_that_do_not_fit(stages: list[int], cut: int) -> None:
+    with pytest.raises(SlipstreamError, match=r"give as many, and as cut the number of the layer CutTokens"):
+        slice_costs([1, 2, 0, 4, 8], stages, cut, [3, 1])

@@ -1,0 +1,138 @@
+"""Simulated peaks against measured ones, within a kilobyte on the CPU; and the meter on tensors made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream import Pipeline
+from slipstream.pipeline.memory.live_memory import LiveMemory, memory_meter, tensors_alive
+from slipstream.pipeline.memory.rehearsal import rehearse
+from slipstream.pipeline.messages.transport import _windows
+from slipstream.schedule import add_communication, make_schedule, send_windows
+from slipstream.simulator import Kind, memory_of
+from support.architectures import ARCHITECTURES, labels_of, tokens
+from support.forked import launch
+from support.paths import WORKERS
+
+WORKER = WORKERS / "pipeline/memory.py"
+
+
+def test_the_meter_counts_storages_once_and_as_long_as_they_live() -> None:
+    present = torch.zeros(100)
+    with LiveMemory([present, present[:10]]) as memory:
+        assert memory.num_bytes == memory.peak == 400
+        made = torch.ones(1000)
+        view = made.view(10, 100)[2:]
+        del made
+        assert memory.num_bytes == 4400
+        del view
+        assert (memory.num_bytes, memory.peak) == (400, 4400)
+        memory.restart_peak()
+        assert memory.peak == 400
+        del present
+        assert memory.num_bytes == 0
+
+
+def test_the_meter_sees_what_graphs_keep_and_backwards_make() -> None:
+    weight, x = nn.Parameter(torch.ones(50, 40)), torch.ones(10, 50)
+    with LiveMemory([weight, x]) as memory:
+        before = memory.num_bytes
+        y = (x @ weight).exp().sum()
+        assert memory.num_bytes == before + 10 * 40 * 4 + 4  # exp keeps its result
+        y.backward()
+        assert memory.num_bytes == before + 4 + weight.nbytes
+        assert memory.peak >= before + 4 + weight.nbytes + 10 * 40 * 4
+        del y
+        weight.grad = None
+        assert memory.num_bytes == before
+
+
+def test_the_meter_sees_in_place_views_and_several_results() -> None:
+    with LiveMemory() as memory:
+        values, indices = torch.arange(6.0).view(2, 3).max(dim=1)
+        assert memory.num_bytes == 2 * 4 + 2 * 8
+        values.add_(1).mul_(2)
+        assert memory.num_bytes == 2 * 4 + 2 * 8
+        del values, indices
+        assert memory.num_bytes == 0
+
+
+def peaks(pipe: Pipeline) -> tuple[float, float]:
+    """Simulated and measured, without the tokens and whatever else lives in this process."""
+    inputs = tokens()
+    labels = labels_of(inputs)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    for _ in range(2):
+        pipe.step(inputs, labels)
+        optimizer.step()
+        optimizer.zero_grad()
+    (rank,) = memory_of(pipe.layout.training, rehearse(pipe, inputs, labels))
+    static = rank.worst.during[Kind.PARAMETERS] + rank.worst.during[Kind.OPTIMIZER]
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    with memory_meter(pipe.device, tensors_alive()) as memory:
+        others = memory.num_bytes - static
+        pipe.step(inputs, labels)
+        return rank.peak, memory.peak - others
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"slices": 1},
+    {"slices": [20, 30, 14]},
+    {"slices": 4, "schedule": "zb-h1"},
+    {"slices": 4, "recompute": "full"},
+    {"slices": 4, "recompute": "selective", "offload": 0.7},
+    {"slices": 4, "offload": 1.0, "num_flushes": 2},
+    {"slices": 3, "schedule": "interleaved-1f1b", "stages_per_rank": 2},
+    {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2},
+    {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2, "offload": 0.5, "recompute": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *(("llama, tied", each) for each in SETTINGS),
+        *(pytest.param("gpt2", each, marks=[pytest.mark.grid] * (n % 3 != 1)) for n, each in enumerate(SETTINGS)),
+    ],
+    ids=str,
+)
+def test_one_rank(name: str, settings: dict[str, Any]) -> None:
+    pipe = Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, self_check=False, **settings)
+    simulated, measured = peaks(pipe)
+    assert abs(simulated - measured) < 1024
+
+
+def test_processes() -> None:
+    """With the buffers of messages."""
+    ended = launch(2, WORKER)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_windows_are_the_transports() -> None:
+    for name, v in [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("gpipe", 1)]:
+        schedule = add_communication(make_schedule(name, 3, 6, 4, v))
+        assert send_windows(schedule) == _windows(schedule)
+
+
+def test_rehearsing_leaves_gradients_as_they_were() -> None:
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, self_check=False)
+    inputs = tokens()
+    pipe.step(inputs, inputs)
+    before = {name: (p.grad, p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
+    rehearse(pipe, inputs, inputs)
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is before[name][0]
+        assert torch.equal(before[name][0], before[name][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_rank_on_cuda() -> None:
+    """The allocator rounds up, and a workspace of the matrix products may be made at any time."""
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], num_microbatches=2, slices=4, self_check=False, device="cuda")
+    simulated, measured = peaks(pipe)
+    assert abs(simulated / measured - 1) < 0.05

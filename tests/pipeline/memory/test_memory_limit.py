@@ -1,0 +1,127 @@
+"""memory_limit: what is refused, what auto does with it, and that it changes no number."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import Pipeline, SlipstreamError, make_schedule
+from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, llama, tokens, unsplit_step
+from support.forked import launch
+from support.paths import WORKERS
+
+WORKER = WORKERS / "pipeline/memory_limit.py"
+
+
+def pipeline(**settings: Any) -> Pipeline:
+    return Pipeline.from_config(
+        ARCHITECTURES["llama"],
+        **{"num_ranks": 2, "num_microbatches": 4, "slices": 4, "self_check": False} | settings,
+    )
+
+
+def predicted(pipe: Pipeline, inputs: Tensor) -> float:
+    return max(pipe._gauge.holdings(pipe, inputs, inputs).peaks)
+
+
+def settle(pipe: Pipeline, inputs: Tensor) -> int:
+    """Steps until all is learned."""
+    for num_steps in range(60):
+        if not pipe.is_tuning:
+            return num_steps
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        pipe.step(inputs, inputs)
+    raise AssertionError("still learning")
+
+
+def test_processes_hold_less_than_the_limit() -> None:
+    """Tensors are counted by another meter than the one that rehearses."""
+    ended = launch(2, WORKER)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("held") == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"schedule": "gpipe"}, {"schedule": make_schedule("gpipe", 2, 4, 4)}, {"schedule": "zb-h2", "recompute": "full"}],
+    ids=["name", "schedule", "recompute"],
+)
+def test_a_schedule_that_holds_too_much_is_refused_before_it_runs(settings: dict[str, Any]) -> None:
+    inputs = tokens(batch=4)
+    needed = predicted(pipeline(**settings), inputs)
+    pipeline(memory_limit=needed, **settings).step(inputs, inputs)
+    pipe = pipeline(memory_limit=needed - 1, **settings)
+    with pytest.raises(SlipstreamError, match=r"rank \d would hold .*, 1 too many, in the schedule.*num_flushes.*auto"):
+        pipe.step(inputs, inputs)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    pipe.step(tokens(batch=4, length=32), tokens(batch=4, length=32))  # shorter sequences hold less
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("auto", 1), ("auto-v", 2)])
+def test_auto_uses_the_room_there_is(schedule: str, stages_per_rank: int) -> None:
+    inputs, settings = tokens(batch=4), {"schedule": schedule, "stages_per_rank": stages_per_rank}
+    with pytest.raises(SlipstreamError, match=r"no order fits.*one microbatch at a time rank") as raised:
+        pipeline(memory_limit=1000, **settings).step(inputs, inputs)
+    least = float(re.findall(r"Give memory_limit=(\d+)", str(raised.value))[0])
+    with pytest.raises(SlipstreamError, match="no order fits"):
+        pipeline(memory_limit=least - 1, **settings).step(inputs, inputs)
+    held = []
+    for limit in (least, 1.5 * least, None):
+        pipe = pipeline(memory_limit=limit, **settings)
+        assert settle(pipe, inputs) <= 9
+        held.append(predicted(pipe, inputs))
+        assert limit is None or held[-1] <= limit
+    assert held[0] < held[1] < held[2]
+
+
+def test_auto_begins_anew_after_it_found_no_room() -> None:
+    with pytest.raises(SlipstreamError) as raised:
+        pipeline(schedule="auto", memory_limit=1).step(tokens(batch=4), tokens(batch=4))
+    pipe = pipeline(schedule="auto", memory_limit=float(re.findall(r"=(\d+) or more", str(raised.value))[0]) - 1)
+    for _ in range(2):
+        with pytest.raises(SlipstreamError, match="no order fits"):
+            pipe.step(tokens(batch=4), tokens(batch=4))
+    assert settle(pipe, tokens(batch=4, length=32)) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["auto", pytest.param("1f1b", marks=pytest.mark.grid)])
+def test_slices_are_chosen_within_the_limit_and_gradients_stay_exact(schedule: str) -> None:
+    config, inputs = llama(attention_dropout=0.0), tokens(batch=4)
+    free = pipeline(schedule="1f1b", slices=8)
+    limit = predicted(free, inputs) * 1.02
+    pipe = pipeline(schedule=schedule, slices="auto", memory_limit=limit, dtype=torch.float64)
+    with pytest.raises(SlipstreamError, match=r"no order fits|holds more in equal"):
+        pipe.step(inputs, inputs)  # float64 needs twice as much
+    pipe = pipeline(schedule=schedule, slices="auto", memory_limit=2 * limit, dtype=torch.float64)
+    model = build(config)
+    settle(pipe, inputs)
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    model.zero_grad()
+    assert abs(pipe.step(inputs, inputs) - unsplit_step(model, inputs, inputs)) < BOUND
+    assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert predicted(pipe, inputs) <= 2 * limit
+
+
+def test_measuring_changes_no_number() -> None:
+    inputs = tokens(batch=4)
+    config = llama(attention_dropout=0.3)
+    losses = []
+    for limit in (None, 1e12):
+        torch.manual_seed(7)
+        pipe = Pipeline.from_config(config, slices=4, num_ranks=2, memory_limit=limit, self_check=False)
+        losses.append([float(pipe.step(inputs, inputs)) for _ in range(2)])
+        losses[-1].append(float(torch.rand(())))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("limit", [0, -1e9, "12GB", True, float("nan")])
+def test_what_is_no_limit(limit: Any) -> None:
+    with pytest.raises(SlipstreamError, match=r"memory_limit=.*bytes of each rank, such as 12e9"):
+        pipeline(memory_limit=limit)

@@ -1,0 +1,162 @@
+"""Layers to stages, against every partition there is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream import SlipstreamError, partition_layers
+from support.paths import ROOT
+
+LOOP = (0, 1, 0, 1)
+V = (0, 1, 1, 0)
+
+
+def stage_sums(values: Sequence[float], counts: Sequence[int]) -> list[float]:
+    bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    return [sum(values[a:b]) for a, b in pairwise(bounds)]
+
+
+def rank_sums(values: Sequence[float], counts: Sequence[int], placement: Sequence[int]) -> list[float]:
+    sums = [0.0] * (max(placement) + 1)
+    for rank, value in zip(placement, stage_sums(values, counts), strict=True):
+        sums[rank] += value
+    return sums
+
+
+def every_partition(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for cut in combinations(range(1, num_layers), num_stages - 1):
+        yield tuple(b - a for a, b in pairwise((0, *cut, num_layers)))
+
+
+def value(costs: Sequence[float], counts: Sequence[int], placement: Sequence[int]) -> tuple[float, ...]:
+    """What is minimised: the largest, the variance but for constants, then the stages' own variance."""
+    ranks, stages = rank_sums(costs, counts, placement), stage_sums(costs, counts)
+    return max(ranks), sum(cost**2 for cost in ranks), sum(cost**2 for cost in stages)
+
+
+@given(st.data())
+def test_min_max_then_min_variance(data: st.DataObject) -> None:
+    costs = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
+    num_stages = data.draw(st.integers(1, len(costs)))
+    embedding, head = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))
+    found = partition_layers(costs, num_stages, embedding=embedding, head=head)
+    assert sum(found) == len(costs)
+    assert min(found) >= 1
+    with_ends = list(costs)
+    with_ends[0] += embedding
+    with_ends[-1] += head
+    one_each = range(num_stages)
+    best = min(value(with_ends, counts, one_each) for counts in every_partition(len(costs), num_stages))
+    assert value(with_ends, found, one_each) == best
+
+
+@given(st.data())
+def test_memory_is_a_hard_limit(data: st.DataObject) -> None:
+    layers = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=8))
+    costs, sizes = [cost for cost, _ in layers], [size for _, size in layers]
+    placement = data.draw(st.sampled_from([(0, 1, 2, 3), (0, 1, 2), LOOP, V]))
+    num_ranks = max(placement) + 1
+    limits = data.draw(st.lists(st.integers(1, 40), min_size=num_ranks, max_size=num_ranks))
+    every = list(every_partition(len(costs), len(placement)))
+    lacks = {
+        counts: max(a - b for a, b in zip(rank_sums(sizes, counts, placement), limits, strict=True)) for counts in every
+    }
+    fitting = [counts for counts in every if lacks[counts] <= 0]
+    if fitting:
+        found = partition_layers(costs, len(placement), memory=sizes, memory_limit=limits, placement=placement)
+        assert lacks[tuple(found)] <= 0
+        best = min(value(costs, counts, placement) for counts in fitting)
+        assert value(costs, found, placement) == best
+        return
+    with pytest.raises(SlipstreamError) as refused:
+        partition_layers(costs, len(placement), memory=sizes, memory_limit=limits, placement=placement)
+    if "alone" not in str(refused.value):
+        assert f": {min(lacks.values()):g} too few" in str(refused.value)
+
+
+@given(st.lists(st.integers(0, 9), min_size=6, max_size=10), st.sampled_from([LOOP, V, (0, 1, 2, 0, 1, 2), (0, 1, 0)]))
+def test_several_stages_a_rank(costs: list[int], placement: tuple[int, ...]) -> None:
+    found = partition_layers(costs, len(placement), placement=placement)
+    assert sum(found) == len(costs)
+    assert min(found) >= 1
+    every = every_partition(len(costs), len(placement))
+    assert value(costs, found, placement) == min(value(costs, counts, placement) for counts in every)
+
+
+def test_a_heavy_head_gets_fewer_layers() -> None:
+    assert partition_layers([1, 1, 1, 1, 1, 1, 1, 3], 2) == [5, 3]
+    assert partition_layers([1] * 8, 2, head=2) == [5, 3]
+    assert partition_layers([1] * 8, 2, embedding=2) == [3, 5]
+
+
+def test_placement_decides_whose_head_it_is() -> None:
+    loop = partition_layers([2] * 8, 4, head=2, placement=LOOP)  # the head's rank, 1, gets 3 layers or 4
+    assert max(rank_sums([2] * 7 + [4], loop, LOOP)) == 10
+    v = partition_layers([2] * 8, 4, head=4, placement=V)
+    assert rank_sums([2] * 7 + [6], v, V) == [10, 10]
+
+
+def test_many_layers_and_stages() -> None:
+    """80 equal layers on 16 ranks of 4 stages, loop: even to the layer though not every label is kept."""
+    placement = tuple(stage % 16 for stage in range(64))
+    assert rank_sums([1] * 80, partition_layers([1] * 80, 64, placement=placement), placement) == [5] * 16
+    costs = [random.Random(0).randint(50, 99) for _ in range(120)]
+    one_each = partition_layers(costs, 16)
+    by_rank = partition_layers(costs, 32, placement=[stage % 16 for stage in range(32)])
+    assert max(rank_sums(costs, by_rank, [stage % 16 for stage in range(32)])) <= max(stage_sums(costs, one_each))
+
+
+def test_at_least_as_good_as_torchgpipes_method_on_500_random_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))  # the benchmarks are no package that is installed
+    from benchmarks.gpipe.balance import block_partition
+
+    draw = random.Random(7)
+    gains = []
+    for _ in range(500):
+        num_layers = draw.randint(4, 48)
+        num_stages = draw.randint(2, min(8, num_layers))
+        costs = [draw.uniform(0.5, 2) if draw.random() < 0.8 else draw.uniform(2, 6) for _ in range(num_layers)]
+        if draw.random() < 0.5:
+            costs = [1.0] * num_layers
+            costs[-1] += draw.uniform(0, 4)
+        theirs = max(stage_sums(costs, block_partition(costs, num_stages)))
+        ours = max(stage_sums(costs, partition_layers(costs, num_stages)))
+        assert ours <= theirs * (1 + 1e-12)
+        gains.append(theirs / ours)
+    assert sum(gains) / len(gains) > 1.02  # that method is worth beating
+
+
+def test_memory_may_depend_on_the_stage() -> None:
+    in_flight = [[4.0] * 6, [2.0] * 6, [1.0] * 6]  # 1F1B: earlier stages keep more microbatches
+    assert partition_layers([1] * 6, 3, memory=in_flight, memory_limit=8) == [2, 2, 2]
+    assert partition_layers([1] * 6, 3, memory=in_flight, memory_limit=[4, 8, 8]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 0}, r"0 stages for 3 layers: .* Use 1 to 3 stages"),
+        ({"num_stages": 4}, r"4 stages for 3 layers: .* Use 1 to 3 stages"),
+        ({"head": -1}, "must cost 0 or more"),
+        ({"placement": [0]}, r"placement=\[0\] for 2 stages"),
+        ({"placement": [0, 2]}, r"with ranks 0, 1, \.\.\. that all have a stage"),
+        ({"memory": [1, 1, 1]}, "memory and memory_limit go together"),
+        ({"memory": [1, 1], "memory_limit": 1}, r"memory has shape \(2,\): .* each of 3 layers"),
+        ({"memory": [1, 1, 1], "memory_limit": [1, 1, 1]}, "one number for each of 2"),
+        ({"memory": [5, 9, 5], "memory_limit": [7, 8]}, "Layer 1 alone needs 9 bytes, but there are 8: 1 too few"),
+        (
+            {"memory": [5, 5, 5], "memory_limit": 8},
+            r"At best rank \d \(stage \d: layers \d to \d\) needs 10 bytes and has 8: 2 too few\. Use more ranks",
+        ),
+    ],
+)
+def test_bad_input_is_explained(options: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"costs": [1, 1, 1], "num_stages": 2, **options}
+    with pytest.raises(SlipstreamError, match=message):
+        partition_layers(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,320 @@
+"""The whole plan: bounds that hold, a winner that nothing beats, PTD-P's takeaways, and what doesn't fit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream import Pipeline
+from slipstream.errors import SlipstreamError
+from slipstream.planner.costs import Amount, AnalyticSource, AttentionCall, ModelCount, OpCount, PartCount, Window
+from slipstream.planner.costs.cluster import Cluster, load_cluster, parse_cluster
+from slipstream.planner.plans import Configuration
+from slipstream.planner.search import search
+from slipstream.planner.search.configurations import Options, Space
+from slipstream.planner.search.simulated_configuration import Candidate, may_fit, predict
+from slipstream.schedule import COMMUNICATION, Op, make_schedule
+from slipstream.simulator import Kind, Unit, memory_of
+from support.architectures import llama
+
+SEQ_LEN = 512
+PLAIN = Options(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
+
+
+def gpt(num_layers: int, hidden: int, heads: int, vocab: int = 51200, dtype: str = "float16") -> ModelCount:
+    """A GPT as the papers count one: 12 h² weights a layer, four products, two matrices as wide as 4 h."""
+    size = 2 if dtype == "float16" else 4
+
+    def part(name: str, weights: float, activations: float, calls: tuple[AttentionCall, ...] = ()) -> PartCount:
+        product = OpCount(
+            flops=Amount(0, 2 * weights),
+            matmul_bytes=Amount(size * weights, activations),
+            wide_bytes=Amount(0, activations / 4),
+            num_matmuls=6,
+            num_kernels=20,
+        )
+        ops = {Op.F: product, Op.I: product, Op.W: product}
+        context = 2.0 * hidden * size if calls else 0.0
+        return PartCount(name, int(weights), ops, calls, activations, context, activations / 2)
+
+    call = AttentionCall(heads, heads, hidden // heads, hidden // heads, Window())
+    return ModelCount(
+        kinds=(0,) * num_layers,
+        layers=(part("layer", 12 * hidden**2, 17 * hidden * size, (call,)),),
+        embedding=replace(part("embedding", 0, hidden * size), num_parameters=vocab * hidden),
+        head=part("head", vocab * hidden, 2 * vocab * size),
+        hidden_size=hidden,
+        dtype=dtype,
+        dtype_bytes=size,
+    )
+
+
+SMALL = gpt(num_layers=6, hidden=64, heads=4, vocab=512)
+
+
+def small_cluster(num_nodes: int = 2, devices_per_node: int = 2, memory: float = 1e9) -> Cluster:
+    return parse_cluster(
+        {
+            "name": "small",
+            "num_nodes": num_nodes,
+            "devices_per_node": devices_per_node,
+            "device": {
+                "name": "thing",
+                "flops": {"float16": 1e10},
+                "memory": memory,
+                "memory_bandwidth": 1e10,
+                "kernel_seconds": 1e-6,
+                "efficiency": [[1, 0.1], [64, 0.5], [512, 0.9]],
+                "host_bandwidth": 1e9,
+            },
+            "inside": {"bandwidth": 1e9, "latency": 1e-6},
+            "between": {"bandwidth": 1e8, "latency": 1e-5, "shared_by": 2},
+        }
+    )
+
+
+def source(model: ModelCount = SMALL, cluster: Cluster | None = None) -> AnalyticSource:
+    return AnalyticSource(model, cluster or small_cluster(), "small")
+
+
+def everything(space: Space) -> dict[Configuration, float]:
+    """Every configuration that fits, simulated."""
+    found = {}
+    for _, _, configuration in space.bounded():
+        prediction = predict(Candidate.of(space, configuration))
+        if prediction.peak_memory <= space.memory and Candidate.of(space, configuration).fits():
+            found[configuration] = prediction.step_seconds
+    return found
+
+
+@cache
+def bounds() -> tuple[Space, list[tuple[float, float, Configuration]]]:
+    space = Space(source(), SEQ_LEN, 8, Options(stages_per_rank=(1, 2, 3), num_slices=(1, 2, 3, 4)))
+    return space, list(space.bounded())
+
+
+@settings(max_examples=60, deadline=None)
+@given(choice=st.integers(0, 10**9))
+def test_no_simulation_beats_a_bound(choice: int) -> None:
+    space, found = bounds()
+    seconds, size, configuration = found[choice % len(found)]
+    candidate = Candidate.of(space, configuration)
+    prediction = predict(candidate)
+    assert prediction.step_seconds >= seconds * (1 - 1e-9)
+    assert max(candidate.peaks()) >= size * (1 - 1e-9) or size == float("inf")
+    assert prediction.peak_memory >= max(candidate.peaks()) * (1 - 1e-9)  # messages come on top
+    assert sum(prediction.seconds_by_cause.values()) == pytest.approx(prediction.step_seconds)
+    assert min(prediction.seconds_by_cause.values()) >= -1e-12
+
+
+@settings(max_examples=60, deadline=None)
+@given(choice=st.integers(0, 10**9), share=st.floats(0.3, 1.1), host_memory=st.floats(1e8, 1e9))
+def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, share: float, host_memory: float) -> None:
+    space, found = bounds()
+    _, _, configuration = found[choice % len(found)]
+    cluster = small_cluster()
+    cluster = replace(cluster, device=replace(cluster.device, host_memory=host_memory / 1e3))
+    candidate = Candidate.of(space, configuration)
+    options = Options(memory_limit=share * max(candidate.peaks()))
+    limited = Space(source(cluster=cluster), SEQ_LEN, 8, options)
+    if not may_fit(limited, configuration):
+        assert not Candidate.of(limited, configuration).fits()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> None:
+    draw = random.Random(seed)
+    model = gpt(draw.choice((4, 6)), draw.choice((32, 64)), 4, draw.choice((128, 2048)))
+    cluster = small_cluster(draw.choice((1, 2)), 2, memory=draw.choice((4e8, 1e9)))
+    options = Options(
+        stages_per_rank=draw.choice(((1,), (1, 2), (2, 3))),
+        num_slices=draw.choice(((1, 2), (1, 4), (2, 3))),
+        recompute=draw.choice((("none", "full"), ("none", "selective"), ("full",))),
+        offload=draw.choice(((0.0,), (0.0, 1.0))),
+        num_simulated=10**9,
+    )
+    space = Space(source(model, cluster), SEQ_LEN, draw.choice((2, 4, 6)), options)
+    # a limit that some configurations exceed
+    sizes = sorted(max(Candidate.of(space, c).peaks()) for _, _, c in space.bounded())
+    options = replace(options, memory_limit=sizes[draw.randrange(len(sizes) // 8, len(sizes))] * 1.1)
+    space = Space(space.source, SEQ_LEN, space.global_batch, options)
+    plan = search(space.source, SEQ_LEN, space.global_batch, options=options)
+    best = everything(space)
+    assert plan.best.step_seconds == pytest.approx(min(best.values()), rel=1e-12)
+    assert plan.gap == 0
+    assert plan.num_configurations == sum(1 for _ in space.bounded())
+
+
+def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
+    plan = search(source(), SEQ_LEN, 8)
+    best = plan.best
+    assert [each.step_seconds for each in plan.predictions] == sorted(each.step_seconds for each in plan.predictions)
+    for alternative in plan.alternatives:
+        assert alternative.choice in alternative.prediction.configuration.differences(best.configuration)
+        assert alternative.prediction.step_seconds >= best.step_seconds
+        extra = sum(seconds for _, seconds in alternative.why(best))
+        assert extra == pytest.approx(alternative.prediction.step_seconds - best.step_seconds)
+    c = best.configuration
+    assert c.tensor_parallel * c.pipeline_parallel * c.data_parallel == plan.num_devices == 4
+    assert sum(best.partition) == 6
+    assert sum(best.slices) == SEQ_LEN
+    assert best.tokens_per_second == pytest.approx(8 * SEQ_LEN / best.step_seconds)
+    assert 0 < best.mfu < 1  # type: ignore[operator]
+    assert plan.timeline.num_ranks == c.pipeline_parallel
+    assert any("not measured" in note for note in plan.notes)
+
+
+def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
+    space = Space(source(), SEQ_LEN, 8, Options(recompute=("none",), offload=(0.0,)))
+    configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 4, "none", 0.0, True)
+    candidate = Candidate.of(space, configuration)
+    prediction = predict(candidate)
+    expected = [sum(rank.worst.during.values()) for rank in memory_of(candidate.schedule, candidate.table)]
+    assert [sum(kinds.values()) for kinds in prediction.memory] == expected
+    # by hand: rank 0 of two runs a forward of the next microbatch for each backward of the one before
+    slices, costs = candidate.times.slices, space.costs(1, 1)
+    tokens = max(sum(slices[: 4 - k]) + sum(slices[: k + 1]) for k in range(4))
+    held = costs.activation_bytes(candidate.cut.stages[0], tokens, 0)
+    rank = memory_of(candidate.schedule, candidate.table)[0]
+    most = max(moment.during[Kind.ACTIVATIONS] for moment in rank.moments)
+    assert most == pytest.approx(held)
+
+
+def test_of_two_schedules_that_are_one_only_the_first_is_planned() -> None:
+    """With one microbatch, depth and breadth first are the same."""
+    for num_ranks, num_slices, stages_per_rank in ((2, 4, 2), (2, 1, 3), (4, 8, 2)):
+        counts = (num_ranks, 1, num_slices, stages_per_rank)
+        assert make_schedule("interleaved-1f1b", *counts).actions == make_schedule("breadth-first", *counts).actions
+    names = {
+        number: {c.schedule for _, _, c in Space(source(), SEQ_LEN, number, Options(data_parallel=(1,))).bounded()}
+        for number in (1, 2)
+    }
+    assert names[2] - names[1] == {"breadth-first"}
+
+
+def test_longer_simulations_close_the_gap() -> None:
+    few = search(source(), SEQ_LEN, 8, options=Options(num_simulated=1))
+    many = search(source(), SEQ_LEN, 8, options=Options(num_simulated=10**6))
+    assert many.gap == 0 <= few.gap
+    assert many.best.step_seconds <= few.best.step_seconds
+    assert many.best.step_seconds >= few.best.step_seconds * (1 - few.gap) * (1 - 1e-9)
+
+
+# --- what PTD-P found, as results ------------------------------------------------------------------------------------
+
+
+def degrees(model: ModelCount, num_nodes: int, batch: int, options: Options) -> Configuration:
+    cluster = load_cluster("a100-selene").with_nodes(num_nodes)
+    return search(AnalyticSource(model, cluster, "gpt"), 2048, batch, options=options).best.configuration
+
+
+def test_tensor_parallelism_fills_the_node_and_no_more() -> None:
+    """Takeaway 1 (Figure 13): 161 billion parameters on 64 GPUs are fastest at (t, p) = (8, 8)."""
+    model = gpt(num_layers=32, hidden=20480, heads=128)
+    options = replace(PLAIN, data_parallel=(1,), schedule=("1f1b",), stages_per_rank=(1,), microbatch_size=(1,))
+    best = degrees(model, 8, 32, options)
+    assert (best.tensor_parallel, best.pipeline_parallel) == (8, 8)
+
+
+def test_data_parallelism_scales_once_the_model_fits() -> None:
+    """Takeaway 2 (Figures 14, 15): of a model that fits one node, all more devices are data parallel."""
+    model = gpt(num_layers=32, hidden=3840, heads=32)
+    options = replace(PLAIN, schedule=("1f1b",), stages_per_rank=(1,), microbatch_size=(1,))
+    best = degrees(model, 4, 256, options)
+    assert best.tensor_parallel * best.pipeline_parallel <= 8
+    larger = degrees(gpt(num_layers=32, hidden=9216, heads=64), 4, 256, options)
+    assert larger.tensor_parallel * larger.pipeline_parallel > best.tensor_parallel * best.pipeline_parallel
+
+
+def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
+    """Takeaway 3 (Figure 16): larger ones compute faster, smaller ones idle less."""
+    model = gpt(num_layers=32, hidden=4096, heads=32)
+    cluster = load_cluster("a100-selene").with_nodes(1)
+    steps = {}
+    for size in (1, 2, 4, 8, 16, 32):
+        options = replace(PLAIN, tensor_parallel=(1,), data_parallel=(1,), microbatch_size=(size,), memory_limit=1e15)
+        options = replace(options, schedule=("1f1b",), stages_per_rank=(1,))
+        plan = search(AnalyticSource(model, cluster, "gpt"), 512, 128, options=options)
+        steps[size] = plan.best.step_seconds
+    best = min(steps, key=steps.__getitem__)
+    assert best not in (1, 32), steps
+
+
+# --- what can't be ---------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
+    options = Options(recompute=("none",), offload=(0.0,), shard_optimizer=(False,))
+    space = Space(source(), SEQ_LEN, 8, Options())
+    smallest = min(size for _, size, _ in space.bounded())
+    tight = replace(options, memory_limit=smallest * 1.3)
+    with pytest.raises(
+        SlipstreamError, match=r"needs [\d.]+ MB on rank \d, [\d.]+ [kM]B more than the [\d.]+ MB"
+    ) as caught:
+        search(source(), SEQ_LEN, 8, options=tight)
+    assert "The cheapest change that would fit: allow " in str(caught.value)
+
+
+def test_what_fits_no_choice_wants_more_devices() -> None:
+    model = gpt(num_layers=24, hidden=12288, heads=96)
+    cluster = load_cluster("a100-selene").with_nodes(1)
+    with pytest.raises(SlipstreamError, match=r"would fit: \d+ devices instead of 8") as caught:
+        search(AnalyticSource(model, cluster, "gpt"), 2048, 8)
+    wanted = int(str(caught.value).split("would fit: ")[1].split()[0])
+    larger = AnalyticSource(model, cluster.with_nodes(wanted // 8), "gpt")
+    assert search(larger, 2048, 8, options=Options(num_simulated=1)).best.peak_memory <= 80e9
+
+
+def test_a_batch_that_nothing_divides() -> None:
+    with pytest.raises(SlipstreamError, match="no configuration divides: 4 devices, 6 layers, a global batch of 7"):
+        search(source(), SEQ_LEN, 7, options=Options(data_parallel=(2,)))
+
+
+def test_equal_layers_are_cut_evenly_by_time() -> None:
+    space = Space(source(), SEQ_LEN, 8, Options())
+    cut = space.cut(1, 1, 2, 1, "1f1b")
+    times = space.times(1, 1, cut, 1)
+    per_rank = cut.per_rank((times.forward + times.input_gradient + times.weight_gradient).sum(axis=1))
+    layer = np.diff(sorted(per_rank))[0]
+    one = sum(float(space.costs(1, 1).seconds(range(2, 3), op, SEQ_LEN, 0)) for op in (Op.F, Op.I, Op.W))
+    assert layer <= one
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(tensor_parallel: int) -> None:
+    """In float32, of the rank's part of the vocabulary. Two equal stages otherwise."""
+    vocabulary = SMALL.head_weight // SMALL.hidden_size
+    configuration = Configuration(tensor_parallel, 2, 1, 1, "1f1b", 2, 4, "none", 0.0, False)
+    candidate = Candidate.of(Space(source(cluster=small_cluster(1)), SEQ_LEN, 4, Options()), configuration)
+    first, last = candidate.table.footprint(Unit(0, 1), Op.B), candidate.table.footprint(Unit(1, 1), Op.I)
+    assert last.peak - first.peak == 4 * 2 * candidate.times.slices[1] * vocabulary / tensor_parallel
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"), [("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)]
+)
+def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_rank: int, recompute: str) -> None:
+    """Backwards too, which a Pipeline splits where their result goes to another rank."""
+    source = AnalyticSource(SMALL, small_cluster(1), "small")
+    configuration = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 3, recompute, 0.0, False)
+    candidate = Candidate.of(Space(source, SEQ_LEN, 4, Options()), configuration)
+    pipe = Pipeline.from_config(
+        llama(num_hidden_layers=4),
+        schedule=schedule,
+        num_ranks=2,
+        stages_per_rank=stages_per_rank,
+        num_microbatches=4,
+        slices=3,
+        recompute=recompute,
+        self_check=False,
+    )
+    run = pipe.layout.training
+    computed = [[action for action in row if action.op not in COMMUNICATION] for row in run.actions]
+    assert [list(row) for row in candidate.schedule.actions] == computed

@@ -1,0 +1,116 @@
+"""Counting on meta tensors: what it finds is what the shapes say, what the model has, and what a real run saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, PretrainedConfig
+
+from slipstream.model import LayerRange, Stage, find_anatomy, random_model
+from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.planner.costs import GPT, ModelCount, Window
+from slipstream.profiler import count_model
+from slipstream.profiler.stage_bench import StageBench
+from slipstream.schedule import Op
+from support.architectures import ARCHITECTURES, LENGTH, build, llama, tokens
+
+HIDDEN, MLP, KV, VOCABULARY = 32, 48, 16, 61  # of tests/architectures.py
+ATTENTION = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV)  # FLOPs a token of q, o, k, v
+EXPERT = 2 * 3 * HIDDEN * MLP
+
+
+def flops(count: ModelCount, op: Op = Op.F) -> list[float]:
+    return [part.ops[op].flops.per_token for part in count.layers]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", ATTENTION + EXPERT),
+        ("mixtral", ATTENTION + 2 * HIDDEN * 4 + 2 * EXPERT),  # the router, and two of four experts
+        ("gpt2", 24 * HIDDEN**2),
+        ("gpt_neox", 2 * 4 * HIDDEN**2 + 2 * 2 * HIDDEN * MLP),
+    ],
+)
+def test_a_layers_products_are_those_of_its_shapes(name: str, expected: int) -> None:
+    count = count_model(ARCHITECTURES[name], LENGTH)
+    for op in (Op.F, Op.I, Op.W):
+        assert flops(count, op) == [expected]
+    assert count.head.ops[Op.F].flops.per_token == 2 * HIDDEN * VOCABULARY
+    assert count.embedding.ops[Op.F].flops.per_token == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "qwen2_moe", "gemma2", "gpt2", "llama4_text", "gpt_oss"])
+def test_parameters_are_the_models(name: str) -> None:
+    assert count_model(ARCHITECTURES[name], LENGTH).num_parameters == build(ARCHITECTURES[name]).num_parameters()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "gemma3"])
+def test_products_are_those_of_a_real_run(name: str) -> None:
+    """The unsplit model with eager attention, whose scores are counted apart: all of them, masked ones too."""
+    config = ARCHITECTURES[name]
+    count, model = count_model(config, LENGTH), build(config)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=tokens(1), use_cache=False)
+    layers = range(len(count.kinds))
+    counted = LENGTH * sum(part.ops[Op.F].flops.per_token for part in count.parts(layers))
+    scores = sum(
+        2 * call.num_heads * (call.key_width + call.value_width) * LENGTH**2
+        for part in count.parts(layers)
+        for call in part.attentions
+    )
+    rotary = counter.get_total_flops() - counted - scores  # the frequencies by the positions, a product of width 1
+    assert 0 <= rotary <= 0.01 * counted
+
+
+def test_grouped_heads_and_windows_are_found() -> None:
+    count = count_model(ARCHITECTURES["gemma2"], LENGTH)
+    calls = [part.attentions[0] for part in count.layers]
+    assert [call.window for call in calls] == [Window("sliding", 7), Window()]
+    assert {(call.num_heads, call.num_key_value_heads, call.key_width) for call in calls} == {(4, 2, 8)}
+    assert count.kinds == (0, 1, 0, 1)
+    blocks = count_model(ARCHITECTURES["llama4_text"], LENGTH)
+    assert blocks.layers[0].attentions[0].window == Window("blockwise", 16)
+    assert count.layers[0].context_bytes == 2 * KV * 2  # K and V, 16 wide, two bytes
+
+
+@pytest.mark.parametrize("name", ["llama, dynamic rope", "phi3, longrope"])
+def test_frequencies_that_depend_on_the_length_change_nothing(name: str) -> None:
+    assert flops(count_model(ARCHITECTURES[name], LENGTH)) == [ATTENTION + EXPERT]
+
+
+def test_bytes_of_short_slices_are_the_weights() -> None:
+    part = count_model(llama(), LENGTH).layers[0]
+    weights = 2 * (part.num_parameters - 2 * HIDDEN)  # two bytes each, norms aside
+    assert [part.ops[op].matmul_bytes.constant for op in (Op.F, Op.I, Op.W)] == [weights] * 3
+    moved = part.ops[Op.F]
+    assert moved.wide_bytes.per_token > 0
+    assert moved.num_kernels > moved.num_matmuls == 7
+
+
+@pytest.mark.parametrize("config", [GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1024, n_positions=512)])
+def test_a_gpt_has_the_papers_parameters_and_operations(config: PretrainedConfig) -> None:
+    """PTD-P eqs. 2 and 3, of which eq. 2 leaves out the last norm's 2h and counts 13 where GPT-2 has 13 l h."""
+    count = count_model(config, 512)
+    paper = GPT(4, 256, 1024, 512)
+    assert count.num_parameters == pytest.approx(paper.num_parameters + 2 * 256)
+    products = sum(part.ops[Op.F].flops.per_token for part in count.parts(range(4)))
+    scores = 4 * 4 * 256 * 512  # both products of all scores
+    assert 3 * 512 * (products + scores) == pytest.approx(paper.flops(1, recompute=False))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma2"])
+def test_a_layer_saves_what_a_real_stage_saves_for_one_layer_more(name: str) -> None:
+    config = ARCHITECTURES[name]
+    anatomy = find_anatomy(config)
+
+    def per_token(owned: range) -> float:
+        model = random_model(config, 0, anatomy, owned, torch.float32).train()
+        stage = Stage(model, anatomy, LayerRange(owned.start, owned.stop), torch.device("cpu"))
+        bench = StageBench(stage, 1, LENGTH, VOCABULARY, causal_cross_entropy, torch.device("cpu"))
+        return (bench.activation_bytes(48) - bench.activation_bytes(16)) / 32
+
+    real = per_token(range(1, 3)) - per_token(range(1, 2))
+    count = count_model(config, LENGTH, torch.float32)
+    assert count.layers[count.kinds[2]].activation_bytes == real

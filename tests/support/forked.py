@@ -1,0 +1,95 @@
+"""Worker scripts of tests, each run by several processes in one group over gloo, as torchrun would run them.
+
+A process that imports torch and transformers anew spends seconds on it, and there are about a hundred: these are forked
+from one that has imported everything and does nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import time
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from torch.distributed import TCPStore
+
+from support.paths import ROOT, TESTS
+from support.timeouts import LIMIT
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(
+    [
+        "slipstream.pipeline.pipeline",
+        "slipstream.planner.order.best_order",
+        "slipstream.training.rank",
+        "transformers.models.auto.modeling_auto",
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mixtral", "qwen3")),
+    ]
+)
+
+
+def launch(num_processes: int, script: Path, *arguments: str, timeout: float = LIMIT) -> CompletedProcess[str]:
+    """Run `script` in so many ranks. One that fails ends the others, and its code is returned; -9 is that of SIGKILL.
+
+    Raises TimeoutError, with what was written until then, where they take longer than `timeout` seconds.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    places = [_place(rank, num_processes, store.port) for rank in range(num_processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        texts = Path(folder, "stdout"), Path(folder, "stderr")
+        ranks = [
+            _PROCESSES.Process(target=_run, args=(script, arguments, place, texts), daemon=True) for place in places
+        ]
+        for rank in ranks:
+            rank.start()
+        code = _end(ranks, time.monotonic() + timeout)
+        stdout, stderr = (text.read_text() if text.exists() else "" for text in texts)
+    if code is None:
+        raise TimeoutError(f"{script.name} {' '.join(arguments)} took over {timeout} seconds\n{stdout}\n{stderr}")
+    return CompletedProcess([str(script), *arguments], code, stdout, stderr)
+
+
+def _place(rank: int, num_processes: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process. The store is in this process, so no port has to be guessed."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _run(script: Path, arguments: tuple[str, ...], place: dict[str, str], texts: tuple[Path, Path]) -> None:
+    gc.freeze()  # see conftest
+    for number, text in enumerate(texts, start=1):
+        os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(place)
+    sys.argv = [str(script), *arguments]
+    sys.path[:0] = [str(script.parent), str(TESTS), str(ROOT)]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _end(ranks: list[BaseProcess], deadline: float) -> int | None:
+    """The code of the first that failed, 0 where all end well, None where the time is over; then all have ended."""
+    running, code = list(ranks), 0
+    try:
+        while running and code == 0 and time.monotonic() < deadline:
+            wait([rank.sentinel for rank in running], deadline - time.monotonic())
+            code = next((rank.exitcode for rank in running if rank.exitcode), 0)
+            running = [rank for rank in running if rank.exitcode is None]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    return None if running and code == 0 else code

@@ -1,0 +1,230 @@
+"""FLOPs, use and times: against the papers' formulas and numbers, and against what a real pipeline computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, LlamaConfig
+
+from slipstream import Pipeline
+from slipstream.errors import SlipstreamError
+from slipstream.model import find_anatomy
+from slipstream.pipeline.families.stage_layout import Layout, plan_layout
+from slipstream.planner.costs.paper_formulas import GPT, SECONDS_PER_DAY
+from slipstream.schedule import make_schedule
+from slipstream.training.metrics.device_peak import Peak, find_peak, peak_by_name
+from slipstream.training.metrics.flops import Figures, document_lengths, recomputed_flops
+from support.architectures import ARCHITECTURES, tokens
+
+PEAK = Peak(1e12, "made up")
+BATCH, LENGTH, LAYERS, HIDDEN, VOCABULARY = 3, 512, 4, 256, 1024
+GPT_2 = GPT2Config(n_embd=HIDDEN, n_layer=LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH)
+MASKED = (
+    2 * BATCH * LAYERS * HIDDEN * LENGTH * (LENGTH - 1)
+)  # FLOPs of the scores that the mask hides, and their values
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Figures:
+    return Figures(GPT_2, LENGTH, BATCH, 2, PEAK)
+
+
+def layout(schedule: str, slices: list[int], recompute: str | int, partition: Any = "auto") -> Layout:
+    """Of two ranks and a microbatch."""
+    made = make_schedule(schedule, 2, 1, len(slices))
+    return plan_layout(GPT_2, find_anatomy(GPT_2), made, slices, partition, recompute)[0]
+
+
+def test_a_gpt_is_counted_as_ptdps_equations_2_and_3_but_for_masked_scores(gpt: Figures) -> None:
+    """Eq. 2 leaves out the last norm; eq. 3 counts scores that the mask hides."""
+    run = gpt.run
+    assert run.num_parameters == pytest.approx(run.ptdp_num_parameters + 2 * HIDDEN)
+    assert run.ptdp_flops == GPT(LAYERS, HIDDEN, VOCABULARY, LENGTH).flops(BATCH, recompute=False)
+    assert run.model_flops == pytest.approx(run.ptdp_flops - 3 * MASKED, rel=1e-12)
+    assert (run.tokens_per_step, run.peak_flops, run.peak_source) == (BATCH * LENGTH, 1e12, "made up")
+
+
+def test_full_recomputation_is_counted_as_equation_3_but_for_the_head(gpt: Figures) -> None:
+    """Ours recomputes the head too, and on each rank all but the slice whose backward directly follows."""
+    slices = [200, 150, 100, 62]
+    step = gpt.of_step(1.0, layout("gpipe", slices, "full"), slices)
+    head = 2 * BATCH * LENGTH * HIDDEN * VOCABULARY
+    length = slices[-1]
+    seen = sum(range(LENGTH - length + 1, LENGTH + 1))
+    per_token = LAYERS * 24 * HIDDEN**2 + 2 * HIDDEN * VOCABULARY
+    left_alone = BATCH * (length * per_token + LAYERS * 4 * HIDDEN * seen)
+    eq_3 = GPT(LAYERS, HIDDEN, VOCABULARY, LENGTH).flops(BATCH)
+    assert step.hardware_flops == pytest.approx(eq_3 - 4 * MASKED + head - left_alone, rel=1e-12)
+    assert step.model_flops == gpt.run.model_flops
+
+
+def test_a_llama_differs_from_equation_3_by_its_own_shapes() -> None:
+    """Grouped keys and values, and a gated MLP that is not four hidden sizes wide."""
+    mlp, kv = 300, 64
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=mlp,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+    )
+    run = Figures(config, LENGTH, BATCH, 1, PEAK).run
+    own = 2 * (2 * HIDDEN**2 + 2 * HIDDEN * kv + 3 * HIDDEN * mlp)
+    fewer = BATCH * LENGTH * LAYERS * (24 * HIDDEN**2 - own)
+    assert run.model_flops == pytest.approx(run.ptdp_flops - 3 * MASKED - 3 * fewer, rel=1e-12)
+
+
+def test_gpt_3_has_the_papers_parameters_and_takes_its_34_days() -> None:
+    """On 1024 A100, 1536 sequences of 2048 a step, at 140 TFLOP/s by eq. 3, 300 billion tokens (section 5.1)."""
+    config = GPT2Config(n_layer=96, n_embd=12288, n_head=96, vocab_size=51200, n_positions=2048)
+    gpt_3 = Figures(config, 2048, 1536, 1024, Peak(312e12, "A100"))
+    seconds = GPT(96, 12288).flops(1536) / (1024 * 140e12)
+    time = gpt_3.time_to_train(300e9, seconds)
+    assert time.measured == pytest.approx(300e9 / (1536 * 2048) * seconds)
+    assert time.ptdp / SECONDS_PER_DAY == pytest.approx(34, rel=0.02)
+    run, step = gpt_3.run, gpt_3.of_step(seconds)
+    assert run.num_parameters / 1e9 == pytest.approx(174.6, abs=0.05)
+    assert time.ptdp / time.measured == pytest.approx(6 * run.num_parameters * run.tokens_per_step / run.model_flops)
+    assert step.tflops_per_device == pytest.approx(140 * 3 / 4, rel=0.02)
+    assert step.mfu == pytest.approx(step.tflops_per_device / 312)
+
+
+def test_the_smallest_model_of_table_1_has_its_parameters() -> None:
+    config = GPT2Config(n_layer=24, n_embd=2304, n_head=24, vocab_size=51200, n_positions=2048)
+    assert Figures(config, 2048, 1, 1, PEAK).run.num_parameters / 1e9 == pytest.approx(1.7, abs=0.05)
+
+
+def test_rates_are_per_device_and_second(gpt: Figures) -> None:
+    slices = [256, 256]
+    step = gpt.of_step(0.5, layout("1f1b", slices, "full"), slices)
+    assert step.tokens_per_second == BATCH * LENGTH / 0.5
+    assert step.hardware_flops > step.model_flops == gpt.run.model_flops
+    assert step.tflops_per_device == pytest.approx(step.model_flops / 0.5 / 2 / 1e12)
+    assert step.hardware_tflops_per_device == pytest.approx(step.hardware_flops / 0.5 / 2 / 1e12)
+    assert (step.mfu, step.hfu) == pytest.approx((step.tflops_per_device, step.hardware_tflops_per_device))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_what_keeps_products_repeats_none(gpt: Figures, recompute: str) -> None:
+    step = gpt.of_step(1.0, layout("1f1b", [256, 256], recompute), [256, 256])
+    assert step.hardware_flops == step.model_flops
+
+
+def test_a_new_layout_or_new_slices_are_counted_anew(gpt: Figures) -> None:
+    slices, full = [400, 112], layout("gpipe", [400, 112], "full")
+    first = gpt.of_step(1.0, full, slices)
+    assert gpt.of_step(1.0, full, [112, 400]).hardware_flops < first.hardware_flops  # the last is left alone
+    assert gpt.of_step(1.0, layout("gpipe", slices, 1), slices).hardware_flops < first.hardware_flops
+    assert gpt.of_step(1.0, full, slices) == first
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("recompute", "partition"), [("none", "auto"), ("full", "auto"), (1, "auto"), (2, [1.5, 2.5])])
+def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int, partition: Any) -> None:
+    """Every product outside attention, forward, backward and again, counted as PyTorch runs it."""
+    slices = [16, 16, 20, 12]
+    figures = Figures(ARCHITECTURES[name], 64, 2, 2, PEAK)
+    pipe = Pipeline.from_config(
+        ARCHITECTURES[name],
+        schedule="gpipe",
+        slices=slices,
+        num_ranks=2,
+        recompute=recompute,
+        partition=partition,
+        self_check=False,
+    )
+    inputs = tokens(batch=2)
+
+    def added(into: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:  # weight gradients, added in place
+        del into
+        return 2 * int(a[0] * a[1] * b[1])
+
+    def batched(a: Any, b: Any, *_: Any, **__: Any) -> int:  # an outer product is one of positions and frequencies
+        return 0 if a[2] == 1 else 2 * int(a[0] * a[1] * a[2] * b[2])
+
+    counts = {torch.ops.aten.addmm_: added, torch.ops.aten.bmm: batched}
+    with FlopCounterMode(display=False, custom_mapping=counts) as counter:
+        pipe.step(inputs, inputs)
+    found = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    products = sum(flops for op, flops in found.items() if "attention" not in op)
+    again, _ = recomputed_flops(figures.count, pipe.layout, slices, 2)
+    forward = 2 * 64 * sum(part.ops["F"].flops.per_token for part in figures.count.parts(range(4)))
+    assert products == 3 * forward + again
+    assert (again > 0) == (recompute != "none")
+
+
+def test_windows_count_what_they_let_see_and_figures_are_json() -> None:
+    """gemma2: every other layer sees 7 tokens, in four heads of 8, keys and values."""
+    run = Figures(ARCHITECTURES["gemma2"], 64, 2, 1, PEAK).run
+    full, sliding = 64 * 65 // 2, 7 * 8 // 2 + 57 * 7
+    products = 4 * (2 * (2 * 32 * 32 + 2 * 32 * 16) + 2 * 3 * 32 * 48) + 2 * 32 * 61
+    assert run.model_flops == 3 * 2 * (64 * products + 2 * 2 * 4 * 8 * 2 * (full + sliding))
+    assert json.loads(json.dumps(asdict(run)))["model_flops"] == run.model_flops
+
+
+def test_documents_attend_to_themselves(gpt: Figures) -> None:
+    ids = torch.tensor([[0] * 500 + [1] * 12, [1] * 512, [1] * 100 + [2] * 412])
+    lengths = document_lengths(ids)
+    assert lengths == [500, 12, 512, 100, 412]
+    slices, whole = [256, 256], layout("1f1b", [256, 256], "full")
+    step, unpacked = (gpt.of_step(1.0, whole, slices, documents) for documents in (lengths, None))
+    seen = sum(n * (n + 1) // 2 for n in lengths)
+    hidden = BATCH * LENGTH * (LENGTH + 1) // 2 - seen
+    assert step.model_flops == pytest.approx(unpacked.model_flops - 3 * LAYERS * 4 * HIDDEN * hidden)
+    assert step.hardware_flops - step.model_flops < unpacked.hardware_flops - unpacked.model_flops
+    assert gpt.of_step(1.0, documents=[LENGTH] * BATCH) == gpt.of_step(1.0)
+    with pytest.raises(SlipstreamError, match="1024 tokens, but a step has 3 sequences of 512"):
+        gpt.of_step(1.0, documents=[512, 512])
+
+
+def test_figures_leave_random_numbers_alone() -> None:
+    """Only the first rank counts: the others' state must stay the same."""
+    before = torch.get_rng_state()
+    find_peak(torch.device("cpu"), torch.float32)
+    Figures(ARCHITECTURES["mixtral"], 64, 1, 1, PEAK)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_cpus_peak_is_measured() -> None:
+    found = find_peak(torch.device("cpu"), torch.float32)
+    assert 1e8 < found.flops < 1e14
+    assert found.source == "measured: 1024 x 1024 by 1024 x 1024, float32, on this cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
+        ("NVIDIA A100-SXM4-40GB", torch.float32, 19.5e12),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
+        ("NVIDIA H200", torch.float16, 989.4e12),
+        ("Tesla V100-SXM2-32GB", torch.float16, 125e12),
+        ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
+        ("NVIDIA H100 PCIe", torch.bfloat16, None),
+        ("NVIDIA H100 NVL", torch.bfloat16, None),
+        ("NVIDIA A100-PCIE-40GB", torch.bfloat16, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
+        ("NVIDIA GH200 480GB", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, None),
+    ],
+)
+def test_a_known_gpus_peak_is_its_data_sheets(name: str, dtype: torch.dtype, flops: float | None) -> None:
+    found = peak_by_name(name, dtype)
+    assert (None if found is None else found.flops) == flops
+    assert found is None or found.source.startswith("data sheet of NVIDIA")
+
+
+def test_float32_that_runs_as_something_else_has_no_data_sheet() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert peak_by_name("NVIDIA A100-SXM4-80GB", torch.float32) is None
+    finally:
+        torch.set_float32_matmul_precision(before)

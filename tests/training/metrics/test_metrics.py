@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream import Pipeline
+from slipstream.launch.progress import describe_step, describe_time, duration
+from slipstream.schedule import Action, Op, add_communication, add_recompute, make_schedule
+from slipstream.simulator import simulate
+from slipstream.simulator.costs import UnitCost
+from slipstream.timeline import Span, Timeline
+from slipstream.training.metrics.flops import StepFigures, TrainingTime
+from slipstream.training.metrics.phases import Phases
+from slipstream.training.metrics.records import MetricsFile, Step, Validation, as_record, gather, peak_memory
+from support.architectures import ARCHITECTURES, tokens
+
+FIGURES = StepFigures(2000.0, 4e9, 5e9, 0.0123, 0.0154, 0.41, 0.5)
+STEP = Step(1, 2.5, 0.1, 1.0, 0.5, 2000.0, 0.25, [2**20, 3 * 2**20])
+FULL = Step(
+    **{**vars(STEP), "figures": FIGURES, "phases": Phases(forward=0.1, idle=0.2), "bytes_sent": {"pp": 8, "dp": 0}}
+)
+
+
+def test_peak_memory_grows_with_what_is_held() -> None:
+    before = peak_memory()
+    held = bytearray(before + 64 * 2**20)
+    held[:: 2**10] = b"x" * len(held[:: 2**10])
+    assert peak_memory() >= before + 32 * 2**20
+
+
+def test_lines_are_readable_at_once(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(Validation(3, 1.5, 4.5))
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line) == {"step": 3, "validation_loss": 1.5, "perplexity": 4.5}
+    file.close()
+
+
+def test_a_resumed_run_keeps_the_lines_before_and_no_others(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = [Validation(step, 1.0, 2.0) for step in (1, 2, 3)]
+    file = MetricsFile(path)
+    for line in before:
+        file.write(line)
+    file.close()
+    with path.open("a") as cut_off:
+        cut_off.write('{"step": 4, "valid')
+    file = MetricsFile(path, resumed_after=2)
+    file.write(Validation(3, 7.0, 8.0))
+    file.close()
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["validation_loss"]) for line in found] == [(1, 1.0), (2, 1.0), (3, 7.0)]
+    MetricsFile(path).close()
+    assert path.read_text() == ""
+    MetricsFile(tmp_path / "elsewhere.jsonl", resumed_after=2).close()
+
+
+def test_without_a_process_group_there_is_one_rank() -> None:
+    assert gather("mine") == ["mine"]
+
+
+def test_a_steps_record_has_its_figures_among_its_own() -> None:
+    assert as_record(STEP) == {name: value for name, value in vars(STEP).items() if value is not None}
+    record = as_record(FULL)
+    assert record["mfu"] == 0.41
+    assert record["tokens_per_second"] == 2000.0
+    assert record["phases"]["idle"] == 0.2
+    assert record["bytes_sent"] == {"pp": 8, "dp": 0}
+    assert "figures" not in record
+
+
+def test_phases_add_up_to_the_step() -> None:
+    """Two ranks, one microbatch in three slices, all in unit times: R as F, B twice as long."""
+    schedule = add_recompute(make_schedule("gpipe", 2, 1, 3))
+    timeline = simulate(add_communication(schedule), UnitCost(1, 2))
+    phases = Phases.of(timeline, optimizer=5.0, data=7.0)
+    assert (phases.forward, phases.backward, phases.recomputation) == (3, 6, 2)
+    assert (phases.optimizer, phases.data) == (5, 7)
+    assert sum(vars(phases).values()) == pytest.approx(timeline.makespan + 12)
+    assert phases.idle == pytest.approx(timeline.makespan * timeline.idle_fraction)
+
+
+def test_weight_gradients_and_reductions_are_phases_of_their_own() -> None:
+    timeline = simulate(add_communication(make_schedule("zb-h1", 2, 2, 2)), UnitCost(1, 1, 1))
+    phases = Phases.of(timeline)
+    assert (phases.forward, phases.backward, phases.weight_gradients) == (4, 4, 4)
+    reduced = Span(0, Action(Op.REDUCE_GRAD, 0), timeline.makespan, timeline.makespan + 3)
+    later = Phases.of(Timeline((*timeline.spans, reduced), timeline.num_ranks))
+    assert later.gradient_reduction == 1.5  # the mean over two ranks
+
+
+def test_waits_for_messages_and_copies_are_told_from_idling() -> None:
+    """Rank 1 waits 1 s for rank 0 to compute, then 2 s for the message; and 4 s for a copy before its backward."""
+    spans = (
+        Span(0, Action(Op.F, 0), 0, 1),
+        Span(0, Action(Op.SEND_F, 0), 1, 3),
+        Span(1, Action(Op.RECV_F, 1), 0, 3),
+        Span(1, Action(Op.F, 1), 3, 4),
+        Span(1, Action(Op.RELOAD, 1), 4, 8),
+        Span(1, Action(Op.B, 1), 8, 10),
+    )
+    phases = Phases.of(Timeline(spans, 2))
+    assert phases.offload == 4 / 2
+    assert phases.forward == 2 / 2
+    assert phases.backward == 2 / 2
+    assert phases.communication_wait + phases.idle == (3 + 9) / 2
+    assert sum(vars(phases).values()) == 10
+
+
+def test_phases_of_a_measured_step_add_up() -> None:
+    pipe = Pipeline.from_config(
+        ARCHITECTURES["llama"], schedule="zb-h1", slices=4, num_ranks=2, recompute="full", offload=0.5, self_check=False
+    )
+    inputs = tokens()
+    pipe.step(inputs, inputs)
+    timeline = pipe.timeline
+    phases = Phases.of(timeline)
+    assert sum(vars(phases).values()) == pytest.approx(timeline.makespan)
+    assert min(phases.forward, phases.backward, phases.weight_gradients, phases.recomputation, phases.idle) > 0
+
+
+def test_a_step_in_words() -> None:
+    assert describe_step(STEP) == "loss 2.500  2,000 tokens/s  idle 25%  3 MiB"
+    expected = "loss 2.500  2,000 tokens/s  0.0123 TFLOP/s a device  MFU 41.0%  idle 25%  3 MiB"
+    assert describe_step(FULL) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (34 * 86400, "34 days"),
+        (3.5 * 3600, "3.5 hours"),
+        (150, "2.5 minutes"),
+        (90, "90 seconds"),
+        (0.2, "0.2 seconds"),
+    ],
+)
+def test_durations_in_words(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_time_to_train_in_words() -> None:
+    text = describe_time(300_000_000_000, TrainingTime(36 * 86400, 34 * 86400))
+    assert text == "300,000,000,000 tokens take 36 days at this rate (8TP/(nX): 34 days)"

@@ -1,0 +1,29 @@
+"""A rank that ends while something still refers to its pipeline; its last line says which threads it then has."""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def say_threads() -> None:
+    names = sorted(task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+    print(f"threads at the end: {names}\n", end="", flush=True)
+
+
+atexit.register(say_threads)  # the first to be registered is the last to run
+
+from slipstream import Pipeline, make_mesh  # noqa: E402
+from support.architectures import ARCHITECTURES  # noqa: E402
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], mesh=make_mesh(pp=2), slices=2, self_check=False)
+    tokens = torch.arange(16).unsqueeze(0)
+    pipe.step(tokens, tokens)
+    pipe.timeline  # noqa: B018 - a gather of objects
+    dist.destroy_process_group()

@@ -1,0 +1,237 @@
+"""What each of four processes of test_mesh runs: what meshes promise beside equal gradients."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slipstream import Pipeline, SlipstreamError, make_mesh
+from support.architectures import (
+    ARCHITECTURES,
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    tokens,
+    unsplit_step,
+)
+
+LLAMA = ARCHITECTURES["llama"]
+
+
+def pipeline(mesh: tuple[int, int, int], name: str = "llama", **settings: object) -> Pipeline:
+    settings = {"dtype": torch.float64, "slices": 4, "num_microbatches": 2, "self_check": False, **settings}
+    return Pipeline.from_config(ARCHITECTURES[name], seed=3, mesh=make_mesh(*mesh), **settings)
+
+
+def link_bytes() -> None:
+    """Each of tp ranks sends exactly 1/tp of what a stage hands on; without sequence parallelism it is gathered there,
+    one all-gather a message, with it nothing is."""
+    inputs = tokens()
+    whole = 2 * 64 * LLAMA.hidden_size * 8  # bytes of a batch between two stages, in one direction
+    for sequence in (False, True):
+        pipe = pipeline((2, 1, 2), sequence_parallel=sequence)
+        pipe.step(inputs, inputs)
+        assert pipe.bytes_sent == whole // 2, (sequence, pipe.bytes_sent)
+        group = pipe.axes["tp"]
+        before = group.calls["all_gather"]
+        pipe.evaluate(inputs, inputs)
+        gathered = group.calls["all_gather"] - before
+        # without: 8 messages come to the second stage. With: two a layer for its regions, and the head's
+        layers, slices = 2, 8
+        expected = slices * pipe.rank if not sequence else slices * (2 * layers + pipe.rank)
+        assert gathered == expected, (sequence, pipe.rank, gathered, expected)
+
+
+def export() -> None:
+    """A mesh's export is the model it was made of, and any mesh reads it."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    inputs, labels = tokens(), labels_of(tokens())
+    for name in ("llama, tied", "gpt2"):
+        path = Path(folder[0]) / name.replace(", ", "-")
+        pipe = pipeline((2, 1, 2), name, shard_optimizer=False)
+        loss = pipe.evaluate(inputs, labels)
+        pipe.save_pretrained(path)
+        whole = build(ARCHITECTURES[name], seed=3).state_dict()
+        read = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).state_dict()
+        assert all(torch.equal(tensor, read[key]) for key, tensor in whole.items())
+        again = Pipeline.from_pretrained(path, dtype=torch.float64, mesh=make_mesh(1, 2, 2), slices=2, self_check=False)
+        half = slice(again.replica, again.replica + 1)
+        assert abs(again.evaluate(inputs[half], labels[half]) - loss) < BOUND
+
+
+def dropout() -> None:
+    """What ranks hold alike stays alike under dropout: where they compute the same, they drop the same."""
+    config = ARCHITECTURES["gpt2"].__class__(**ARCHITECTURES["gpt2"].to_dict())
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.3
+    inputs = tokens()
+    for sequence in (False, True):
+        pipe = Pipeline.from_config(
+            config, dtype=torch.float64, mesh=make_mesh(2, 1, 2), slices=4, sequence_parallel=sequence, self_check=False
+        )
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(pipe.step(inputs, inputs))
+            optimizer.step()
+        still = pipe.evaluate(inputs, inputs)
+        assert abs(losses[0] - still) > 1e-3  # something was dropped, or learned
+        for piece in pipe.pieces():
+            if piece.share.is_whole:
+                others = pipe.axes["tp"].gather(piece.parameter.detach().clone())
+                assert torch.equal(others[0], others[1]), (sequence, piece.name)
+        assert len({float(each) for each in pipe.axes["tp"].gather(losses[1])}) == 1
+
+
+def accumulation() -> None:
+    """Steps without zero_grad add up, whatever is reduced, sharded or tied; frozen weights stay as they are."""
+    _accumulate("llama", (1, 2, 2), frozen="model.embed_tokens.weight")
+    for mesh in ((2, 1, 2), (2, 2, 1)):  # the tied weight's two gradients come from two stages
+        _accumulate("llama, tied", mesh)
+
+
+def _accumulate(name: str, mesh: tuple[int, int, int], frozen: str = "") -> None:
+    def model() -> PreTrainedModel:
+        built = build(ARCHITECTURES[name], seed=3)
+        if frozen:
+            built.get_parameter(frozen).requires_grad_(False)
+        return built
+
+    whole = model()
+    batches = [(tokens(batch=4, seed=seed), labels_of(tokens(batch=4, seed=seed))) for seed in range(2)]
+    for inputs, labels in batches:
+        unsplit_step(whole, inputs, labels)
+    wanted = gradients(whole.named_parameters())
+    for shard in (False, True)[: mesh[1]]:  # one replica has all rows
+        pipe = Pipeline(
+            model(), mesh=make_mesh(*mesh), slices=4, shard_optimizer=shard, sequence_parallel=True, self_check=False
+        )
+        each = 4 // pipe.num_replicas
+        for inputs, labels in batches:
+            mine = slice(each * pipe.replica, each * (pipe.replica + 1))
+            pipe.step(inputs[mine], labels[mine])
+        expected, found = {}, {}
+        for piece in pipe.pieces():
+            if piece.name in wanted:
+                rows = piece.share.take(wanted[piece.name])[piece.first_row :]
+                expected[piece.name], found[piece.name] = rows[: len(piece.parameter)], _grad(piece.parameter)
+        error = gradient_error(expected, found)
+        assert error < BOUND, (name, mesh, shard, error)
+
+
+def _grad(parameter: torch.nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def auto() -> None:
+    """All ranks of a mesh settle on one order and one slicing, though each pipeline measures its own."""
+    pipe = pipeline((2, 1, 2), schedule="auto", slices="auto", num_microbatches=1)
+    inputs, expected = tokens(), None
+    while pipe.is_tuning:
+        loss = pipe.step(inputs, inputs)
+        expected = loss if expected is None else expected
+        assert abs(loss - expected) < BOUND
+    chosen: list[object] = [None] * 4
+    dist.all_gather_object(chosen, (str(pipe.layout.training), pipe.slices(64)))
+    assert len(set(map(str, chosen))) == 1
+
+
+def limit() -> None:
+    """memory_limit holds on a mesh: what fits runs, what doesn't is refused on every rank."""
+    inputs = tokens()
+    pipe = pipeline((2, 1, 2), memory_limit=1e9)
+    pipe.step(inputs, inputs)
+    with pytest.raises(SlipstreamError, match="too many, in the schedule"):
+        pipeline((2, 1, 2), memory_limit=1e5).step(inputs, inputs)
+
+
+def ends_apart() -> None:
+    """Stages that are the embedding alone and the head alone, their weights shared by tensor ranks or replicas."""
+    inputs, labels = tokens(batch=4), labels_of(tokens(batch=4))
+    for name in ("llama, tied", "gpt2"):
+        whole = build(ARCHITECTURES[name], seed=3)
+        expected = unsplit_step(whole, inputs, labels)
+        wanted = gradients(whole.named_parameters())
+        for partition in ([0, 4], [4, 0]):
+            for mesh, settings in (
+                ((2, 1, 2), {"sequence_parallel": False}),
+                ((2, 1, 2), {"sequence_parallel": True}),
+                ((2, 2, 1), {}),
+            ):
+                pipe = pipeline(mesh, name, partition=partition, **settings)
+                rows = slice(0, 4) if mesh[1] == 1 else slice(2 * pipe.replica, 2 * pipe.replica + 2)
+                assert abs(pipe.step(inputs[rows], labels[rows]) - expected) < BOUND * expected
+                for piece in pipe.pieces():
+                    given = piece.parameter.grad
+                    error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": given})
+                    assert error < BOUND, (name, partition, mesh, settings, piece.name, error)
+
+
+def refusals() -> None:
+    """Named before anything runs."""
+    for mesh, reason in (
+        ((3, 1, 1), r"pp=3 x dp=1 x tp=1 has 3 ranks, but 4 processes run. With dp=1 and tp=1 choose pp=4"),
+        ((1, 3, 1), r"has 3 ranks, but 4 processes run. Choose three numbers whose product is 4"),
+    ):
+        with pytest.raises(SlipstreamError, match=reason):
+            make_mesh(*mesh)
+    with pytest.raises(SlipstreamError, match="loss_fn with tensor parallelism: no rank has all logits"):
+        pipeline((2, 1, 2), loss_fn=lambda outputs, targets: (outputs.sum(), targets.numel()))
+    with pytest.raises(SlipstreamError, match="can't hold the values of"):
+        pipeline((2, 2, 1), master_dtype=torch.float32)
+    config = LLAMA.__class__(**LLAMA.to_dict())
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size = 6, 3, 8, 48
+    with pytest.raises(SlipstreamError, match="heads"):
+        Pipeline.from_config(config, mesh=make_mesh(1, 1, 4), self_check=False)
+
+
+def low_precision() -> None:
+    """bfloat16 weights with float32 masters learn as float32 does, sharded or not; the masters are what is exported to
+    checkpoints, the weights follow them."""
+    inputs = tokens(batch=4)
+    curves = {}
+    for name, settings in {
+        "float32": {"dtype": torch.float32},
+        "bf16": {"dtype": torch.bfloat16, "master_dtype": torch.float32},
+        "bf16, sharded": {"dtype": torch.bfloat16, "master_dtype": torch.float32, "shard_optimizer": True},
+    }.items():
+        pipe = pipeline((2, 2, 1), **settings)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
+        assert {parameter.dtype for parameter in pipe.parameters()} == {torch.float32}
+        mine = slice(2 * pipe.replica, 2 * pipe.replica + 2)
+        curve = []
+        for _ in range(12):
+            optimizer.zero_grad()
+            curve.append(float(pipe.step(inputs[mine], inputs[mine], loss_scale=8.0)))
+            pipe.clip_grad_norm_(1.0)
+            before = pipe.evaluate(inputs[mine], inputs[mine])  # ends nothing: the update is still to come
+            optimizer.step()
+        curves[name] = curve
+        assert pipe.evaluate(inputs[mine], inputs[mine]) < before - 1e-4
+    assert curves["float32"][-1] < 0.9 * curves["float32"][0]
+    for name in ("bf16", "bf16, sharded"):
+        error = max(abs(a - b) for a, b in zip(curves[name], curves["float32"], strict=True))
+        assert error < 0.03, (name, error)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in (link_bytes, export, dropout, accumulation, ends_apart, auto, limit, refusals, low_precision):
+        if len(sys.argv) == 1 or case.__name__ in sys.argv[1:]:
+            case()
+            if dist.get_rank() == 0:
+                print(case.__name__, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()

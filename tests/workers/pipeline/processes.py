@@ -1,0 +1,148 @@
+"""What each process of test_processes runs: a step, compared with the unsplit model."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from slipstream import Pipeline, SlipstreamError
+from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.pipeline.messages.transport import TransportError
+from support.architectures import (
+    ARCHITECTURES,
+    BOUND,
+    LENGTH,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    tokens,
+    unsplit_step,
+)
+
+
+def exact(
+    name: str, schedule: str, stages_per_rank: str, recompute: str = "none", offload: str = "0", partition: str = ""
+) -> None:
+    """Two steps of AdamW with clipping follow the unsplit model; the loss is on every rank."""
+    whole = build(ARCHITECTURES[name], seed=3)
+    pipe = Pipeline.from_config(
+        ARCHITECTURES[name],
+        seed=3,
+        dtype=torch.float64,
+        schedule=schedule,
+        stages_per_rank=int(stages_per_rank),
+        slices=[5, 30, 17, 12],
+        num_microbatches=2,
+        recompute=recompute,
+        offload=float(offload),
+        partition=[float(count) for count in partition.split()] or "auto",
+    )
+    optimizers = [torch.optim.AdamW(parameters, lr=1e-3) for parameters in (pipe.parameters(), whole.parameters())]
+    for step in range(2):
+        inputs = tokens(seed=step)
+        labels = labels_of(inputs)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = pipe.step(inputs, labels)
+        assert abs(loss - unsplit_step(whole, inputs, labels)) < BOUND
+        found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+        assert found
+        assert gradient_error({key: wanted[key] for key in found}, found) < BOUND
+        norms = pipe.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        assert abs(norms[0] - norms[1]) < 1e-9
+        for optimizer in optimizers:
+            optimizer.step()
+    evaluated = pipe.evaluate(inputs, labels)
+    with torch.no_grad():
+        assert evaluated < loss
+    timeline = pipe.timeline
+    assert {span.rank for span in timeline.spans} == set(range(dist.get_world_size()))
+    placement = pipe.layout.training.placement
+    crossings = sum(a != b for a, b in pairwise(placement))
+    assert len(timeline.messages) == 8 * crossings  # the forwards of the evaluation
+
+
+def auto() -> None:
+    """All ranks settle on the same order and slices, and each step on the way has the loss of the unsplit model."""
+    whole = build(ARCHITECTURES["llama"], seed=3)
+    pipe = Pipeline.from_config(
+        ARCHITECTURES["llama"], seed=3, dtype=torch.float64, schedule="auto", slices="auto", self_check=False
+    )
+    inputs = tokens()
+    with torch.no_grad():
+        wanted = causal_cross_entropy(whole(input_ids=inputs, use_cache=False).logits[:, :-1], inputs[:, 1:])
+    while pipe.is_tuning:
+        assert abs(pipe.step(inputs, inputs) - wanted[0] / wanted[1]) < BOUND
+    chosen = [None, None]
+    dist.all_gather_object(chosen, (str(pipe.layout.training), pipe.slices(LENGTH)))
+    assert chosen[0] == chosen[1]
+    assert pipe.layout.training.name == "auto"
+
+
+def mismatch() -> None:
+    """Ranks that pass batches of different shapes find out, instead of training on garbage."""
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, self_check=False)
+    inputs = tokens(length=32 if pipe.rank == 0 else 64)
+    reason = r"but 0SEND_F0.0 of \(2, 8, 32\) torch.float32 came"
+    if pipe.rank == 0:
+        reason = r"1SEND_B0.\d did not arrive|could not be sent"
+    with pytest.raises(TransportError, match=reason):
+        pipe.step(inputs, inputs)
+    print(f"rank {pipe.rank} found the mismatch", flush=True)
+
+
+def absent() -> None:
+    """A rank that waits too long says at which action, for whom, and what is missing there."""
+    pipe = Pipeline.from_config(
+        ARCHITECTURES["llama"], schedule="1f1b", slices=2, self_check=False, timeout=timedelta(seconds=2)
+    )
+    inputs = tokens()
+    if pipe.rank == 0:
+        return
+    with pytest.raises(TransportError) as raised:
+        pipe.step(inputs, inputs)
+    assert "rank 1 waits at 1F0.0 (action " in str(raised.value)
+    assert "for 0SEND_F0.0 of rank 0.\n  missing on rank 0: 0F0.0, 0SEND_F0.0" in str(raised.value)
+    print("rank 1 reported", flush=True)
+
+
+def buffers() -> None:
+    """64 messages a channel pass through as many buffers as are in flight, not through 64."""
+    inputs = tokens(batch=4)
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=16, num_microbatches=4, self_check=False)
+    for _ in range(2):
+        pipe.step(inputs, inputs)
+    (executor,) = pipe._executors
+    pool = executor._transport._pool  # type: ignore[attr-defined]
+    assert 0 < sum(len(free) for free in pool.values()) <= 30, {size: len(free) for size, free in pool.items()}
+
+
+def mesh() -> None:
+    """An axis pp of a mesh is the pipeline; axes that have no meaning are refused."""
+    model, inputs = build(ARCHITECTURES["llama"]), tokens()
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "pp"))["pp"]
+    expected = Pipeline(model, mesh=alone, slices=4).step(inputs, inputs)
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
+    pipe = Pipeline(model, mesh=both, slices=4)
+    assert pipe.num_ranks == 2
+    assert abs(pipe.step(inputs, inputs) - expected) < BOUND
+    for axes in (("dp", "tp"), ("pp", "cp")):
+        with pytest.raises(SlipstreamError, match=r"the mesh has the axes .* expected 'pp', and where they are used"):
+            Pipeline(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=axes))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cases = {"exact": exact, "auto": auto, "mismatch": mismatch, "absent": absent, "buffers": buffers, "mesh": mesh}
+    cases[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] not in ("mismatch", "absent"):
+        dist.barrier()
+    dist.destroy_process_group()

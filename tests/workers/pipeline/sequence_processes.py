@@ -1,0 +1,205 @@
+"""What each process of test_sequence_processes runs: steps of a sequence, compared with one process."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slipstream import Pipeline, Skip, make_mesh
+from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.pipeline.messages import HEADER_BYTES
+from support.architectures import BOUND, gradient_error, gradients
+from support.sequences import Mix, Unsplit, batch, build, costs
+from support.sliced_sequences import CASES, ROWS, SOURCE, TARGET
+
+KINDS = ["norm", "skip", "tuple", "dropout", "relu", "short skip"]
+
+
+def split(schedule: str, recompute: str, stages_per_rank: str) -> None:
+    """Parameters and batch norms after two updates are to the bit those of one stage."""
+    inputs, targets = batch(11)
+    states = []
+    for alone in (True, False):
+        if not alone:
+            dist.init_process_group("gloo")
+        torch.manual_seed(4)
+        model = build(KINDS)
+        pipe = Pipeline(
+            model,
+            "gpipe" if alone else schedule,
+            num_microbatches=4,
+            stages_per_rank=1 if alone else int(stages_per_rank),
+            recompute="none" if alone else recompute,
+            costs=costs(model),
+        )
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = pipe.step(inputs, targets)
+            optimizer.step()
+        states.append((loss, pipe.state_dict(), pipe.evaluate(inputs, targets)))
+    assert pipe.num_ranks == dist.get_world_size()
+    assert torch.equal(states[0][0], states[1][0])
+    assert torch.equal(states[0][2], states[1][2])
+    assert pipe.rank > 0 or states[0][1].keys() == states[1][1].keys()
+    assert [name for name, tensor in states[1][1].items() if not torch.equal(tensor, states[0][1][name])] == []
+    meta = [layer.name for layer in pipe._family._layers if any(p.is_meta for p in layer.module.parameters())]  # type: ignore[attr-defined]
+    assert meta, "layers of other ranks are still in memory"
+
+
+def straight() -> None:
+    """A skip of 64 numbers a row goes from rank 0 to rank 2, past rank 1, between layers that hand on 8."""
+    dist.init_process_group("gloo")
+    wide, near = Skip("wide"), Skip("near")
+    layers = [nn.Linear(4, 64), wide.stash(), nn.Linear(64, 8), near.stash(), nn.Tanh(), nn.Linear(8, 8)]
+    layers += [near.pop(), Mix(), nn.Linear(8, 64), wide.pop(), Mix(), nn.Linear(64, 5)]
+    pipe = Pipeline(nn.Sequential(*layers), "1f1b", num_microbatches=4, partition=[4, 4, 4])
+    rows, size = 10, 4  # float32
+    inputs, targets = torch.randn(rows, 4), torch.randint(0, 5, (rows,))
+    pipe.step(inputs, targets)
+    main, near_bytes, wide_bytes = rows * 8 * size, rows * 8 * size, rows * 64 * size
+    expected = (main + near_bytes + wide_bytes, main + main + near_bytes, main + wide_bytes)
+    assert pipe.bytes_sent == expected[pipe.rank], (pipe.rank, pipe.bytes_sent, expected)
+    pipe.evaluate(inputs, targets)
+    assert pipe.bytes_sent == (main + near_bytes + wide_bytes, main, 0)[pipe.rank]
+
+
+def buffers() -> None:
+    """A rank keeps no more skips than microbatches are under way, however many there are."""
+    dist.init_process_group("gloo")
+    skip = Skip("wide")
+    layers = [nn.Linear(4, 64), skip.stash(), nn.Linear(64, 8), nn.Linear(8, 64), skip.pop(), Mix(), nn.Linear(64, 5)]
+    pipe = Pipeline(nn.Sequential(*layers), "1f1b", num_microbatches=16, partition=[3, 1, 3])
+    pipe.step(torch.randn(16, 4), torch.randint(0, 5, (16,)))
+    pool = pipe._transport._pool  # type: ignore[attr-defined]
+    wide = len(pool[HEADER_BYTES + 64 * 4])  # rank 0 sends skips and receives their gradients
+    assert pipe.rank > 0 or 2 <= wide <= 8, wide
+
+
+def replicas(over_replicas: str) -> None:
+    """Two replicas of two ranks: gradients of the whole batch, batch norms of all rows or of each replica's own."""
+    dist.init_process_group("gloo")
+    mesh = make_mesh(pp=2, dp=2)
+    model = build(["norm", "skip", "norm"])
+    shares = [batch(6, seed=replica) for replica in range(2)]
+    pipe = Pipeline(
+        model,
+        "1f1b",
+        2,
+        mesh=mesh,
+        example=shares[0][0],
+        batch_norm_over_replicas=over_replicas == "all",
+        shard_optimizer=True,
+    )
+    whole = build(["norm", "skip", "norm"])
+    inputs, targets = (torch.cat(each) for each in zip(*shares, strict=True))
+    expected = Unsplit(whole, inputs, targets, 4)
+    loss = pipe.step(*shares[pipe.replica])
+    assert abs(loss - expected.loss) < BOUND
+    own = expected if over_replicas == "all" else Unsplit(whole, *shares[pipe.replica], 2)
+    for stage in pipe._stages.values():
+        for name, tensor in stage.state().items():
+            if "running" in name:
+                assert torch.allclose(tensor, own.model.state_dict()[name], rtol=1e-12, atol=1e-14), name
+    for piece in pipe.pieces():
+        wanted = expected.gradients[piece.name]
+        rows = wanted[piece.first_row : piece.first_row + len(piece.parameter)]
+        assert piece.parameter.grad is not None
+        assert gradient_error({"": rows}, {"": piece.parameter.grad}) < BOUND
+    norms = pipe.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(expected.model.parameters(), 1.0)
+    assert abs(norms[0] - norms[1]) < 1e-9
+
+
+def slices(name: str, schedule: str, recompute: str, stages_per_rank: str) -> None:
+    """Token slices: the gradients of the unsplit sequence, and what all slices read is sent once."""
+    dist.init_process_group("gloo")
+    case = CASES[name]
+    inputs, targets = case.batch()
+    pipe = Pipeline(
+        case.model(),
+        schedule,
+        num_microbatches=2,
+        slices=[2, 4, 3],
+        stages_per_rank=int(stages_per_rank),
+        recompute=recompute,
+        loss_fn=causal_cross_entropy,
+        example=inputs,
+    )
+    loss, expected = case.unsplit(2)
+    assert abs(pipe.evaluate(inputs, targets) - loss) < BOUND
+    for _ in range(2):
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        assert abs(pipe.step(inputs, targets) - loss) < BOUND
+        found = gradients(pipe.named_parameters())
+        assert gradient_error({key: expected[key] for key in found}, found) < BOUND
+    held = [torch.zeros(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(held, torch.tensor(float(len(found))))
+    assert sum(held) == len(expected)
+
+
+def sliced_bytes() -> None:
+    """Rank 0 has the encoder, rank 1 the decoder's second half: the encoding goes there with the first slice alone."""
+    dist.init_process_group("gloo")
+    case = CASES["transformer"]
+    inputs, targets = case.batch()
+    names = [name for name, _ in case.build().named_children()]
+    first = names.index("decoder1_attention")
+    sent = []
+    for cuts in ([9], [2, 4, 3]):
+        pipe = Pipeline(
+            case.model(),
+            "gpipe",
+            slices=cuts,
+            num_microbatches=2,
+            partition=[first, len(names) - first],
+            loss_fn=causal_cross_entropy,
+            example=inputs,
+        )
+        pipe.step(inputs, targets)
+        sent.append(pipe.bytes_sent)
+    width, size = 16, 8  # float64
+    hidden, encoding, mask = ROWS * TARGET * width * size, ROWS * SOURCE * width * size, ROWS * SOURCE
+    assert sent == ([hidden + encoding + mask] * 2 if pipe.rank == 0 else [hidden + encoding] * 2), sent
+
+
+def sliced_replicas() -> None:
+    """Two replicas of two ranks, each with its own rows."""
+    dist.init_process_group("gloo")
+    case = CASES["transformer"]
+    (source, target), targets = case.batch()
+    mesh = make_mesh(pp=2, dp=2)
+    own = slice(0, 4) if mesh["dp"].get_local_rank() == 0 else slice(4, None)
+    pipe = Pipeline(
+        case.model(),
+        "zb-h1",
+        num_microbatches=2,
+        slices=3,
+        mesh=mesh,
+        loss_fn=causal_cross_entropy,
+        example=(source, target),
+    )
+    loss, expected = case.unsplit(1)
+    assert abs(pipe.step((source[own], target[own]), targets[own]) - loss) < BOUND
+    found = gradients(pipe.named_parameters())
+    assert found
+    assert gradient_error({key: expected[key] for key in found}, found) < BOUND
+
+
+def mismatch() -> None:
+    dist.init_process_group("gloo")
+    pipe = Pipeline(nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(32, 5)), partition=[1, 2])
+    inputs, targets = torch.randn(4, 2, 4, 4), torch.zeros(4, dtype=torch.int64)
+    try:
+        pipe.step(inputs[:, :, :, ::2].repeat(1, 2, 1, 1) if pipe.rank == 0 else inputs, targets)
+    except RuntimeError as error:
+        print(f"rank {pipe.rank}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](*sys.argv[2:])
+    dist.destroy_process_group()
