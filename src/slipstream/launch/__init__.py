@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from slipstream.launch.agreement import describe, name_ranks
+from slipstream.launch.agreement import describe_process, name_ranks
 from slipstream.launch.local_ranks import has_launcher, launch, reported_to_the_launcher
 from slipstream.launch.progress import (
     Progress,
-    describe_step,
-    describe_time,
     make_console,
 )
 from slipstream.launch.rendezvous import Meeting, meet, time_limit
@@ -15,9 +13,7 @@ from slipstream.launch.rendezvous import Meeting, meet, time_limit
 __all__ = [
     "Meeting",
     "Progress",
-    "describe",
-    "describe_step",
-    "describe_time",
+    "describe_process",
     "has_launcher",
     "launch",
     "make_console",

@@ -13,27 +13,30 @@ import torch
 import transformers
 
 import slipstream
-from slipstream.schedule import Schedule
-from slipstream.training.config import Config, named_schedule
 from slipstream.version import __version__
 
 _ABSENT = "absent"
 
 
-def describe(config: Config, device_type: str) -> dict[str, str]:
-    """This rank's versions, sources, kind of device and settings, by name; the same on all ranks of one run."""
-    facts = {
+def describe_process(
+    settings: Mapping[str, Any], device_type: str, texts: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns what must be equal on all ranks of a run, by name: versions, sources, kind of device, settings.
+
+    Args:
+        settings: nested dictionaries of JSON values.
+        device_type: "cpu" or "cuda".
+        texts: the contents of files that the settings name, by what to call them; compared by their hashes.
+    """
+    return {
         "slipstream": __version__,
         "slipstream's source files": hash_sources(Path(slipstream.__file__).parent),
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),
         "device": device_type,
-        **dict(_flatten(config.model_dump(mode="json"))),
+        **dict(_flatten(dict(settings))),
+        **{name: _hash(text.encode()) for name, text in (texts or {}).items()},
     }
-    schedule = named_schedule(config.pipeline)
-    if isinstance(schedule, Schedule):
-        facts[f"contents of {config.pipeline.schedule}"] = _hash(str(schedule).encode())
-    return facts
 
 
 def hash_sources(package: Path) -> str:

@@ -18,7 +18,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import (
     Meeting,
     Progress,
-    describe,
+    describe_process,
     make_console,
     meet,
     name_ranks,
@@ -26,7 +26,8 @@ from slipstream.launch import (
     slurm,
     time_limit,
 )
-from slipstream.training.config import Config, load_config
+from slipstream.schedule import Schedule
+from slipstream.training.config import Config, load_config, named_schedule
 from slipstream.training.output import Output
 from slipstream.training.preflight import check_device, check_world_size, preflight
 from slipstream.training.trainer import start
@@ -67,7 +68,7 @@ def join(config: Config) -> None:
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(slurm.torchrun_variables(os.environ))
-    meeting = meet(describe(config, choose_device_type(config)), _find_problem(config))
+    meeting = meet(_describe(config), _find_problem(config))
     check_world_size(config, os.environ)
     device = choose_device(config)
     meeting.store.set_timeout(_PATIENCE)
@@ -79,6 +80,13 @@ def join(config: Config) -> None:
         dist.destroy_process_group()
         raise
     _run(config, device)
+
+
+def _describe(config: Config) -> dict[str, str]:
+    """Returns the versions, the device and the settings of this rank, which must be the same on all."""
+    schedule = named_schedule(config.pipeline)
+    texts = {f"contents of {config.pipeline.schedule}": str(schedule)} if isinstance(schedule, Schedule) else {}
+    return describe_process(config.model_dump(mode="json"), choose_device_type(config), texts)
 
 
 def _backend(device: torch.device) -> str:

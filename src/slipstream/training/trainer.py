@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress, describe_step
+from slipstream.launch import Progress
 from slipstream.parallel import Group, make_mesh
 from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
@@ -22,7 +22,7 @@ from slipstream.timeline import Timeline
 from slipstream.training.checkpoint import Checkpoints, Found, Progression, describe_model, pieces
 from slipstream.training.config import Config, named_schedule
 from slipstream.training.data import Batch, PackedSequences, TokenisedText, unigram_entropy
-from slipstream.training.metrics import Reporter, Step, Validation
+from slipstream.training.metrics import Reporter, Step, Validation, describe_step
 from slipstream.training.optimizer import make_optimizer, make_scheduler
 from slipstream.training.output import Output
 from slipstream.training.sampling import continue_text

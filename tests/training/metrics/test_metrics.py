@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from slipstream import Pipeline
-from slipstream.launch.progress import describe_step, describe_time, duration
 from slipstream.schedule import Action, Op, add_communication, add_recompute, make_schedule
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
@@ -14,6 +13,7 @@ from slipstream.timeline import Span, Timeline
 from slipstream.training.metrics.flops import StepFigures, TrainingTime
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import MetricsFile, Step, Validation, as_record, gather, peak_memory
+from slipstream.training.metrics.summary import describe_step, describe_time, duration
 from support.architectures import ARCHITECTURES, tokens
 
 FIGURES = StepFigures(2000.0, 4e9, 5e9, 0.0123, 0.0154, 0.41, 0.5)

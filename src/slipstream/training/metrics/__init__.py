@@ -5,6 +5,7 @@ from __future__ import annotations
 from slipstream.training.metrics.flops import TrainingTime
 from slipstream.training.metrics.records import Step, Validation
 from slipstream.training.metrics.reporter import Reporter
+from slipstream.training.metrics.summary import describe_step
 from slipstream.training.metrics.trackers import check_trackers
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "TrainingTime",
     "Validation",
     "check_trackers",
+    "describe_step",
 ]

@@ -7,7 +7,7 @@ import statistics
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress, describe_time
+from slipstream.launch import Progress
 from slipstream.pipeline import Pipeline
 from slipstream.timeline import Timeline
 from slipstream.training.config import Config
@@ -16,6 +16,7 @@ from slipstream.training.metrics.device_peak import find_peak
 from slipstream.training.metrics.flops import Figures, document_lengths
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import Line, Step, gather, peak_memory
+from slipstream.training.metrics.summary import describe_time
 from slipstream.training.metrics.trackers import Trackers, make_trackers
 from slipstream.training.metrics.traffic import Traffic, add_up
 from slipstream.training.output import Output
