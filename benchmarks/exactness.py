@@ -1,7 +1,7 @@
 """Every mesh of up to eight processes against one: gradients, losses and parameters after three steps, in float64.
 
     python -m benchmarks.exactness              # or `make exactness`; writes results/exactness.json
-    python -m benchmarks.exactness --resume     # goes on where one of the same sources was ended
+    python -m benchmarks.exactness --resume     # keeps the meshes that a stopped run of the same sources recorded
 
 More processes than cores are fine, as nothing is timed; it takes an hour on two.
 """
@@ -17,12 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import slipstream
-from benchmarks.harness import RESULTS, setting, write
-from slipstream.launch.agreement import hash_sources
+from benchmarks.harness import setting, write
+from benchmarks.records import RESULTS, is_current
 
 BOUND = 1e-9
-SOURCES = hash_sources(Path(slipstream.__file__).parent)
 TESTS = Path(__file__).parents[1] / "tests"
 HEADS = 8  # of the models that are trained; ranks that share layers divide them
 
@@ -71,15 +69,14 @@ def main() -> None:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The cases that these very sources ran."""
+    """Returns the recorded cases, if they ran with the sources as they are now."""
     path = RESULTS / "exactness.json"
-    report = json.loads(path.read_text()) if path.exists() else {}
-    rows: list[dict[str, Any]] = report["rows"] if report.get("sources") == SOURCES else []
-    return rows
+    report = json.loads(path.read_text()) if path.exists() else None
+    return report["rows"] if report is not None and is_current(report) else []
 
 
 def save(rows: list[dict[str, Any]], most: int) -> None:
-    """All cases so far, and their summary."""
+    """Writes all cases so far, and their summary."""
     done = {tuple(row["mesh"]) for row in rows}
     summary = {
         "meshes": len(done),
@@ -88,7 +85,7 @@ def save(rows: list[dict[str, Any]], most: int) -> None:
         "largest error": max(row["error"] for row in rows),
     }
     kept = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-    write("exactness", {"setting": setting(), "sources": SOURCES, "bound": BOUND, "summary": summary, "rows": kept})
+    write("exactness", {"setting": setting(), "bound": BOUND, "summary": summary, "rows": kept})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its environment, its processes, interleaved medians, and the record it leaves."""
+"""Gives every benchmark its environment, its processes, interleaved medians, and the record that it leaves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.records import RESULTS, provenance
 from slipstream.launch.local_ranks import MALLOC
 
-RESULTS = Path(__file__).parent / "results"
 ENVIRONMENT = MALLOC | {"OMP_NUM_THREADS": "1"}  # what `slipstream train` gives its ranks on a CPU
 
 
@@ -36,18 +36,18 @@ def restart_in_environment(num_processes: int = 1) -> None:
 def interleaved(
     contenders: Mapping[str, Callable[[], float]], repeats: int, warmups: int = 2, steps: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of every contender, run in turns, so that what else the machine does meets all of them.
+    """Returns the seconds of every contender, run one after the other in rounds, so that load from elsewhere meets all.
 
-    The first rounds pay for page faults and do not count. In a turn of several steps the first doesn't either: it
-    finds the caches full of what others computed. Steps of over a second are told as they come.
+    The first rounds pay for page faults and do not count. Where a contender runs several steps in a row, the first
+    doesn't either: it finds the caches full of what others computed. Steps of over a second are printed as they end.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(warmups + repeats):
         for name, run in contenders.items():
             measured = [run() for _ in range(steps)]
             if max(measured) > 1:
-                told = ", ".join(f"{each:.2f}" for each in measured)
-                print(f"round {index + 1} of {warmups + repeats}: {told} s {name}", file=sys.stderr, flush=True)
+                listed = ", ".join(f"{each:.2f}" for each in measured)
+                print(f"round {index + 1} of {warmups + repeats}: {listed} s {name}", file=sys.stderr, flush=True)
             if index >= warmups:
                 seconds[name] += measured[steps > 1 :]
     return seconds
@@ -58,7 +58,7 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def setting(**more: object) -> dict[str, object]:
-    """What the figures depend on."""
+    """Returns what the figures depend on: the machine, its load, the versions, and `more`."""
     import torch
     import transformers
 
@@ -78,7 +78,8 @@ def setting(**more: object) -> dict[str, object]:
 
 
 def write(name: str, report: dict[str, object]) -> Path:
+    """Writes a record to results/, with the commit and the hash of the sources that it is of; returns its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(json.dumps({"of": provenance(name), **report}, indent=2) + "\n")
     return path

@@ -1,0 +1,246 @@
+"""What every record in results/ is of, and whether its sources have changed since.
+
+    python -m benchmarks.records                    # writes the tables of docs/benchmarks.md
+
+A record names a commit and the hash of the sources that it measured. If they hash to something else now, the page calls
+the record older: its numbers may still hold, but nobody has measured the sources as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+SUFFIXES = {".py", ".yaml"}  # of the files that can change a number
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A record's subject: what was measured, by which program, and the sources that its numbers depend on."""
+
+    what: str
+    program: str
+    options: str = ""
+    sources: tuple[str, ...] = ("src/slipstream",)
+
+    @property
+    def command(self) -> str:
+        return f"python -m benchmarks.{self.program} {self.options}".rstrip()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The sources, the program itself among them, relative to the repository."""
+        path = Path("benchmarks", *self.program.split("."))
+        return *self.sources, str(path if (ROOT / path).is_dir() else path.with_suffix(".py"))
+
+
+def _room(*names: str) -> tuple[str, ...]:
+    return tuple(f"src/slipstream/{name}" for name in names)
+
+
+_PLANNER = _room("planner", "profiler", "schedule", "simulator")
+_PIPELINE = ("src/slipstream", "benchmarks/isolated.py", "benchmarks/peers.py")
+_GPIPE = ("src/slipstream", "benchmarks/gpipe", "examples/gpipe")
+_OLDER_ROUNDS = "--lengths 4096 --sequences 2 4 8 --ours auto --repeats 5 --warmups 2 --steps 1"
+
+SUBJECTS = {
+    "in_turns": Subject(
+        "one sequence of 2048 tokens, three stages a rank",
+        "token_slices",
+        "--lengths 2048 --sequences --ours turns --repeats 5 --warmups 1 --name in_turns",
+        _PIPELINE,
+    ),
+    "in_turns_4096": Subject(
+        "one sequence of 4096 tokens, three stages a rank",
+        "token_slices",
+        "--lengths 4096 --sequences --ours turns --repeats 4 --warmups 1 --steps 2 --name in_turns_4096",
+        _PIPELINE,
+    ),
+    "token_slices": Subject(
+        "one sequence of 2048 tokens, one stage a rank",
+        "token_slices",
+        "--lengths 2048 --sequences --ours whole auto --apart --repeats 7 --steps 1",
+        _PIPELINE,
+    ),
+    "long_and_several": Subject(
+        "one sequence of 4096 tokens; 2, 4 and 8 of 1024",
+        "token_slices",
+        f"{_OLDER_ROUNDS} --name long_and_several",
+        _PIPELINE,
+    ),
+    "token_slices_epyc": Subject(
+        "one sequence of 2048 tokens",
+        "token_slices",
+        "--lengths 2048 --sequences --ours whole auto --apart --repeats 7 --warmups 2 --steps 1"
+        " --name token_slices_epyc",
+        _PIPELINE,
+    ),
+    "token_slices_4096_epyc": Subject(
+        "one sequence of 4096 tokens",
+        "token_slices",
+        "--lengths 4096 --sequences --ours auto --repeats 3 --warmups 2 --steps 1 --name token_slices_4096_epyc",
+        _PIPELINE,
+    ),
+    "microbatches_epyc": Subject(
+        "2 and 4 sequences of 1024 tokens",
+        "token_slices",
+        "--lengths --sequences 2 4 --repeats 3 --steps 1 --name microbatches_epyc",
+        _PIPELINE,
+    ),
+    "microbatches_8_epyc": Subject(
+        "8 sequences of 1024 tokens",
+        "token_slices",
+        "--lengths --sequences 8 --repeats 3 --warmups 1 --steps 1 --name microbatches_8_epyc",
+        _PIPELINE,
+    ),
+    "eight_256_epyc": Subject(
+        "8 sequences of 256 tokens",
+        "token_slices",
+        "--lengths --sequences 8 --batch-length 256 --fewer 1 2 4 --repeats 3 --warmups 2 --steps 1"
+        " --name eight_256_epyc",
+        _PIPELINE,
+    ),
+    "predicted_2_ranks": Subject("simulated against measured steps, two processes", "predicted"),
+    "predicted_4_ranks": Subject("the same, four ranks in one process", "predicted", "--ranks 4"),
+    "planned": Subject("plans against runs: step time and peak memory", "planned"),
+    "memory": Subject("predicted against counted memory, by rank and kind", "memory"),
+    "executor_overhead": Subject("what the executor adds to a step", "executor_overhead"),
+    "attention": Subject(
+        "sliced against unsliced attention", "attention", sources=_room("attention", "pipeline/batch.py")
+    ),
+    "checkpoint": Subject("what saving a checkpoint costs training", "checkpoint"),
+    "slow_link": Subject("one sequence over a slow link, whole and in slices", "slow_link"),
+    "command_line": Subject("the time of `slipstream --help`", "command_line"),
+    "plan_search": Subject("how long whole plans take to find", "plan_search", sources=_PLANNER),
+    "schedule_search": Subject("found orders against their lower bound", "schedule_search", sources=_PLANNER),
+    "slicing": Subject("exact slicing against TeraPipe's Algorithm 1", "slicing", sources=_PLANNER),
+    "papers": Subject("the papers' tables, predicted", "papers", sources=_PLANNER),
+    "zero3": Subject("bytes and seconds next to ZeRO-3", "zero3"),
+    "gpu_layers": Subject("Llama-3-8B's layers on a GPU, in slices", "gpu_layers"),
+    "gpu_layers_fused": Subject("the same with fused kernels", "gpu_layers", "--fused"),
+    "gpu_profile": Subject("a profile against held-out times on a GPU", "gpu_profile", "--budget 55"),
+    "fused_cuda": Subject("layers with and without fused kernels, GPU", "fused", "--device cuda"),
+    "fused_cpu": Subject("layers with and without fused kernels, CPU", "fused"),
+    "gpipe_memory_formula": Subject("GPipe's peak activations", "gpipe.memory", "formula", _GPIPE),
+    "gpipe_memory_amoebanet_d": Subject("GPipe's Table 1, AmoebaNet-D", "gpipe.memory", "AmoebaNet-D", _GPIPE),
+    "gpipe_memory_transformer_l": Subject("GPipe's Table 1, Transformer-L", "gpipe.memory", "Transformer-L", _GPIPE),
+    "gpipe_throughput": Subject("GPipe's Tables 2 and 3", "gpipe.throughput", sources=_GPIPE),
+    "gpipe_breakdown": Subject("GPipe's Table 4", "gpipe.breakdown", sources=_GPIPE),
+    "gpipe_peers": Subject("ResNet-50 next to PyTorch's pipelines", "gpipe.peers", sources=_GPIPE),
+    "exactness": Subject(
+        "gradients on 32 meshes against one process",
+        "exactness",
+        sources=("src/slipstream", "tests/parallel/exactness.py"),
+    ),
+    "loss_curves": Subject("100 losses on meshes of one to eight processes", "loss_curves"),
+    "same_numbers": Subject("losses and gradients of ten trainings, to the bit", "same_numbers", "--record"),
+}
+
+
+def digest(files: Iterable[tuple[str, bytes]]) -> str:
+    """Hashes files, given as paths relative to the repository with their contents."""
+    hashed = hashlib.sha256()
+    for path, content in sorted(files):
+        hashed.update(f"{path}\0{len(content)}\0".encode() + content)
+    return hashed.hexdigest()[:16]
+
+
+def read_sources(paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """Yields each source file below `paths` as it is now; a path that is gone has none."""
+    for path in paths:
+        found = ROOT / path
+        for file in sorted(found.rglob("*")) if found.is_dir() else [found]:
+            if file.suffix in SUFFIXES and file.is_file():
+                yield file.relative_to(ROOT).as_posix(), file.read_bytes()
+
+
+def _subject(name: str) -> Subject:
+    """Returns the subject of the record `name`; a record that is not listed is of everything its program may use."""
+    if name in SUBJECTS:
+        return SUBJECTS[name]
+    spec = sys.modules["__main__"].__spec__
+    program = spec.name.removeprefix("benchmarks.").removesuffix(".__main__") if spec is not None else name
+    return Subject(name, program)
+
+
+def provenance(name: str) -> dict[str, Any]:
+    """Returns what a record written now is of: the commit, with "+" where sources differ from it, and their hash."""
+    paths = _subject(name).paths
+    commit = _git("rev-parse", "--short", "HEAD")
+    changed = "+" if commit and _git("status", "--porcelain", "--", *paths) else ""
+    return {
+        "commit": f"{commit}{changed}" or "unknown",
+        "sources": list(paths),
+        "sha256": digest(read_sources(paths)),
+    }
+
+
+def _git(*arguments: str) -> str:
+    """Returns what git prints, or nothing where this is not a repository."""
+    try:
+        ended = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return ended.stdout.strip() if ended.returncode == 0 else ""
+
+
+def is_current(record: dict[str, Any]) -> bool:
+    """Whether the sources that a record names hash to what they hashed to when it was written."""
+    of = record["of"]
+    return bool(digest(read_sources(of["sources"])) == of["sha256"])
+
+
+def machine(record: dict[str, Any]) -> str:
+    """Names the processor or GPU of a record and its PyTorch."""
+    found = record.get("setting")
+    if found is None:
+        return "computed, not measured"
+    device = found.get("device", "cpu")
+    cores = f"{found['cores']} cores, {found['cpu'].replace('(R)', '').removesuffix(' Processor')}"
+    return f"{device if device != 'cpu' else cores}; torch {found['torch'].partition('+')[0]}"
+
+
+def tables() -> dict[str, str]:
+    """Returns the generated parts of the page by the name of their mark."""
+    lines = ["| record | what it measures | machine | commit | sources since |", "| --- | --- | --- | --- | --- |"]
+    for name, subject in SUBJECTS.items():
+        record = json.loads((RESULTS / f"{name}.json").read_text())
+        state = "unchanged" if is_current(record) else "changed: **older**"
+        cells = [f"`{name}`", subject.what, machine(record), f"`{record['of']['commit']}`", state]
+        lines.append(f"| {' | '.join(cells)} |")
+    width = max(map(len, SUBJECTS))
+    commands = [f"{name:{width}}  {subject.command}" for name, subject in SUBJECTS.items()]
+    return {
+        "records": "\n".join(lines) + "\n",
+        "commands": "\n".join(["```text", *commands, "```"]) + "\n",
+    }
+
+
+def with_tables(text: str) -> str:
+    """Returns the page's text with its generated parts as the records have them."""
+    for name, content in tables().items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"{PAGE} has no part between {begin!r} and {end!r}"
+        text = before + begin + content + end + after
+    return text
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
