@@ -11,17 +11,17 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import TokenSlice
-from slipstream.pipeline.stage import Piece
+from slipstream.pipeline.stage import BatchPart
 
 IGNORED = -100  # transformers' label for "predict nothing here"
 
 
 @dataclass(frozen=True)
-class Batch:
+class SplitBatch:
     """`slices[microbatch][slice]` and its targets, of a causal LM (b, T) and shifted; `num_valid` targets count in the
     whole batch, that of other replicas included. Gradients are those of `loss_scale` times the loss."""
 
-    slices: Sequence[Sequence[Piece]]
+    slices: Sequence[Sequence[BatchPart]]
     targets: list[list[Tensor]]
     num_valid: int
     loss_scale: float = 1.0
@@ -35,7 +35,7 @@ def cut_batch(
     position_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
     seed: int = 0,
-) -> Batch:
+) -> SplitBatch:
     """Cut (B, L) inputs and unshifted targets into `num_microbatches` rows of slices of the given token lengths.
 
     Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
@@ -68,7 +68,7 @@ def cut_batch(
         for microbatch, row in enumerate(rows)
     ]
     labels = [[targets[row[0] : row[-1] + 1, a:b] for a, b in bounds] for row in rows]
-    return Batch(pieces, labels, int((targets != IGNORED).sum()))
+    return SplitBatch(pieces, labels, int((targets != IGNORED).sum()))
 
 
 def slice_lengths(slices: int | Sequence[int], length: int) -> list[int]:

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.batch import Batch
+from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, LossFunction, run_together
-from slipstream.pipeline.families import Inputs, Ran, Settings, check_ranks, family_of
-from slipstream.pipeline.memory import Gauge
+from slipstream.pipeline.families import ExecutedStep, ModelInputs, Settings, check_ranks, family_of
+from slipstream.pipeline.memory import MemoryLimit
 from slipstream.pipeline.messages import LocalTransport, ScatterGather, Transport, connect, skip_channels
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
-from slipstream.pipeline.tuning import Answer, Tuner
+from slipstream.pipeline.tuning import TrialResult, Tuner
 from slipstream.schedule import Schedule
 
 Order = tuple[str | Schedule, int, int | Sequence[int] | str | None, int, int]
@@ -61,7 +61,7 @@ class Engine:
             splits=settings.recompute != "checkpoints",  # W would hold what all segments recompute
         )
         check_ranks(self._tuner.schedule, num_ranks)
-        self._gauge = Gauge(settings.memory_limit)
+        self._gauge = MemoryLimit(settings.memory_limit)
         self._adopted = self._tuner.schedule
         self.layout = family.lay_out(self._adopted, self._tuner.slices)
         self._stages, tensor = family.make_stages(self.layout, self.device)
@@ -79,7 +79,7 @@ class Engine:
         self._executors = self._make_executors(family.loss_function(tensor))
         self._seed: int = self._ranks.follow(torch.initial_seed())
         self._num_steps = 0
-        self.ran = Ran(self.layout, [])  # in the last step; "auto" may have other plans for the next
+        self.last_step = ExecutedStep(self.layout, [])  # in the last step; "auto" may have other plans for the next
         self._name = ""  # of the schedule of the last step or evaluation
 
     @property
@@ -91,7 +91,9 @@ class Engine:
         """The tokens of each slice of such a sequence, as the next step cuts it."""
         return self._tuner.lengths(length)
 
-    def _cut(self, inputs: Inputs, targets: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Batch:
+    def _cut(
+        self, inputs: ModelInputs, targets: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
+    ) -> SplitBatch:
         lengths = self.slices(self._family.length(inputs))
         seed = hash((self._seed, self._num_steps, *([self._ranks.data.rank] if self._ranks.data.rank else [])))
         position_ids, document_ids = (None if t is None else t.to(self.device) for t in (position_ids, document_ids))
@@ -107,7 +109,7 @@ class Engine:
             )
         return batch
 
-    def _tune(self, answer: Answer) -> None:
+    def _tune(self, answer: TrialResult) -> None:
         """The leader learns from the step that ran, or from what it would hold, and all follow."""
         decision, error = None, None
         if self._ranks.leads:
@@ -122,7 +124,7 @@ class Engine:
             raise
         self._adopt(self._tuner.follow(self._ranks.follow(decision)))
 
-    def _find_room(self, inputs: Inputs, targets: Tensor) -> None:
+    def _find_room(self, inputs: ModelInputs, targets: Tensor) -> None:
         """Until the next step is one to run that keeps to the memory limit, if there is one."""
         if isinstance(inputs, tuple):
             return  # of a sequence, for which there is no limit
@@ -148,7 +150,7 @@ class Engine:
     def _scattered(self, transport: Transport) -> Transport:
         return transport if self._num_parts == 1 else ScatterGather(transport, self._ranks.tensor)
 
-    def _run(self, schedule: Schedule, batch: Batch) -> Tensor:
+    def _run(self, schedule: Schedule, batch: SplitBatch) -> Tensor:
         self._name = schedule.name
         self._transport.begin()
         run_together(self._executors, schedule, batch)

@@ -18,7 +18,7 @@ from slipstream.pipeline.tied import TiedGradients
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterShard:
     """What this rank's optimizer updates of one parameter: rows of its share, from `first_row` of that on."""
 
     name: str
@@ -107,13 +107,13 @@ class Parameters:
         """Which part of each of the unsplit model's parameters this rank holds."""
         return self._shares
 
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[ParameterShard]:
         """What `named` yields, each with its place in the unsplit model's parameter."""
         for name, parameter in self.named():
             rows = self._masters.rows(name)
             is_copy = self._shares[name].copy > 0 or name in self._tied.copies
             is_own = self._ranks.data.rank == 0 or self._masters.is_spread(name)
-            yield Piece(name, parameter, self._shares[name], rows.start, is_own and not is_copy)
+            yield ParameterShard(name, parameter, self._shares[name], rows.start, is_own and not is_copy)
 
     def bytes_of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
         """Of some of this rank's parameters: copies that the optimizer updates, and all that it updates."""

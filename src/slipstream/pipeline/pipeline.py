@@ -17,8 +17,8 @@ from slipstream.model import load_config, pretrained_model, random_model
 from slipstream.parallel import Group
 from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.execution import LossFunction
-from slipstream.pipeline.families import Balance, Inputs, Ran, Settings, Source, gather_state
-from slipstream.pipeline.parameters import Piece
+from slipstream.pipeline.families import Balance, ExecutedStep, ModelInputs, Settings, WeightSource, gather_state
+from slipstream.pipeline.parameters import ParameterShard
 from slipstream.schedule import Schedule
 from slipstream.timeline import Timeline
 
@@ -93,7 +93,7 @@ class Pipeline(Engine):
 
     def __init__(
         self,
-        model: PreTrainedModel | nn.Sequential | Source,
+        model: PreTrainedModel | nn.Sequential | WeightSource,
         schedule: str | Schedule = "1f1b",
         num_microbatches: int = 1,
         slices: int | Sequence[int] | Literal["auto"] | None = None,
@@ -118,7 +118,7 @@ class Pipeline(Engine):
         fused: bool = False,
         self_check: bool = True,
         costs: Sequence[float] | None = None,
-        example: Inputs | None = None,
+        example: ModelInputs | None = None,
         batch_norm_over_replicas: bool = False,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
@@ -151,7 +151,7 @@ class Pipeline(Engine):
         each rank keeps in memory its own. `settings` are the constructor's."""
         dtype = settings.get("dtype")
         return cls(
-            Source(config, lambda anatomy, layers: random_model(config, seed, anatomy, layers, dtype)), **settings
+            WeightSource(config, lambda anatomy, layers: random_model(config, seed, anatomy, layers, dtype)), **settings
         )
 
     @classmethod
@@ -160,7 +160,7 @@ class Pipeline(Engine):
         constructor's."""
         config, dtype = load_config(str(path)), settings.get("dtype")
         return cls(
-            Source(config, lambda anatomy, layers: pretrained_model(str(path), config, anatomy, layers, dtype)),
+            WeightSource(config, lambda anatomy, layers: pretrained_model(str(path), config, anatomy, layers, dtype)),
             **settings,
         )
 
@@ -201,7 +201,7 @@ class Pipeline(Engine):
 
     def step(
         self,
-        inputs: Inputs,
+        inputs: ModelInputs,
         targets: Tensor,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -224,7 +224,7 @@ class Pipeline(Engine):
         self._adopt(self._tuner.begin(length))
         self._find_room(inputs, targets)
         batch = replace(self._cut(inputs, targets, position_ids, document_ids), loss_scale=loss_scale)
-        self.ran = Ran(self.layout, self.slices(length))
+        self.last_step = ExecutedStep(self.layout, self.slices(length))
         self._parameters.begin(loss_scale)
         self._family.begin()
         loss = self._run(self.layout.training, batch)
@@ -235,7 +235,7 @@ class Pipeline(Engine):
             self._tune(self.timeline)
         return loss
 
-    def evaluate(self, inputs: Inputs, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def evaluate(self, inputs: ModelInputs, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """The global mean loss of one batch, forward only, in evaluation mode, on every rank."""
         self._parameters.publish()
         modes = {stage: stage.model.training for stage in self._stages.values()}
@@ -261,9 +261,9 @@ class Pipeline(Engine):
         """This rank's parameters, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def pieces(self) -> Iterator[Piece]:
+    def parameter_shards(self) -> Iterator[ParameterShard]:
         """What `named_parameters` yields, each with its place in the unsplit model's parameter: for checkpoints."""
-        return self._parameters.pieces()
+        return self._parameters.shards()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.

@@ -11,7 +11,7 @@ from slipstream.attention import ContextStore
 from slipstream.model import Tensors, TensorSpec, TiedWeight
 
 
-class Piece(Protocol):
+class BatchPart(Protocol):
     """What of a batch one F works on: a token slice of a microbatch, or a microbatch."""
 
     @property

@@ -245,7 +245,7 @@ class Trainer:
         if self.pipe.leads and self.timeline is not None:
             self.timeline.draw(self.output.timeline)
             self.timeline.save_perfetto(self.output.perfetto)
-            self.output.schedule.write_text(f"{self.pipe.ran.layout.training}\n", encoding="utf-8")
+            self.output.schedule.write_text(f"{self.pipe.last_step.layout.training}\n", encoding="utf-8")
             text = self.timeline.to_text()
             self.progress.say(f"\nthe last step, measured ({self.output.timeline}):\n{text}")
 

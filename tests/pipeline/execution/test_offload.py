@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream import Action, Op, Pipeline, Schedule, SlipstreamError, gpipe
 from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
-from slipstream.pipeline.execution.host_memory import TemporaryFiles, host_of
+from slipstream.pipeline.execution.host_memory import TemporaryFiles, host_memory_of
 from slipstream.schedule import add_communication
 from support.architectures import ARCHITECTURES, build, gradients, labels_of, llama, tokens
 from support.live_memory import LiveMemory
@@ -72,7 +72,7 @@ def live_bytes(offload: float, recompute: str = "none") -> tuple[int, int, int]:
     def watched(action: Action) -> None:
         nonlocal found
         if action.slice == 3:
-            (store,) = executor._flight.stores.values()
+            (store,) = executor._state.stores.values()
             found = memory.num_bytes, store.num_bytes
         forward(action)
 
@@ -173,7 +173,7 @@ def test_storages_move_once_and_views_come_back() -> None:
 
 
 def test_the_cpus_host_is_a_file() -> None:
-    host = host_of(torch.device("cpu"))
+    host = host_memory_of(torch.device("cpu"))
     blocks = [torch.arange(n, dtype=torch.uint8) for n in (0, 1, 200)] + [torch.ones(1 << 20, dtype=torch.uint8)]
     offloaded = host.store(copy.deepcopy(blocks))
     loaded = offloaded.load()

@@ -125,7 +125,7 @@ def live_bytes(recompute: str | int) -> tuple[int, int]:
     def watched(action: Action) -> None:
         nonlocal found
         if action.slice == 3:
-            (store,) = executor._flight.stores.values()
+            (store,) = executor._state.stores.values()
             found = memory.num_bytes, store.num_bytes
         forward(action)
 

@@ -14,7 +14,7 @@ import pytest
 from slipstream import Op
 from slipstream.pipeline.tuning.fitted_slice_times import SliceTimes
 from slipstream.pipeline.tuning.slicings import growing, promising
-from slipstream.pipeline.tuning.trials import Answer, Request, Samples, Trial, fastest
+from slipstream.pipeline.tuning.trials import Samples, Trial, TrialRequest, TrialResult, fastest
 from slipstream.schedule import make_schedule, split_backwards
 from slipstream.simulator import TableCost, simulate
 from slipstream.timeline import Timeline
@@ -60,18 +60,18 @@ class NoisyMachine:
         return simulate(trial.schedule, TableCost(times))
 
 
-def by_the_median_step(trials: list[Trial]) -> Generator[Request, Answer, Trial]:
+def by_the_median_step(trials: list[Trial]) -> Generator[TrialRequest, TrialResult, Trial]:
     seconds = {}
     for trial in trials:
         timelines = []
         for _ in range(3):
-            timelines.append((yield Request(trial)))
+            timelines.append((yield TrialRequest(trial)))
         seconds[trial] = median(each.makespan for each in timelines[1:] if isinstance(each, Timeline))
     return min(seconds, key=lambda trial: seconds[trial])
 
 
 def choose(
-    choice: Callable[[list[Trial]], Generator[Request, Answer, Trial]],
+    choice: Callable[[list[Trial]], Generator[TrialRequest, TrialResult, Trial]],
     trials: list[Trial],
     run: Callable[[Trial], Timeline],
 ) -> tuple[Trial, int]:

@@ -138,9 +138,12 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(
         loss = pipe.step(inputs, labels_of(inputs))
         assert abs(loss - unsplit_step(model, inputs, labels_of(inputs))) < BOUND
         assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
-        ran = {action for action in pipe.ran.layout.training.positions if action.op not in COMMUNICATION}
+        ran = {action for action in pipe.last_step.layout.training.positions if action.op not in COMMUNICATION}
         assert {span.action for span in pipe.timeline.compute_spans} == ran
-        assert (sum(pipe.ran.slices), len(pipe.ran.slices)) == (64, pipe.ran.layout.training.num_slices)
+        assert (sum(pipe.last_step.slices), len(pipe.last_step.slices)) == (
+            64,
+            pipe.last_step.layout.training.num_slices,
+        )
         seen.add(pipe.layout.training.num_slices)
         num_steps += 1
     assert len(seen) > 2

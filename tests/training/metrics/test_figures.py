@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig
 from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
 from slipstream.model import find_anatomy
-from slipstream.pipeline.families.stage_layout import Layout, plan_layout
+from slipstream.pipeline.families.stage_layout import StageLayout, plan_layout
 from slipstream.planner.costs.paper_formulas import GPT, SECONDS_PER_DAY
 from slipstream.schedule import make_schedule
 from slipstream.training.metrics.device_peak import Peak, find_peak, peak_by_name
@@ -34,7 +34,7 @@ def gpt() -> Figures:
     return Figures(GPT_2, LENGTH, BATCH, 2, PEAK)
 
 
-def layout(schedule: str, slices: list[int], recompute: str | int, partition: Any = "auto") -> Layout:
+def layout(schedule: str, slices: list[int], recompute: str | int, partition: Any = "auto") -> StageLayout:
     """Of two ranks and a microbatch."""
     made = make_schedule(schedule, 2, 1, len(slices))
     return plan_layout(GPT_2, find_anatomy(GPT_2), made, slices, partition, recompute)[0]

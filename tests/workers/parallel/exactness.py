@@ -122,7 +122,7 @@ def error(pipe: Pipeline, whole: dict[str, Tensor], what: str) -> float:
     """The design's measure of this rank's pieces, each against the size of the whole parameter's values."""
     floor = 1e-6 * max(tensor.detach().abs().max() for tensor in whole.values())
     errors = [0.0]
-    for piece in pipe.pieces():
+    for piece in pipe.parameter_shards():
         all_rows = whole[piece.name].detach()
         own = getattr(piece.parameter, what).detach()
         rows = piece.share.take(all_rows)[piece.first_row :][: len(own)]

@@ -86,7 +86,7 @@ def dropout() -> None:
             optimizer.step()
         still = pipe.evaluate(inputs, inputs)
         assert abs(losses[0] - still) > 1e-3  # something was dropped, or learned
-        for piece in pipe.pieces():
+        for piece in pipe.parameter_shards():
             if piece.share.is_whole:
                 others = pipe.axes["tp"].gather(piece.parameter.detach().clone())
                 assert torch.equal(others[0], others[1]), (sequence, piece.name)
@@ -121,7 +121,7 @@ def _accumulate(name: str, mesh: tuple[int, int, int], frozen: str = "") -> None
             mine = slice(each * pipe.replica, each * (pipe.replica + 1))
             pipe.step(inputs[mine], labels[mine])
         expected, found = {}, {}
-        for piece in pipe.pieces():
+        for piece in pipe.parameter_shards():
             if piece.name in wanted:
                 rows = piece.share.take(wanted[piece.name])[piece.first_row :]
                 expected[piece.name], found[piece.name] = rows[: len(piece.parameter)], _grad(piece.parameter)
@@ -172,7 +172,7 @@ def ends_apart() -> None:
                 pipe = pipeline(mesh, name, partition=partition, **settings)
                 rows = slice(0, 4) if mesh[1] == 1 else slice(2 * pipe.replica, 2 * pipe.replica + 2)
                 assert abs(pipe.step(inputs[rows], labels[rows]) - expected) < BOUND * expected
-                for piece in pipe.pieces():
+                for piece in pipe.parameter_shards():
                     given = piece.parameter.grad
                     error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": given})
                     assert error < BOUND, (name, partition, mesh, settings, piece.name, error)

@@ -117,7 +117,7 @@ def step(pipe: Pipeline, seed: int, replicas: int, loss_scale: float = 1.0) -> T
 def pieces(pipe: Pipeline, whole: dict[str, Tensor], what: str = "grad") -> list[tuple[str, Tensor, Tensor]]:
     """This rank's part of every parameter it has: found, and the whole model's."""
     found = []
-    for piece in pipe.pieces():
+    for piece in pipe.parameter_shards():
         tensor = getattr(piece.parameter, what).detach()
         rows = piece.share.take(whole[piece.name].detach())[piece.first_row :][: piece.parameter.shape[0]]
         found.append((piece.name, tensor, rows))

@@ -13,11 +13,11 @@ from torch import Tensor
 from slipstream.attention import ContextStore
 from slipstream.model import Tensors, TensorSpec, apart
 from slipstream.model.saving import Recompute, Replay, SavedTensors, deferring
-from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.execution.host_memory import host_of
-from slipstream.pipeline.execution.in_flight import Flight, Key, backward, entrances, key_of, roots_of
+from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.execution.host_memory import host_memory_of
+from slipstream.pipeline.execution.step_state import SliceKey, StepState, backward, entrances, key_of, roots_of
 from slipstream.pipeline.execution.stopwatch import Stopwatch
-from slipstream.pipeline.messages import Message, SkipMail, Transport, TransportError
+from slipstream.pipeline.messages import Message, SkipMessages, Transport, TransportError
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule, channel, report_wait
 from slipstream.timeline import Span
@@ -47,7 +47,7 @@ class Executor:
         self._device = device
         self._recompute = recompute or Recompute()
         self._reduce_gradients = reduce_gradients
-        self._host = host_of(device)
+        self._host = host_memory_of(device)
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -63,27 +63,27 @@ class Executor:
             Op.REDUCE_GRAD: self._reduce,
         }
 
-    def start(self, schedule: Schedule, batch: Batch) -> Generator[Action]:
+    def start(self, schedule: Schedule, batch: SplitBatch) -> Generator[Action]:
         """Run this rank's actions of a lowered schedule, yielding before each that must wait for a message.
 
         Only ranks that share a process need to look at what is yielded: the next one's turn has come.
         """
         self._schedule = schedule
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._flight = Flight(batch, zero, zero.clone())
+        self._state = StepState(batch, zero, zero.clone())
         self._stopwatch = Stopwatch(self._rank, self._device)
         self._posted: dict[Action, Any] = {}  # when the message's receive was posted
-        self._skips = SkipMail(self._rank, schedule, self._transport, self._specs)
+        self._skips = SkipMessages(self._rank, schedule, self._transport, self._specs)
         self._storages = {number: stage.storages() for number, stage in self._stages.items()} if self._saves() else {}
         return self._actions(schedule.actions[self._rank])
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The (sum, count) of the losses of this rank's slices. Raises if anything of the step is left over."""
         self._transport.finish()
-        leftovers = self._flight.leftovers() + self._skips.leftovers()
+        leftovers = self._state.leftovers() + self._skips.leftovers()
         if leftovers:
             raise RuntimeError(f"rank {self._rank} still holds {'; '.join(leftovers)} at the end of a step")
-        return self._flight.loss, self._flight.count
+        return self._state.loss, self._state.count
 
     @property
     def spans(self) -> list[Span]:
@@ -91,7 +91,7 @@ class Executor:
         return self._stopwatch.spans()
 
     def _actions(self, actions: tuple[Action, ...]) -> Generator[Action]:
-        flight = self._flight
+        state = self._state
         try:
             for action in actions:
                 awaited = self._awaited(action)
@@ -101,7 +101,7 @@ class Executor:
         except TransportError as error:
             raise TransportError(f"{error}\n{report_wait(self._schedule, self._rank, action)}") from error
         finally:
-            for offloaded in flight.offloaded.values():  # of a step that failed
+            for offloaded in state.offloaded.values():  # of a step that failed
                 offloaded.close()
 
     def _awaited(self, action: Action) -> Action | None:
@@ -118,13 +118,13 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         g, m, i = key = key_of(action)
-        stage, flight = self._stages[g], self._flight
+        stage, state = self._stages[g], self._state
         inputs = self._inputs(action)
         began = self._stopwatch.mark()
-        store = flight.stores.setdefault((g, m), ContextStore(flight.batch.slices[m][i].length))
+        store = state.stores.setdefault((g, m), ContextStore(state.batch.slices[m][i].length))
         if self._schedule.has_backward:
             with self._keeping(action, inputs, store):
-                leave = flight.input_gradients.setdefault(key, {}).__setitem__
+                leave = state.input_gradients.setdefault(key, {}).__setitem__
                 outputs = self._compute(action, entrances(inputs, self._specs(Op.RECV_F, key), leave), store)
         else:
             outputs = self._compute(action, inputs, store)
@@ -132,19 +132,19 @@ class Executor:
             outputs = (self._loss(*outputs),)
         self._stopwatch.record(action, began)
         if self._schedule.has_backward:
-            flight.roots[key] = roots_of(outputs)
+            state.roots[key] = roots_of(outputs)
         else:
             outputs = apart(outputs, inputs)
             self._end_forward_only(action)
         if not stage.is_last:
-            self._hand_on(Action(Op.SEND_F, g, m, i), outputs, flight.handed, (g + 1, m, i))
+            self._hand_on(Action(Op.SEND_F, g, m, i), outputs, state.handed, (g + 1, m, i))
 
     def _compute(self, action: Action, inputs: Tensors, store: ContextStore) -> Tensors:
         """What F runs and R repeats: the stage's outputs, the last one's (sum, count) of losses."""
         g, m, i = key_of(action)
-        outputs: Tensors = self._stages[g].compute(self._flight.batch.slices[m][i], inputs, store)
+        outputs: Tensors = self._stages[g].compute(self._state.batch.slices[m][i], inputs, store)
         if self._stages[g].is_last:
-            return self._loss_function(outputs, self._flight.batch.targets[m][i])
+            return self._loss_function(outputs, self._state.batch.targets[m][i])
         return outputs
 
     def _inputs(self, action: Action) -> Tensors:
@@ -152,7 +152,7 @@ class Executor:
         if action.stage == 0:
             return ()
         awaited = self._awaited(action)
-        regular = self._receive(awaited) if awaited else self._flight.handed.pop(key_of(action))
+        regular = self._receive(awaited) if awaited else self._state.handed.pop(key_of(action))
         inputs = (*regular, *self._skips.take(Op.SEND_F, action))
         if not self._is_scheduled(Op.OFFLOAD, action):
             return inputs
@@ -176,12 +176,12 @@ class Executor:
         if not recomputed and not self._is_scheduled(Op.OFFLOAD, action):
             return nullcontext()
         g, m, i = key = key_of(action)
-        stage, piece, targets = self._stages[g], self._flight.batch.slices[m][i], self._flight.batch.targets[m][i]
+        stage, piece, targets = self._stages[g], self._state.batch.slices[m][i], self._state.batch.targets[m][i]
         shared = self._storages[g] | {t.untyped_storage().data_ptr() for t in (*piece.tensors, targets)}
         needs_gradient = [spec.needs_gradient for spec in self._specs(Op.RECV_F, key)]
         what = self._recompute if recomputed else None
         replay = Replay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)
-        self._flight.replays[key] = replay
+        self._state.replays[key] = replay
         return replay.forward(store)
 
     def _saves(self) -> bool:
@@ -193,41 +193,41 @@ class Executor:
 
     def _loss(self, total: Tensor, count: Tensor) -> Tensor:
         """This slice's part of the global mean: its sum over the valid tokens of the whole batch (rule 9)."""
-        self._flight.loss += total.detach()
-        self._flight.count += count
-        return total / (self._flight.batch.num_valid / self._flight.batch.loss_scale)
+        self._state.loss += total.detach()
+        self._state.count += count
+        return total / (self._state.batch.num_valid / self._state.batch.loss_scale)
 
     def _replay(self, action: Action) -> None:
         """R: under the autocast of F, since both belong to one step."""
         g, m, _ = key = key_of(action)
         self._await_reload(key)
         began = self._stopwatch.mark()
-        store = self._flight.stores[g, m]
-        self._flight.replays[key].replay(lambda inputs: self._compute(action, inputs, store), store)
+        store = self._state.stores[g, m]
+        self._state.replays[key].replay(lambda inputs: self._compute(action, inputs, store), store)
         self._stopwatch.record(action, began)
 
     def _offload(self, action: Action) -> None:
         began = self._stopwatch.mark()
         key = key_of(action)
-        self._flight.offloaded[key] = self._host.store(self._flight.replays[key].saved.take_out())
+        self._state.offloaded[key] = self._host.store(self._state.replays[key].saved.take_out())
         self._stopwatch.record(action, began)
 
     def _reload(self, action: Action) -> None:
         began = self._stopwatch.mark()
         key = key_of(action)
-        self._flight.replays[key].saved.put_back(self._flight.offloaded[key].load())
+        self._state.replays[key].saved.put_back(self._state.offloaded[key].load())
         self._stopwatch.record(action, began)
 
-    def _await_reload(self, key: Key) -> None:
-        if key in self._flight.offloaded:
-            offloaded = self._flight.offloaded.pop(key)
+    def _await_reload(self, key: SliceKey) -> None:
+        if key in self._state.offloaded:
+            offloaded = self._state.offloaded.pop(key)
             offloaded.wait()
             offloaded.close()
 
     def _end_forward_only(self, action: Action) -> None:
         self._release(self._received(action))
         if action.slice == self._schedule.num_slices - 1:
-            self._flight.stores.pop((action.stage, action.microbatch)).free()
+            self._state.stores.pop((action.stage, action.microbatch)).free()
 
     def _backward(self, action: Action) -> None:
         self._release(self._differentiate(action))
@@ -237,37 +237,37 @@ class Executor:
         with deferring() as work:
             messages = self._differentiate(action)
         work.append(partial(self._release, messages))
-        self._flight.weights[key_of(action)] = work
+        self._state.weights[key_of(action)] = work
 
     def _differentiate(self, action: Action) -> list[Message]:
         """The backward of one slice. Returns the messages whose buffers it worked on."""
         g, m, i = key = key_of(action)
-        stage, flight = self._stages[g], self._flight
+        stage, state = self._stages[g], self._state
         gradients = () if stage.is_last else self._output_gradients(action)
         self._await_reload(key)
         began = self._stopwatch.mark()
-        roots = flight.roots.pop(key)
-        flight.replays.pop(key, None)
+        roots = state.roots.pop(key)
+        state.replays.pop(key, None)
         backward(
             roots, {0: None} if stage.is_last else dict(zip(self._needing(Op.SEND_F, key), gradients, strict=True))
         )
         del roots  # their graph
         if i == 0:
-            flight.stores.pop((g, m)).free()
+            state.stores.pop((g, m)).free()
         self._stopwatch.record(action, began)
-        found = flight.input_gradients.pop(key, {})
+        found = state.input_gradients.pop(key, {})
         if g > 0:
             # taken out, as W may hold the graph that left them
             sent = [found.pop(index, None) for index in self._needing(Op.RECV_F, key)]
             full = self._in_full(key, sent)
             # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
-            self._hand_on(Action(Op.SEND_B, g, m, i), apart(full, gradients), flight.gradients, (g - 1, m, i))
+            self._hand_on(Action(Op.SEND_B, g, m, i), apart(full, gradients), state.gradients, (g - 1, m, i))
         received = self._received(action)
         if not self._is_scheduled(Op.OFFLOAD, action):
             received += self._received(Action(Op.F, g, m, i))
         return received
 
-    def _in_full(self, key: Key, gradients: Sequence[Tensor | None]) -> Tensors:
+    def _in_full(self, key: SliceKey, gradients: Sequence[Tensor | None]) -> Tensors:
         """With zeros for inputs that nothing depends on."""
         specs = [spec for spec in self._specs(Op.RECV_F, key) if spec.needs_gradient]
         return tuple(
@@ -277,28 +277,28 @@ class Executor:
 
     def _backward_weights(self, action: Action) -> None:
         began = self._stopwatch.mark()
-        for add_gradient in self._flight.weights.pop(key_of(action)):
+        for add_gradient in self._state.weights.pop(key_of(action)):
             add_gradient()
         self._stopwatch.record(action, began)
 
     def _output_gradients(self, action: Action) -> Tensors:
         """The gradients B starts from: received, or left by stages of this rank; of the outputs that need one."""
         awaited = self._awaited(action)
-        regular = self._receive(awaited) if awaited else self._flight.gradients.pop(key_of(action))
+        regular = self._receive(awaited) if awaited else self._state.gradients.pop(key_of(action))
         return (*regular, *self._skips.take(Op.SEND_B, action))
 
-    def _hand_on(self, send: Action, tensors: Tensors, local: dict[Key, Tensors], key: Key) -> None:
+    def _hand_on(self, send: Action, tensors: Tensors, local: dict[SliceKey, Tensors], key: SliceKey) -> None:
         """To the next stage in the direction of `send`: as a message, or directly where that stage is here too. Skips
         go to stages of their own, at once."""
         tensors = self._skips.hand_on(send, tensors)
         if self._is_here(key[0]):
             local[key] = tuple(tensor.detach() for tensor in tensors)
         else:
-            self._flight.outgoing[send] = tensors
+            self._state.outgoing[send] = tensors
 
     def _send(self, action: Action) -> None:
         began = self._stopwatch.mark()
-        self._transport.send(channel(action, self._schedule), action, self._flight.outgoing.pop(action))
+        self._transport.send(channel(action, self._schedule), action, self._state.outgoing.pop(action))
         self._stopwatch.record(action, began)
 
     def _post_receive(self, action: Action) -> None:
@@ -306,15 +306,15 @@ class Executor:
         specs = [spec for spec in self._specs(action.op, key_of(action)) if spec.peer is None]
         self._transport.post_receive(channel(action, self._schedule), action.other_end, specs)
 
-    def _specs(self, op: Op, key: Key) -> Sequence[TensorSpec]:
+    def _specs(self, op: Op, key: SliceKey) -> Sequence[TensorSpec]:
         """What a stage receives or sends in such a message, or for SEND_F and SEND_B of whatever skips go with it."""
         g, m, i = key
-        stage, piece = self._stages[g], self._flight.batch.slices[m][i]
+        stage, piece = self._stages[g], self._state.batch.slices[m][i]
         inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward
         specs = stage.receives(piece) if inwards else stage.sends(piece)
         return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
 
-    def _needing(self, op: Op, key: Key) -> list[int]:
+    def _needing(self, op: Op, key: SliceKey) -> list[int]:
         """Which of a stage's inputs or outputs have gradients."""
         return [index for index, spec in enumerate(self._specs(op, key)) if spec.needs_gradient]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Offloaded(Protocol):
+class OffloadedBlocks(Protocol):
     """Blocks of bytes on the host."""
 
     def load(self) -> list[Tensor]:
@@ -25,15 +25,15 @@ class Offloaded(Protocol):
         ...
 
 
-class Host(Protocol):
+class HostMemory(Protocol):
     """Where blocks of bytes go."""
 
-    def store(self, blocks: list[Tensor]) -> Offloaded:
+    def store(self, blocks: list[Tensor]) -> OffloadedBlocks:
         """Move them out; returns at once. Their memory is free as soon as the caller lets go of them."""
         ...
 
 
-def host_of(device: torch.device) -> Host:
+def host_memory_of(device: torch.device) -> HostMemory:
     return PinnedMemory(device) if device.type == "cuda" else TemporaryFiles()
 
 
@@ -43,7 +43,7 @@ class TemporaryFiles:
     The operating system deletes it when it is closed, by whatever end the process comes to.
     """
 
-    def store(self, blocks: list[Tensor]) -> Offloaded:
+    def store(self, blocks: list[Tensor]) -> OffloadedBlocks:
         return _File(blocks)
 
 
@@ -74,7 +74,7 @@ class PinnedMemory:
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def store(self, blocks: list[Tensor]) -> Offloaded:
+    def store(self, blocks: list[Tensor]) -> OffloadedBlocks:
         return _Pinned(blocks, self._stream)
 
 

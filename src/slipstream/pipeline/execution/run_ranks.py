@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import ExitStack, closing
 
-from slipstream.pipeline.batch import Batch
+from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.executor import Executor
 from slipstream.schedule import Action, Schedule, report_wait
 
 
-def run_together(executors: list[Executor], schedule: Schedule, batch: Batch) -> None:
+def run_together(executors: list[Executor], schedule: Schedule, batch: SplitBatch) -> None:
     """Run the ranks of this process in turn, each as far as it gets: one rank, or all of a pipeline in one process."""
     with ExitStack() as stack:
         rows = [stack.enter_context(closing(executor.start(schedule, batch))) for executor in executors]

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.model import check_compiler, check_length, check_token_ids, find_anatomy
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.batch import Batch, cut_batch
+from slipstream.pipeline.batch import SplitBatch, cut_batch
 from slipstream.pipeline.execution import LossFunction
 from slipstream.pipeline.families.causal_lm_stages import (
     check_architecture,
@@ -24,8 +24,8 @@ from slipstream.pipeline.families.causal_lm_stages import (
 from slipstream.pipeline.families.export import save_pretrained
 from slipstream.pipeline.families.sequence_partition import Balance
 from slipstream.pipeline.families.settings import Settings
-from slipstream.pipeline.families.stage_layout import Layout, plan_layout
-from slipstream.pipeline.families.weight_source import Source
+from slipstream.pipeline.families.stage_layout import StageLayout, plan_layout
+from slipstream.pipeline.families.weight_source import WeightSource
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
@@ -34,17 +34,17 @@ from slipstream.schedule import Schedule
 _OF_SEQUENCES = ("costs", "example", "batch_norm_over_replicas")
 
 
-class CausalLM:
+class CausalLMFamily:
     """The Family of causal LMs."""
 
     default_slices = 8
 
-    def __init__(self, source: Source, settings: Settings, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, source: WeightSource, settings: Settings, ranks: Ranks, device: torch.device) -> None:
         """Collective: the architecture is checked at toy size."""
         settings.refuse(_OF_SEQUENCES, "a setting of nn.Sequential models, but the model is a causal LM.")
         self.config: PretrainedConfig = source.config
         self.compiled = source.compiled
-        self._source: Source | None = source  # until the stages are made: it may hold layers of other ranks
+        self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
         self._settings, self._ranks = settings, ranks
         if settings.fused:
             check_compiler(device.type)
@@ -62,7 +62,7 @@ class CausalLM:
             )
         return inputs.shape[-1]
 
-    def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> Layout:
+    def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         given, reduces = self._settings, self._ranks.world.size > self._ranks.size
         layout, self._anatomy = plan_layout(
             self.config,
@@ -80,7 +80,9 @@ class CausalLM:
             check_sharding(self._anatomy, self._ranks.tensor.size, excluded)
         return layout
 
-    def make_stages(self, layout: Layout, device: torch.device) -> tuple[Mapping[int, Stage], TensorParallel | None]:
+    def make_stages(
+        self, layout: StageLayout, device: torch.device
+    ) -> tuple[Mapping[int, Stage], TensorParallel | None]:
         given, source = self._settings, self._source
         assert source is not None
         self._source = None
@@ -99,14 +101,14 @@ class CausalLM:
     def loss_function(self, tensor: TensorParallel | None) -> LossFunction:
         return choose_loss(self._settings.loss_fn, self._ranks, tensor)
 
-    def tied_ends(self, layout: Layout) -> tuple[int, int]:
+    def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
         placement = layout.training.placement
         return (placement[0], placement[-1]) if self._ranks.size > 1 and self._anatomy.tied else (0, 0)
 
-    def routes(self, layout: Layout) -> list[tuple[int, int]]:
+    def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
         return []
 
-    def balance(self, layout: Layout) -> Balance:
+    def balance(self, layout: StageLayout) -> Balance:
         raise SlipstreamError(
             "the balance of a causal LM's ranks is in `slipstream plan`; here it is an nn.Sequential's."
         )
@@ -120,7 +122,7 @@ class CausalLM:
         position_ids: Tensor | None,
         document_ids: Tensor | None,
         seed: int,
-    ) -> Batch:
+    ) -> SplitBatch:
         assert isinstance(inputs, Tensor)
         check_length(self.config, inputs.shape[-1])
         check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), targets.max())))

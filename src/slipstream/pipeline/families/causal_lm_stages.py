@@ -13,9 +13,9 @@ from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_p
 from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.execution import LossFunction
 from slipstream.pipeline.families.loss import causal_cross_entropy
-from slipstream.pipeline.families.stage_layout import Layout
+from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
-from slipstream.pipeline.families.weight_source import Source, cast
+from slipstream.pipeline.families.weight_source import WeightSource, cast
 from slipstream.pipeline.ranks import Ranks
 
 
@@ -53,9 +53,9 @@ def check_sharding(anatomy: Anatomy, tensor_parallel: int, settings: Mapping[str
 
 
 def load_shares(
-    source: Source,
+    source: WeightSource,
     anatomy: Anatomy,
-    layout: Layout,
+    layout: StageLayout,
     ranks: Ranks,
     dtype: torch.dtype | None,
     tensor_plan: Mapping[str, str] | None,
@@ -86,7 +86,7 @@ def plan_shares(
 def make_stages(
     model: PreTrainedModel,
     anatomy: Anatomy,
-    layout: Layout,
+    layout: StageLayout,
     ranks: Ranks,
     device: torch.device,
     tensor: TensorParallel | None,

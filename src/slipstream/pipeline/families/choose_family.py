@@ -6,16 +6,16 @@ import torch
 from torch import nn
 
 from slipstream.model.sequence import is_plain
-from slipstream.pipeline.families.causal_lm import CausalLM
-from slipstream.pipeline.families.layer_sequence import SequenceModel
-from slipstream.pipeline.families.model_family import Family
+from slipstream.pipeline.families.causal_lm import CausalLMFamily
+from slipstream.pipeline.families.layer_sequence import SequenceFamily
+from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.families.settings import Settings
-from slipstream.pipeline.families.weight_source import Source, in_memory
+from slipstream.pipeline.families.weight_source import WeightSource, in_memory
 from slipstream.pipeline.ranks import Ranks
 
 
-def family_of(model: object, settings: Settings, ranks: Ranks, device: torch.device) -> Family:
+def family_of(model: object, settings: Settings, ranks: Ranks, device: torch.device) -> ModelFamily:
     """Collective. Raises SlipstreamError for what is neither a causal LM nor an nn.Sequential."""
     if isinstance(model, nn.Sequential) and is_plain(model):
-        return SequenceModel(model, settings, ranks, device)
-    return CausalLM(model if isinstance(model, Source) else in_memory(model), settings, ranks, device)
+        return SequenceFamily(model, settings, ranks, device)
+    return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), settings, ranks, device)

@@ -29,11 +29,11 @@ from slipstream.model.sequence import (
     find_routes,
     flatten,
 )
-from slipstream.pipeline.batch import IGNORED, Batch
+from slipstream.pipeline.batch import IGNORED, SplitBatch
 from slipstream.pipeline.execution import LossFunction
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
 from slipstream.pipeline.families.settings import Settings
-from slipstream.pipeline.families.stage_layout import Layout, check_lengths
+from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
@@ -43,7 +43,7 @@ _OF_LANGUAGE_MODELS = ("seq_len", "sequence_parallel", "tensor_plan", "fused")
 _NOT_YET = ("memory_limit", "shard_parameters")
 
 
-class SequenceModel:
+class SequenceFamily:
     """The Family of sequences. Its pieces are microbatches, rows of the inputs; and token slices of them, where a layer
     CutTokens says from where on."""
 
@@ -97,7 +97,7 @@ class SequenceModel:
         boundary = self._tracer.trace(Microbatch(inputs), self._is_training()).boundaries[self._cut]
         return boundary.specs[0].shape[1] if len(boundary.specs[0].shape) > 1 else 1
 
-    def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> Layout:
+    def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         self._check_slices(schedule, slices)
         given = self._settings
         stages = divide(self._layers, given.partition, self._costs, schedule.placement)
@@ -105,9 +105,9 @@ class SequenceModel:
         ranges = tuple(LayerRange(stage.start, stage.stop) for stage in stages)
         what = "none" if self._has_checkpoints else given.recompute
         recompute = Recompute.parse(what, max(map(len, stages)), besides="'checkpoints', ")
-        return Layout.of(schedule, ranges, recompute, given.offload, self._ranks.world.size > self._ranks.size)
+        return StageLayout.of(schedule, ranges, recompute, given.offload, self._ranks.world.size > self._ranks.size)
 
-    def make_stages(self, layout: Layout, device: torch.device) -> tuple[Mapping[int, Stage], None]:
+    def make_stages(self, layout: StageLayout, device: torch.device) -> tuple[Mapping[int, Stage], None]:
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         owned = _ranges(layout)
         self._stages = {
@@ -125,15 +125,15 @@ class SequenceModel:
     def loss_function(self, tensor: object) -> LossFunction:
         return self._settings.loss_fn or cross_entropy
 
-    def tied_ends(self, layout: Layout) -> tuple[int, int]:
+    def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
         return 0, 0
 
-    def routes(self, layout: Layout) -> list[tuple[int, int]]:
+    def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
         place = {index: number for number, owned in enumerate(_ranges(layout)) for index in owned}
         ends = {(place[route.stash], place[route.pop]) for route in self._routes}
         return sorted((stash, pop) for stash, pop in ends if pop > stash + 1)
 
-    def balance(self, layout: Layout) -> Balance:
+    def balance(self, layout: StageLayout) -> Balance:
         if self._costs is None:
             raise SlipstreamError("the costs of the layers aren't known: give the Pipeline example=... or costs=[...].")
         return balance_of(self._costs, _ranges(layout), layout.training.placement, self._layers)
@@ -147,7 +147,7 @@ class SequenceModel:
         position_ids: Tensor | None,
         document_ids: Tensor | None,
         seed: int,
-    ) -> Batch:
+    ) -> SplitBatch:
         """Rows to microbatches, the first ones a row longer where they don't divide, and a look at every layer."""
         if position_ids is not None or document_ids is not None:
             raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")
@@ -170,7 +170,7 @@ class SequenceModel:
             if self._settings.loss_fn is None:
                 _check_classes(outputs, label)
         num_valid = targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
-        return Batch(pieces, labels, num_valid)
+        return SplitBatch(pieces, labels, num_valid)
 
     def begin(self) -> None:
         for stage in self._stages.values():
@@ -232,7 +232,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return total, (targets != IGNORED).sum()
 
 
-def _ranges(layout: Layout) -> list[range]:
+def _ranges(layout: StageLayout) -> list[range]:
     return [stage.layers for stage in layout.layers]
 
 

@@ -25,7 +25,7 @@ from slipstream.schedule import (
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """Two lowered schedules over the same stages, and which layers each stage owns."""
 
     training: Schedule
@@ -43,7 +43,7 @@ class Layout:
         recompute: Recompute | None,
         offload: float,
         reduces: bool,
-    ) -> Layout:
+    ) -> StageLayout:
         """Lower the schedule, and prove that its communication ends."""
         schedule = _with_less_memory(schedule, recompute, offload)
         if reduces and not any(action.op is Op.REDUCE_GRAD for action in schedule.positions):
@@ -53,9 +53,9 @@ class Layout:
         evaluation = add_communication(forward_only(schedule))  # its order within a rank is that of training
         return cls(lowered, evaluation, layers, recompute, offload, reduces)
 
-    def with_schedule(self, schedule: Schedule) -> Layout:
+    def with_schedule(self, schedule: Schedule) -> StageLayout:
         """The same stages in another order, of any number of slices."""
-        return Layout.of(schedule, self.layers, self.recompute, self.offload, self.reduces)
+        return StageLayout.of(schedule, self.layers, self.recompute, self.offload, self.reduces)
 
     @property
     def num_ranks(self) -> int:
@@ -66,10 +66,10 @@ class Layout:
         return [stage for stage, rank in enumerate(self.training.placement) if rank in wanted]
 
 
-class Ran(NamedTuple):
+class ExecutedStep(NamedTuple):
     """What a step ran."""
 
-    layout: Layout
+    layout: StageLayout
     slices: list[int]  # tokens of each
 
 
@@ -99,7 +99,7 @@ def plan_layout(
     offload: float = 0.0,
     seq_len: int | None = None,
     reduces: bool = False,
-) -> tuple[Layout, Anatomy]:
+) -> tuple[StageLayout, Anatomy]:
     """Of a causal LM: check that everything fits together; the anatomy comes back with `halves` if they are needed.
 
     Raises SlipstreamError with what was given, allowed, and to type.
@@ -109,7 +109,7 @@ def plan_layout(
         seq_len = sum(slices)
     layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement, seq_len)
     most_layers = max(len(stage.layers) for stage in layers)
-    return Layout.of(schedule, layers, Recompute.parse(recompute, most_layers), offload, reduces), anatomy
+    return StageLayout.of(schedule, layers, Recompute.parse(recompute, most_layers), offload, reduces), anatomy
 
 
 def _with_less_memory(schedule: Schedule, recompute: Recompute | None, offload: float) -> Schedule:

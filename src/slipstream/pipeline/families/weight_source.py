@@ -14,7 +14,7 @@ from slipstream.model.saving import compiled_modules
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """A model that need not be in memory yet: `load` makes the given layers of it."""
 
     config: PretrainedConfig
@@ -22,7 +22,7 @@ class Source:
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
 
 
-def in_memory(model: object) -> Source:
+def in_memory(model: object) -> WeightSource:
     if not isinstance(model, PreTrainedModel):
         raise SlipstreamError(
             f"model is a {type(model).__name__}; give a causal LM of transformers, for example "
@@ -33,7 +33,7 @@ def in_memory(model: object) -> Source:
             "model is on the meta device, so it has no weights. Use Pipeline.from_config(config, seed=...) or "
             "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
         )
-    return Source(model.config, lambda *_: model, tuple(compiled_modules(model)))
+    return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)))
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.pipeline.memory.memory_limit import Gauge
+from slipstream.pipeline.memory.memory_limit import MemoryLimit
 
 __all__ = [
-    "Gauge",
+    "MemoryLimit",
 ]

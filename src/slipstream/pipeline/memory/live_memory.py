@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class Memory(Protocol):
+class MemoryMeter(Protocol):
     """What is alive, within a `with` block."""
 
     @property
@@ -36,7 +36,7 @@ class Memory(Protocol):
     ) -> None: ...
 
 
-def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> Memory:
+def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> MemoryMeter:
     """For a device's tensors; the CPU's allocator keeps no count, so there `present` must name those that exist."""
     return AllocatedMemory(device) if device.type == "cuda" else LiveMemory(present)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.tuning import Holdings
+from slipstream.pipeline.tuning import TrialMemory
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import MemoryTable, RankMemory, Unit, memory_of
 
@@ -24,7 +24,7 @@ def check_limit(limit: float | None) -> None:
         raise SlipstreamError(f"memory_limit={limit!r}: bytes of each rank, such as 12e9, or None for any.")
 
 
-class Gauge:
+class MemoryLimit:
     """What a pipeline's ranks would hold in a step; what isn't known yet is rehearsed, on all ranks at once."""
 
     def __init__(self, limit: float | None) -> None:
@@ -45,12 +45,12 @@ class Gauge:
                 raise SlipstreamError(_too_much(pipeline, worst, held[worst], self.limit, inputs))
             self._fitting.add(ran)
 
-    def holdings(self, pipeline: Engine, inputs: Tensor, targets: Tensor) -> Holdings:
+    def holdings(self, pipeline: Engine, inputs: Tensor, targets: Tensor) -> TrialMemory:
         """Collective: of the order that the pipeline has adopted."""
         held = self._memory(pipeline, inputs, targets)
         schedule, table = pipeline.layout.training, self._tables[_key(pipeline, inputs)]
         units = {(unit.stage, unit.slice): _held(unit, table, schedule) for unit in _units(schedule)}
-        return Holdings(tuple(rank.peak + _token_bytes(inputs) for rank in held), units)
+        return TrialMemory(tuple(rank.peak + _token_bytes(inputs) for rank in held), units)
 
     def _memory(self, pipeline: Engine, inputs: Tensor, targets: Tensor) -> tuple[RankMemory, ...]:
         from slipstream.pipeline.memory.rehearsal import rehearse

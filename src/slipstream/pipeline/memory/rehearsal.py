@@ -14,9 +14,9 @@ from torch import Tensor
 
 from slipstream.model import Stage as CausalStage
 from slipstream.model import Tensors, TensorSpec
-from slipstream.pipeline.batch import Batch
+from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, run_together
-from slipstream.pipeline.memory.live_memory import Memory, memory_meter, tensors_alive
+from slipstream.pipeline.memory.live_memory import MemoryMeter, memory_meter, tensors_alive
 from slipstream.pipeline.messages import HEADER_BYTES, Message, part_size
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule
@@ -42,7 +42,7 @@ def rehearse(pipeline: Engine, inputs: Tensor, targets: Tensor, optimizer_states
         optimizer_states: tensors that the optimizer keeps for every parameter.
     """
     batch = pipeline._cut(inputs, targets, None, None)
-    twice = Batch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid)
+    twice = SplitBatch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid)
     stages, theatre = pipeline._stages, _Theatre(pipeline, twice)
     runs = [run for number in stages for run in theatre.rehearse(number)]
     owned = _owned_tensors(stages)
@@ -146,7 +146,7 @@ class _Run:
 class _Theatre:
     """Where stages run alone: what other ranks send is made up, what they receive is dropped."""
 
-    def __init__(self, pipeline: Engine, batch: Batch) -> None:
+    def __init__(self, pipeline: Engine, batch: SplitBatch) -> None:
         self._pipeline, self._batch = pipeline, batch
         self._schedule = pipeline.layout.training
         self._transport = pipeline._scattered(_MadeUp(pipeline.device))
@@ -209,13 +209,13 @@ def _microbatch(like: Unit, split: bool, microbatch: int, schedule: Schedule) ->
             yield from (Action(op, like.stage, microbatch, index) for op, runs in ops if runs)
 
 
-def _watch(executor: Executor, stage: Stage, memory: Memory) -> dict[Action, _Change]:
+def _watch(executor: Executor, stage: Stage, memory: MemoryMeter) -> dict[Action, _Change]:
     """Note from now on what each of the executor's actions changes."""
     changes: dict[Action, _Change] = {}
     parameters = list(stage.model.parameters())
 
     def level() -> _Level:
-        context = sum(store.num_bytes for store in executor._flight.stores.values())
+        context = sum(store.num_bytes for store in executor._state.stores.values())
         gradients = _num_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
         return _Level(memory.num_bytes, context, gradients)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.pipeline.messages.message import HEADER_BYTES, Message, TransportError
 from slipstream.pipeline.messages.scatter_gather import ScatterGather, part_size
-from slipstream.pipeline.messages.skip_messages import SkipMail, skip_channels
+from slipstream.pipeline.messages.skip_messages import SkipMessages, skip_channels
 from slipstream.pipeline.messages.transport import (
     DistributedTransport,
     LocalTransport,
@@ -18,7 +18,7 @@ __all__ = [
     "LocalTransport",
     "Message",
     "ScatterGather",
-    "SkipMail",
+    "SkipMessages",
     "Transport",
     "TransportError",
     "connect",

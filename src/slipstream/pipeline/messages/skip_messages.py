@@ -15,7 +15,7 @@ Specs = Callable[
 ]  # of a stage's messages, by (stage, microbatch, slice)
 
 
-class SkipMail:
+class SkipMessages:
     """One rank's skips in one step.
 
         stage 0  --- F ---> stage 1 --- F ---> stage 2        what the stages hand on to each other

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from slipstream.pipeline.tuning.trials import (
-    Answer,
-    Holdings,
-    Request,
     Trial,
+    TrialMemory,
+    TrialRequest,
+    TrialResult,
     holdings_of,
 )
 from slipstream.pipeline.tuning.tuner import Tuner
 
 __all__ = [
-    "Answer",
-    "Holdings",
-    "Request",
     "Trial",
+    "TrialMemory",
+    "TrialRequest",
+    "TrialResult",
     "Tuner",
     "holdings_of",
 ]

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from slipstream.pipeline.tuning.trials import Key, Samples
+from slipstream.pipeline.tuning.trials import SampleKey, Samples
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
@@ -32,7 +32,7 @@ class SliceTimes:
         self._latency = min(self._latency, samples.latency)
 
     def cost(self, slices: Sequence[int]) -> TableCost:
-        times: dict[Key, float] = {}
+        times: dict[SampleKey, float] = {}
         contexts = list(accumulate(slices, initial=0))[:-1]
         for (stage, op), points in self._points.items():
             length, context, seconds = np.array(points, float).T

@@ -9,7 +9,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.pipeline.tuning.fitted_slice_times import SliceTimes
 from slipstream.pipeline.tuning.order_within_limit import nothing_fits, order_within
 from slipstream.pipeline.tuning.slicings import granularity_for, nearly_equal, promising
-from slipstream.pipeline.tuning.trials import Answer, Request, Samples, Trial, fastest, holdings_of, timed
+from slipstream.pipeline.tuning.trials import Samples, Trial, TrialRequest, TrialResult, fastest, holdings_of, timed
 from slipstream.schedule import Schedule, split_backwards
 from slipstream.simulator import TableCost, simulate
 
@@ -17,12 +17,14 @@ COUNTS = (8, 4)  # slices whose times are measured
 _OBSERVED = 2  # steps of each kind
 _QUICK = 2e6  # of find_order's effort, to compare slicings by
 
-Learning = Generator[Request, Answer, Trial]  # yields what to run next, takes what came out, returns its choice
+Learning = Generator[
+    TrialRequest, TrialResult, Trial
+]  # yields what to run next, takes what came out, returns its choice
 Maker = Callable[[int], Schedule]  # number of slices -> a schedule on the wanted placement
 
 
 @dataclass(frozen=True)
-class Freedom:
+class SearchSpace:
     """What may be chosen.
 
     Args:
@@ -48,7 +50,7 @@ class Freedom:
         return _find(self.make(len(slices)), cost, self.splits, _QUICK) if self.reorders else self.start(slices)
 
 
-def learn_order(freedom: Freedom, slices: Sequence[int]) -> Learning:
+def learn_order(freedom: SearchSpace, slices: Sequence[int]) -> Learning:
     """The best order of the given slices."""
     orders = yield from _affordable(freedom, tuple(slices))
     samples = yield from _observe(orders, tuple(slices), warm_up=2)
@@ -57,7 +59,7 @@ def learn_order(freedom: Freedom, slices: Sequence[int]) -> Learning:
     return trial
 
 
-def learn_slices(freedom: Freedom, length: int) -> Learning:
+def learn_slices(freedom: SearchSpace, length: int) -> Learning:
     """The best slices of `length` tokens; where that is free, each slicing gets its own best order.
 
     Equal slices are measured, in two numbers, and times are fitted to them: a constant, a part for every token and one
@@ -93,7 +95,7 @@ def learn_slices(freedom: Freedom, length: int) -> Learning:
     return (yield from fastest(trials))
 
 
-def _affordable(freedom: Freedom, slices: tuple[int, ...]) -> Generator[Request, Answer, list[Schedule]]:
+def _affordable(freedom: SearchSpace, slices: tuple[int, ...]) -> Generator[TrialRequest, TrialResult, list[Schedule]]:
     """The orders whose times are measured, split backwards first: all that are within the limit.
 
     Raises SlipstreamError where the order is free and even the frugal one is above.
@@ -117,7 +119,7 @@ def _both(order: Schedule, splits: bool) -> list[Schedule]:
 
 def _fitting(
     orders: list[Schedule], slices: tuple[int, ...], limit: float | None
-) -> Generator[Request, Answer, list[Schedule]]:
+) -> Generator[TrialRequest, TrialResult, list[Schedule]]:
     fitting = []
     for order in orders:
         if limit is None or max((yield from holdings_of(Trial(order, slices))).peaks) <= limit:
@@ -125,7 +127,9 @@ def _fitting(
     return fitting
 
 
-def _observe(orders: Sequence[Schedule], slices: tuple[int, ...], warm_up: int) -> Generator[Request, Answer, Samples]:
+def _observe(
+    orders: Sequence[Schedule], slices: tuple[int, ...], warm_up: int
+) -> Generator[TrialRequest, TrialResult, Samples]:
     """Run each order some steps, and note how long everything takes."""
     samples = Samples()
     for number, order in enumerate(orders):
@@ -138,8 +142,8 @@ def _observe(orders: Sequence[Schedule], slices: tuple[int, ...], warm_up: int) 
 
 
 def _trial(
-    freedom: Freedom, slices: tuple[int, ...], cost: TableCost, splits: bool
-) -> Generator[Request, Answer, Trial | None]:
+    freedom: SearchSpace, slices: tuple[int, ...], cost: TableCost, splits: bool
+) -> Generator[TrialRequest, TrialResult, Trial | None]:
     """These slices in the best order there is; None where that is above the limit."""
     if freedom.reorders and freedom.limit is None:
         return Trial(_find(freedom.make(len(slices)), cost, splits), slices)

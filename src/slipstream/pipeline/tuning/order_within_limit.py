@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.tuning.trials import Answer, Holdings, Request, Trial, holdings_of
+from slipstream.pipeline.tuning.trials import Trial, TrialMemory, TrialRequest, TrialResult, holdings_of
 from slipstream.schedule import Schedule
 from slipstream.simulator import TableCost, simulate
 
@@ -15,7 +15,9 @@ _EFFORT = 5e6  # of find_order, for each
 _KINDS = "parameters, gradients, AdamW's state, messages, activations, keys and values"
 
 
-def order_within(limit: float, frugal: Trial, cost: TableCost, splits: bool) -> Generator[Request, Answer, Schedule]:
+def order_within(
+    limit: float, frugal: Trial, cost: TableCost, splits: bool
+) -> Generator[TrialRequest, TrialResult, Schedule]:
     """The fastest order found, by simulation, of those whose peaks are within the limit, as `frugal` is.
 
     `find_order` counts activations alone, from their forward to the end of their backward. What is held besides is
@@ -44,7 +46,7 @@ def order_within(limit: float, frugal: Trial, cost: TableCost, splits: bool) -> 
     return min(fitting, key=lambda order: simulate(order, cost).makespan)
 
 
-def _of_a_microbatch(schedule: Schedule, held: Holdings) -> list[float]:
+def _of_a_microbatch(schedule: Schedule, held: TrialMemory) -> list[float]:
     """Per rank, what all slices of one hold: no order holds less at once."""
     sizes = [0.0] * schedule.num_ranks
     for (stage, _), size in held.units.items():

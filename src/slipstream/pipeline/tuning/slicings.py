@@ -17,7 +17,7 @@ _WANTED = 4
 
 Slices = tuple[int, ...]
 Costs = Callable[[Slices], TableCost]
-Order = Callable[[Slices], Schedule]
+OrderOfSlices = Callable[[Slices], Schedule]
 
 
 def granularity_for(length: int) -> int:
@@ -31,7 +31,7 @@ def nearly_equal(length: int, count: int, granularity: int) -> Slices:
     return tuple(slices)
 
 
-def promising(start: Order, best: Order, cost: Costs, length: int, granularity: int) -> list[Slices]:
+def promising(start: OrderOfSlices, best: OrderOfSlices, cost: Costs, length: int, granularity: int) -> list[Slices]:
     """The slicings of the shortest simulated steps, each of another number of slices, best first.
 
     For each number the search and the growing slicings are compared in the order `start`. The numbers are compared in
@@ -47,7 +47,7 @@ def promising(start: Order, best: Order, cost: Costs, length: int, granularity: 
     return shortlist[:_WANTED]
 
 
-def _searched(start: Order, cost: Costs, length: int, granularity: int) -> Iterator[Slices]:
+def _searched(start: OrderOfSlices, cost: Costs, length: int, granularity: int) -> Iterator[Slices]:
     from slipstream.planner.slicing.schedule_slicing import (
         slice_for_schedule,  # its compiled code takes a while to load
     )

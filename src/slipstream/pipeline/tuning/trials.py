@@ -15,7 +15,7 @@ _STEPS = 2  # of each trial in a round
 _ROUNDS = 2
 _DISTURBED = 1.1  # times the least work of a step
 
-Key = tuple[int, int, Op]  # stage, slice, op
+SampleKey = tuple[int, int, Op]  # stage, slice, op
 
 
 class Trial(NamedTuple):
@@ -25,32 +25,32 @@ class Trial(NamedTuple):
     slices: tuple[int, ...]
 
 
-class Request(NamedTuple):
+class TrialRequest(NamedTuple):
     """A trial to run as a step, for its timeline; or not to run, for what the ranks would hold in it."""
 
     trial: Trial
     holds: bool = False
 
 
-class Holdings(NamedTuple):
+class TrialMemory(NamedTuple):
     """What ranks would hold in a trial, in bytes."""
 
     peaks: tuple[float, ...]  # of each rank
     units: dict[tuple[int, int], float]  # per stage and slice, from its forward to its backward
 
 
-Answer = Timeline | Holdings
+TrialResult = Timeline | TrialMemory
 
 
-def timed(trial: Trial) -> Generator[Request, Answer, Timeline]:
-    answer = yield Request(trial)
+def timed(trial: Trial) -> Generator[TrialRequest, TrialResult, Timeline]:
+    answer = yield TrialRequest(trial)
     assert isinstance(answer, Timeline)
     return answer
 
 
-def holdings_of(trial: Trial) -> Generator[Request, Answer, Holdings]:
-    answer = yield Request(trial, holds=True)
-    assert isinstance(answer, Holdings)
+def holdings_of(trial: Trial) -> Generator[TrialRequest, TrialResult, TrialMemory]:
+    answer = yield TrialRequest(trial, holds=True)
+    assert isinstance(answer, TrialMemory)
     return answer
 
 
@@ -58,7 +58,7 @@ class Samples:
     """Seconds of actions in some steps, over all microbatches, and of messages."""
 
     def __init__(self, timelines: Iterable[Timeline] = ()) -> None:
-        self.actions: defaultdict[Key, list[float]] = defaultdict(list)
+        self.actions: defaultdict[SampleKey, list[float]] = defaultdict(list)
         self.messages: list[float] = []
         for timeline in timelines:
             self.add(timeline)
@@ -78,7 +78,7 @@ class Samples:
         return TableCost({key: typical(seconds) for key, seconds in self.actions.items()}, latency=self.latency)
 
 
-def fastest(trials: Iterable[Trial]) -> Generator[Request, Answer, Trial]:
+def fastest(trials: Iterable[Trial]) -> Generator[TrialRequest, TrialResult, Trial]:
     """The trial with the least `undisturbed_seconds`, by successive halving (Jamieson and Talwalkar 2016).
 
     All run some steps, the better half, two at least, run as many again, in turn, and the best is chosen.

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
-from slipstream.pipeline.tuning.learning import COUNTS, Freedom, Learning, learn_order, learn_slices
-from slipstream.pipeline.tuning.trials import Answer, Request
+from slipstream.pipeline.tuning.learning import COUNTS, Learning, SearchSpace, learn_order, learn_slices
+from slipstream.pipeline.tuning.trials import TrialRequest, TrialResult
 from slipstream.schedule import (
     AUTOMATIC,
     Op,
@@ -24,7 +24,7 @@ from slipstream.schedule import (
 class Decision(NamedTuple):
     """What comes next, and whether all other steps will run it."""
 
-    request: Request
+    request: TrialRequest
     is_last: bool
 
 
@@ -104,7 +104,7 @@ class Tuner:
         """Whether the timeline of a step on sequences of `length` tokens is wanted."""
         return self.is_tuning and length == self._length
 
-    def decide(self, answer: Answer) -> Decision:
+    def decide(self, answer: TrialResult) -> Decision:
         """What comes next, given what was measured: one rank's business, whose decision all ranks `follow`.
 
         Two machines may fit the same times to other last digits, and so choose differently. Raises SlipstreamError
@@ -114,7 +114,7 @@ class Tuner:
         try:
             return Decision(self._learning.send(answer), is_last=False)
         except StopIteration as end:
-            return Decision(Request(end.value), is_last=True)
+            return Decision(TrialRequest(end.value), is_last=True)
 
     def follow(self, decision: Decision) -> Schedule:
         """Returns the schedule of the step that comes next, or that `asks_what_it_holds`."""
@@ -130,10 +130,10 @@ class Tuner:
         return slice_lengths(count if found_for_another else self.slices, length)
 
     @property
-    def _freedom(self) -> Freedom:
-        return Freedom(self._make, self._frugal, self._reorders, self._splits, self._limit)
+    def _freedom(self) -> SearchSpace:
+        return SearchSpace(self._make, self._frugal, self._reorders, self._splits, self._limit)
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: TrialRequest) -> None:
         trial, self._asks_what_it_holds = request
         self.schedule = in_flushes(trial.schedule, self._num_flushes)
         if self._reslices:

@@ -23,7 +23,7 @@ from slipstream.training.data import PackedSequences
 def pieces(pipe: Pipeline, optimizer: Optimizer) -> Iterator[Piece]:
     """This rank's parameters, as its optimizer updates them, and AdamW's state of each."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for piece in pipe.pieces():
+    for piece in pipe.parameter_shards():
         yield Piece(f"model.{piece.name}", piece.share, piece.parameter, piece.first_row, piece.leads)
         if id(piece.parameter) in trained:
             state = _state_of(piece.parameter, optimizer)
@@ -33,7 +33,7 @@ def pieces(pipe: Pipeline, optimizer: Optimizer) -> Iterator[Piece]:
             yield Piece(f"optimizer.step.{piece.name}", whole, state["step"], 0, piece.leads and _begins(piece))
 
 
-def _begins(piece: parameters.Piece) -> bool:
+def _begins(piece: parameters.ParameterShard) -> bool:
     """Whether a piece has the first element of its parameter: what belongs to the whole of it is written with that."""
     return piece.first_row == 0 and piece.share.ranges[0][0] == 0
 

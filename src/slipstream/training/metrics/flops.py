@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.model import Edge, Half, HalfLayer, LayerRange
 from slipstream.model.saving import Recompute
-from slipstream.pipeline.families import Layout
+from slipstream.pipeline.families import StageLayout
 from slipstream.planner.costs import GPT, AttentionCall, ModelCount, PartCount, training_seconds
 from slipstream.profiler import count_model
 from slipstream.schedule import Op
@@ -92,7 +92,7 @@ class Figures:
         self._products = whole.products * self.tokens_per_step
         self._calls = whole.calls
         self._scores = batch_size * whole.scores(0, seq_len)
-        self._last: tuple[Layout | None, tuple[int, ...]] = None, ()  # for which the following was counted
+        self._last: tuple[StageLayout | None, tuple[int, ...]] = None, ()  # for which the following was counted
         self._again = 0.0, 0.0
 
     @property
@@ -116,7 +116,7 @@ class Figures:
     def of_step(
         self,
         seconds: float,
-        layout: Layout | None = None,
+        layout: StageLayout | None = None,
         slices: Sequence[int] = (),
         documents: Sequence[int] | None = None,
     ) -> StepFigures:
@@ -157,7 +157,7 @@ class Figures:
             ptdp=training_seconds(tokens, self.count.num_parameters, self.num_devices, achieved),
         )
 
-    def _recomputed(self, layout: Layout | None, slices: Sequence[int]) -> tuple[float, float]:
+    def _recomputed(self, layout: StageLayout | None, slices: Sequence[int]) -> tuple[float, float]:
         """The products' FLOPs and the scores'; counted anew where the layout or the slices changed."""
         if layout is None:
             return 0.0, 0.0
@@ -180,7 +180,7 @@ def document_lengths(document_ids: Tensor) -> list[int]:
 
 
 def recomputed_flops(
-    count: ModelCount, layout: Layout, slices: Sequence[int], num_sequences: int
+    count: ModelCount, layout: StageLayout, slices: Sequence[int], num_sequences: int
 ) -> tuple[float, float]:
     """What the R's of a step compute: FLOPs of matrix products, and of attention's scores and values.
 

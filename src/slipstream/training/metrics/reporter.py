@@ -68,7 +68,7 @@ class Reporter:
         figures = None
         if self._figures is not None:
             documents = [length for each in lengths for length in each]
-            figures = self._figures.of_step(seconds, *self._pipe.ran, documents)
+            figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
         line = Step(
             step=step,
             loss=updated.loss,

@@ -15,33 +15,35 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from slipstream.attention import ContextStore
 from slipstream.model import Tensors, TensorSpec
 from slipstream.model.saving import Replay, WeightGradient
-from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.execution.host_memory import Offloaded
+from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.execution.host_memory import OffloadedBlocks
 from slipstream.schedule import Action
 
-Key = tuple[int, int, int]  # stage, microbatch, slice
+SliceKey = tuple[int, int, int]  # stage, microbatch, slice
 Roots = dict[int, Tensor | GradientEdge]  # by the output
 
 
-def key_of(action: Action) -> Key:
+def key_of(action: Action) -> SliceKey:
     return action.stage, action.microbatch, action.slice
 
 
 @dataclass
-class Flight:
+class StepState:
     """What a step holds between its actions; all of it is empty when the step ends."""
 
-    batch: Batch
+    batch: SplitBatch
     loss: Tensor  # sum over this rank's slices so far, float64
     count: Tensor
-    input_gradients: dict[Key, dict[int, Tensor]] = field(default_factory=dict)  # by the input, for the stages before
-    roots: dict[Key, Roots] = field(default_factory=dict)  # of the backward; none: all frozen
-    replays: dict[Key, Replay] = field(default_factory=dict)  # of slices that are recomputed or offloaded
-    offloaded: dict[Key, Offloaded] = field(default_factory=dict)
-    handed: dict[Key, Tensors] = field(default_factory=dict)  # from a stage of the same rank: its outputs
-    gradients: dict[Key, Tensors] = field(default_factory=dict)  # of a stage's outputs, from the same rank
+    input_gradients: dict[SliceKey, dict[int, Tensor]] = field(
+        default_factory=dict
+    )  # by the input, for the stages before
+    roots: dict[SliceKey, Roots] = field(default_factory=dict)  # of the backward; none: all frozen
+    replays: dict[SliceKey, Replay] = field(default_factory=dict)  # of slices that are recomputed or offloaded
+    offloaded: dict[SliceKey, OffloadedBlocks] = field(default_factory=dict)
+    handed: dict[SliceKey, Tensors] = field(default_factory=dict)  # from a stage of the same rank: its outputs
+    gradients: dict[SliceKey, Tensors] = field(default_factory=dict)  # of a stage's outputs, from the same rank
     outgoing: dict[Action, Tensors] = field(default_factory=dict)  # computed, not yet sent
-    weights: dict[Key, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
+    weights: dict[SliceKey, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
     stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # by stage and microbatch
 
     def leftovers(self) -> list[str]:
