@@ -65,7 +65,7 @@ def run(
     timeline = pipe.timeline
     _say(pipe, f"last step: {timeline.makespan * 1e3:.0f} ms, {timeline.idle_fraction:.0%} idle")
     if arguments.timeline and pipe.leads:
-        timeline.draw(arguments.timeline)
+        slipstream.draw_timelines(arguments.timeline, timeline)
     _say(pipe, f"after: {_answer(pipe, build, held_out)}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.schedule import GENERATORS, add_communication, make_schedule, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.timeline.chrome_trace import load
+from slipstream.timeline import load_trace, save_trace
 from support.timeouts import LIMIT
 
 
@@ -47,7 +47,7 @@ def measured(tmp_path: Path) -> Path:
         delay = late.get(span.rank, 0)
         spans.append(replace(span, start=span.start + delay, end=span.end + delay))
     timeline = simulate(one_f_one_b(2, 2, 2), UnitCost())
-    replace(timeline, spans=tuple(spans), memory=(), name="1f1b", measured=True).save_perfetto(tmp_path / "run.json")
+    save_trace(tmp_path / "run.json", replace(timeline, spans=tuple(spans), memory=(), name="1f1b", measured=True))
     return tmp_path / "run.json"
 
 
@@ -90,7 +90,7 @@ def test_a_schedule_file_as_a_file(tmp_path: Path, suffix: str) -> None:
     assert lines[0] == "1f1b, simulated: 18 s, 33.3% idle"
     assert output.stat().st_size > 1000
     if suffix == ".json":
-        assert load(output)[0].schedule.actions == one_f_one_b(3, 2, 2).actions
+        assert load_trace(output)[0].schedule.actions == one_f_one_b(3, 2, 2).actions
         assert shown(output)[3:] == lines
     if suffix == ".svg":
         assert "(microbatches)" in output.read_text(encoding="utf-8")
@@ -107,8 +107,8 @@ def test_a_measured_timeline_and_its_simulation_above_it(measured: Path, tmp_pat
     assert simulated < run_
     assert [line for line in both if "overhead" in line] == [line for line in alone if "overhead" in line]
     shown(measured, "--against=simulated", "--output", tmp_path / "both.json")
-    again, before = load(tmp_path / "both.json")
-    assert (again.measured, before) == (False, load(measured)[0])
+    again, before = load_trace(tmp_path / "both.json")
+    assert (again.measured, before) == (False, load_trace(measured)[0])
     assert len(again.spans) == len(before.spans)
     shown(measured, "--against=simulated", "--output", tmp_path / "both.svg")
     drawn = (tmp_path / "both.svg").read_text(encoding="utf-8")

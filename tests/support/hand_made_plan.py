@@ -7,7 +7,7 @@ from slipstream.planner.costs.analytic_costs import Analytic
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.schedule import Op, Schedule, make_schedule
 from slipstream.simulator import Kind, simulate
-from slipstream.timeline import Timeline
+from slipstream.timeline import Timeline, idle_by_cause
 
 SEQ_LEN = 4096
 NUM_LAYERS = 16
@@ -66,7 +66,7 @@ def _predict(
     timeline = simulate(schedule, costs.cost(partition, slices))
     last = num_ranks - 1
     causes = {"computing": timeline.busy(last)}
-    causes |= {f"waiting: {cause}": seconds for cause, seconds in timeline.idle_by_cause[last].items()}
+    causes |= {f"waiting: {cause}": seconds for cause, seconds in idle_by_cause(timeline)[last].items()}
     memory = tuple(
         {
             Kind.PARAMETERS: costs.parameter_bytes(stage),

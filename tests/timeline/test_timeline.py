@@ -29,9 +29,8 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.timeline import Span, Timeline
+from slipstream.timeline import Span, Timeline, chrome_trace, draw_timelines, find_waits, load_trace, save_trace
 from slipstream.timeline import colors as palette
-from slipstream.timeline.chrome_trace import load
 from support.paths import ROOT
 
 
@@ -96,9 +95,9 @@ def test_text_of_uneven_times_is_scaled_to_the_width() -> None:
 def test_perfetto(lowered: bool, tmp_path: Path) -> None:
     schedule = one_f_one_b(3, 2, 2)
     timeline = simulate(add_communication(schedule) if lowered else schedule, UnitCost(link=Fraction(1, 4)))
-    timeline.save_perfetto(tmp_path / "trace.json")
+    save_trace(tmp_path / "trace.json", timeline)
     trace = json.loads((tmp_path / "trace.json").read_text())
-    assert trace == timeline.to_perfetto()
+    assert trace == chrome_trace(timeline)
     events = trace["traceEvents"]
     assert {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"} == {
         (0, "rank 0"),
@@ -109,8 +108,8 @@ def test_perfetto(lowered: bool, tmp_path: Path) -> None:
     assert set(threads.values()) == {"compute", "waits"} | ({"messages"} if lowered else set())
 
     waits = [e for e in events if e.get("cat") == "wait"]
-    assert len(waits) == len(timeline.waits)
-    for event, wait in zip(waits, timeline.waits, strict=True):
+    assert len(waits) == len(find_waits(timeline))
+    for event, wait in zip(waits, find_waits(timeline), strict=True):
         assert threads[event["pid"], event["tid"]] == "waits"
         assert (event["pid"], event["ts"], event["name"]) == (wait.rank, float(wait.start) * 1e6, str(wait.cause))
         assert event["args"]["cause"] == str(wait.cause)
@@ -164,7 +163,7 @@ def test_perfetto_of_one_rank_alone() -> None:
     """A rank may only know its own spans; arrows to others are left out."""
     timeline = simulate(add_communication(one_f_one_b(3, 2, 2)), UnitCost())
     own = Timeline(tuple(span for span in timeline.spans if span.rank == 1), 3)
-    events = own.to_perfetto()["traceEvents"]
+    events = chrome_trace(own)["traceEvents"]
     assert len([e for e in events if e["ph"] == "X" and e["cat"] != "wait"]) == len(own.spans)
     assert not [e for e in events if e["ph"] in "sf"]
 
@@ -181,13 +180,13 @@ TIMELINES = {
 @pytest.mark.parametrize("name", TIMELINES)
 def test_picture(name: str, tmp_path: Path) -> None:
     timeline = TIMELINES[name]
-    timeline.draw(tmp_path / "picture.png")
+    draw_timelines(tmp_path / "picture.png", timeline)
     header = (tmp_path / "picture.png").read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", header[16:])
     assert width == 1999
     assert 250 < height < 1200
-    timeline.draw(str(tmp_path / "picture.svg"))
+    draw_timelines(str(tmp_path / "picture.svg"), timeline)
     drawn = (tmp_path / "picture.svg").read_text()
     for rank in range(timeline.num_ranks):
         assert f"<!-- rank {rank} -->" in drawn
@@ -197,8 +196,8 @@ def test_picture(name: str, tmp_path: Path) -> None:
 
 def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=r"ends in \.png, \.svg or \.pdf"):
-        measured().draw(tmp_path / "picture.txt")
-    measured().draw(tmp_path / "picture.pdf")
+        draw_timelines(tmp_path / "picture.txt", measured())
+    draw_timelines(tmp_path / "picture.pdf", measured())
     assert [path.name for path in tmp_path.iterdir()] == ["picture.pdf"]
 
 
@@ -213,7 +212,7 @@ def test_picture_says_its_units(tmp_path: Path) -> None:
         ],
         "evaluation": ["gpipe, simulated: 3 µs", "time (µs)"],
     }.items():
-        TIMELINES[name].draw(tmp_path / "picture.svg")
+        draw_timelines(tmp_path / "picture.svg", TIMELINES[name])
         drawn = (tmp_path / "picture.svg").read_text(encoding="utf-8")
         assert [word for word in words if word not in drawn] == []
 
@@ -225,20 +224,20 @@ def drawn_text(path: Path) -> set[str]:
 
 def test_a_pictures_legend_names_what_is_on_it_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
-    simulate(one_f_one_b(2, 1, 2), UnitCost(activation=0)).draw(path)
+    draw_timelines(path, simulate(one_f_one_b(2, 1, 2), UnitCost(activation=0)))
     plain = {"forward", "backward", "not yet fed (fill)", "another rank computes", "nothing left (drain)"}
     legend = {*palette.WORK.values(), *palette.IDLE.values(), *palette.TRANSFERS, "stripe: the rank's stages, in order"}
     assert drawn_text(path) & legend == plain
 
     split = add_communication(make_schedule("zb-v", 2, 2, 2, 2))
-    simulate(split, UnitCost(link=0.25)).draw(path)
+    draw_timelines(path, simulate(split, UnitCost(link=0.25)))
     more = {"input gradient", "weight gradient", "message on its way", "message", "stripe: the rank's stages, in order"}
     assert drawn_text(path) & legend == (plain | more) - {"backward"}
 
     texts = ["0F0 0 1", "0OFFLOAD0 1 2", "0RELOAD0 2 3", "0R0 3 4", "0B0 4.5 6"]
     words = [text.split() for text in texts]
     copies = Timeline(tuple(Span(0, Action.parse(a), float(start), float(end)) for a, start, end in words), 1)
-    copies.draw(path)
+    draw_timelines(path, copies)
     rest = {"forward", "backward", "recompute", "copy to or from host", "executor", "offload", "reload"}
     assert drawn_text(path) & legend == rest
 
@@ -247,7 +246,7 @@ def test_two_timelines_on_one_picture_share_their_axis(tmp_path: Path) -> None:
     """Each has its title; the ticks reach to the end of the longer one; memory stands under the one that has it."""
     simulated = simulate(one_f_one_b(2, 1, 2), UnitCost(activation=5e6))
     run = Timeline(simulate(one_f_one_b(3, 1, 8), UnitCost(2, 4)).spans, 3, name="run", measured=True)
-    simulated.draw(tmp_path / "picture.svg", run)
+    draw_timelines(tmp_path / "picture.svg", simulated, run)
     drawn = (tmp_path / "picture.svg").read_text(encoding="utf-8")
     words = [word for word in re.findall(r"<!-- (.*?) -->", drawn) if word not in "0123456789"]
     titles = ["1f1b, simulated: 9 s, 33.3% idle", "run, measured: 60 s, 20.0% idle"]
@@ -260,7 +259,7 @@ def test_two_timelines_on_one_picture_share_their_axis(tmp_path: Path) -> None:
 
 def test_sizes_are_in_the_cost_models_unit_where_it_has_one(tmp_path: Path) -> None:
     timeline = simulate(one_f_one_b(2, 2, 2), UnitCost(activation=0.5))
-    timeline.draw(tmp_path / "picture.svg", memory_unit="microbatches")
+    draw_timelines(tmp_path / "picture.svg", timeline, memory_unit="microbatches")
     assert {"(microbatches)", "1.5", "peak"} <= drawn_text(tmp_path / "picture.svg")
 
 
@@ -273,14 +272,14 @@ def test_a_saved_timeline_is_read_back_exactly(lowered: bool, tmp_path: Path) ->
     run = Timeline(late, 3, name="a run\nof two lines", measured=True)
     for saved in ((simulated,), (run,), (simulated, run), (Timeline((), 2),)):
         first, *others = saved
-        first.save_perfetto(tmp_path / "trace.json", *others)
-        assert load(tmp_path / "trace.json") == saved
+        save_trace(tmp_path / "trace.json", first, *others)
+        assert load_trace(tmp_path / "trace.json") == saved
     assert run.schedule.num_stages == 6
 
 
 def test_several_timelines_in_one_trace_are_groups_of_processes() -> None:
     simulated = simulate(one_f_one_b(2, 1, 2), UnitCost())
-    events = simulated.to_perfetto(replace(simulated, measured=True))["traceEvents"]
+    events = chrome_trace(simulated, replace(simulated, measured=True))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     groups = ["1f1b, simulated: rank 0", "1f1b, simulated: rank 1", "1f1b, measured: rank 0", "1f1b, measured: rank 1"]
     assert names == dict(enumerate(groups))
@@ -301,9 +300,9 @@ def test_several_timelines_in_one_trace_are_groups_of_processes() -> None:
 def test_a_file_that_is_no_timeline(text: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(text)
     with pytest.raises(SlipstreamError, match=problem):
-        load(tmp_path / "trace.json")
+        load_trace(tmp_path / "trace.json")
     with pytest.raises(SlipstreamError, match="can't read the timeline"):
-        load(tmp_path / "nothing.json")
+        load_trace(tmp_path / "nothing.json")
 
 
 @pytest.mark.parametrize(
@@ -317,11 +316,11 @@ def test_a_file_that_is_no_timeline(text: str, problem: str, tmp_path: Path) -> 
     ],
 )
 def test_a_damaged_timeline(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
-    trace = simulate(one_f_one_b(2, 1, 2), UnitCost()).to_perfetto()
+    trace = chrome_trace(simulate(one_f_one_b(2, 1, 2), UnitCost()))
     change(trace)
     (tmp_path / "trace.json").write_text(json.dumps(trace))
     with pytest.raises(SlipstreamError, match=r"trace\.json is a damaged timeline"):
-        load(tmp_path / "trace.json")
+        load_trace(tmp_path / "trace.json")
 
 
 def test_neither_torch_nor_matplotlib_is_imported_before_it_is_needed() -> None:

@@ -14,8 +14,8 @@ from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
     from slipstream.schedule import Schedule
-    from slipstream.simulator.costs import TableCost
-    from slipstream.timeline.spans import Timeline
+    from slipstream.simulator import TableCost
+    from slipstream.timeline import Timeline
 
 _SUFFIXES = (".png", ".svg", ".pdf", ".json")
 _SIMULATED = "simulated"
@@ -96,11 +96,11 @@ class _Setting:
         """The simulation of a schedule by name or file, or the timelines a file holds."""
         from slipstream.schedule import GENERATORS
         from slipstream.simulator.simulation import simulate
-        from slipstream.timeline.chrome_trace import load
+        from slipstream.timeline import load_trace
 
         path = Path(name)
         if name not in GENERATORS and path.suffix == ".json":
-            return load(path)
+            return load_trace(path)
         plan = self._read(path) if name not in GENERATORS and path.exists() else self._make(name)
         return (simulate(plan, self._cost(plan)),)
 
@@ -131,7 +131,7 @@ class _Setting:
     def _cost(self, plan: Schedule) -> TableCost:
         """A rank's seconds are shared by its stages, and its activations are counted in microbatches."""
         from slipstream.schedule import Op
-        from slipstream.simulator.costs import TableCost
+        from slipstream.simulator import TableCost
 
         seconds = {Op.F: self.forward, Op.B: self.backward, Op.R: self.forward}
         seconds |= {Op.I: self.input_gradient, Op.W: self.weight_gradient, Op.OFFLOAD: 0, Op.RELOAD: 0}
@@ -159,20 +159,19 @@ def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
 
 
 def _show(shown: tuple[Timeline, ...], output: Path | None) -> None:
-    from slipstream.timeline.spans import time_unit
+    from slipstream.timeline import draw_timelines, save_trace, time_unit
 
-    first, *others = shown
     if output is not None and output.suffix == ".json":
-        first.save_perfetto(output, *others)
+        save_trace(output, *shown)
     elif output is not None:
         counted = not any(timeline.measured for timeline in shown)
-        first.draw(output, *others, memory_unit="microbatches" if counted else "B")
+        draw_timelines(output, *shown, memory_unit="microbatches" if counted else "B")
     columns = shutil.get_terminal_size((160, 24)).columns
     longest = max(timeline.makespan for timeline in shown)
     for index, timeline in enumerate(shown):
         print("\n" * (index > 0), end="")
         if output is None:
-            print(_text(timeline, longest if others else 0, columns))
+            print(_text(timeline, longest if len(shown) > 1 else 0, columns))
         per_second, unit = time_unit(timeline.makespan)
         print(f"{timeline.title}: {timeline.makespan * per_second:.4g} {unit}, {timeline.idle_fraction:.1%} idle")
         print(_table(timeline))
@@ -189,14 +188,14 @@ def _text(timeline: Timeline, longest: float, columns: int) -> str:
 
 def _table(timeline: Timeline) -> str:
     """Per rank: busy, idle by cause, and peak memory where it is known."""
-    from slipstream.timeline.idle_causes import Cause
-    from slipstream.timeline.spans import time_unit
+    from slipstream.timeline import Cause, idle_by_cause, time_unit
 
     per_second, unit = time_unit(timeline.makespan)
-    causes = [cause for cause in Cause if any(cause in idle for idle in timeline.idle_by_cause)]
+    waited = idle_by_cause(timeline)
+    causes = [cause for cause in Cause if any(cause in idle for idle in waited)]
     peaks = timeline.peak_memory if any(timeline.peak_memory) else ()
     rows = [[f"({unit})", "busy", *causes, "idle", *(["peak"] if peaks else [])]]
-    for rank, idle in enumerate(timeline.idle_by_cause):
+    for rank, idle in enumerate(waited):
         seconds = [timeline.busy(rank), *(idle.get(cause, 0) for cause in causes), sum(idle.values())]
         numbers = [f"{float(each) * per_second:.4g}" for each in seconds]
         rows.append([f"rank {rank}", *numbers, *(f"{float(peak):.4g}" for peak in peaks[rank : rank + 1])])

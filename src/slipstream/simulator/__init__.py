@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.simulator.costs import CostModel, MeasuredCost, TableCost
+from slipstream.simulator.costs import CostModel, MeasuredCost, TableCost, UnitCost
 from slipstream.simulator.memory_account import (
     Footprint,
     Kind,
@@ -22,6 +22,7 @@ __all__ = [
     "RankMemory",
     "TableCost",
     "Unit",
+    "UnitCost",
     "memory_of",
     "simulate",
 ]

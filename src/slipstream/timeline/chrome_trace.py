@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op, predecessors
-from slipstream.timeline.idle_causes import Wait
+from slipstream.timeline.idle_causes import Wait, find_waits
 from slipstream.timeline.spans import Span, Timeline
 
 _FORMAT = "slipstream timeline 1"
 _Event = dict[str, Any]
 
 
-def to_perfetto(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The trace: a process a rank, threads for computing, messages and waits, memory as a counter.
+def save_trace(path: str | Path, *timelines: Timeline) -> None:
+    """Writes the timelines as a Chrome trace for ui.perfetto.dev or chrome://tracing.
+
+    `load_trace` reads the file back exactly. Several timelines become several groups of processes.
+    """
+    Path(path).write_text(json.dumps(chrome_trace(*timelines)), encoding="utf-8")
+
+
+def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
+    """Returns the trace: a process per rank, threads for computing, messages and waits, memory as a counter.
 
     Arrows lead from a SEND to its RECV, or from action to action where the timeline has no messages. `ts` and
     `dur` are microseconds from the timeline's first start; an action's args hold its start and end in seconds
@@ -46,6 +54,7 @@ class _Group:
 
     def __init__(self, timeline: Timeline, first: int, prefix: str) -> None:
         self._timeline, self._first, self._prefix = timeline, first, prefix
+        self._waits = find_waits(timeline)
         self._threads: dict[Action, int] = {}
         self._numbers = {span.action: number for number, span in enumerate(timeline.spans)}
 
@@ -60,7 +69,7 @@ class _Group:
 
     def _rank(self, rank: int) -> Iterator[_Event]:
         lanes = self._lanes(rank)
-        waits = [wait for wait in self._timeline.waits if wait.rank == rank]
+        waits = [wait for wait in self._waits if wait.rank == rank]
         threads = ["compute", *["messages"] * (len(lanes) - 1), *(["waits"] if waits else [])]
         yield from self._names(rank, threads)
         for thread, lane in enumerate(lanes):
@@ -130,8 +139,12 @@ class _Group:
                     yield {**arrow, "ph": phase, "bp": "e", **where, "ts": self._microseconds(time)}
 
 
-def load(path: str | Path) -> tuple[Timeline, ...]:
-    """The timelines that `Timeline.save_perfetto` wrote. Raises SlipstreamError for any other file."""
+def load_trace(path: str | Path) -> tuple[Timeline, ...]:
+    """Returns the timelines that `save_trace` wrote, exactly as they were.
+
+    Raises:
+        SlipstreamError: the file can't be read, is no such trace, or is damaged.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -144,7 +157,7 @@ def load(path: str | Path) -> tuple[Timeline, ...]:
     if not isinstance(other, dict) or other.get("format") != _FORMAT:
         raise SlipstreamError(
             f"{path} is not a timeline: it lacks otherData.format = {_FORMAT!r}. Give the timeline.json of a "
-            "training run, or what Timeline.save_perfetto or `slipstream timeline ... --output=x.json` wrote."
+            "training run, or what slipstream.save_trace or `slipstream timeline ... --output=x.json` wrote."
         )
     try:
         return _timelines(trace, other)

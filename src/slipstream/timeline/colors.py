@@ -5,13 +5,11 @@ The hues stay apart for readers who see no difference between red and green; eve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.schedule import Action, Op
 from slipstream.timeline.idle_causes import Cause
-
-if TYPE_CHECKING:
-    from slipstream.timeline.spans import Timeline
+from slipstream.timeline.spans import Timeline
 
 Color = tuple[float, float, float]
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from slipstream.schedule import COMMUNICATION, RECEIVES, Action, predecessors
-
-if TYPE_CHECKING:
-    from slipstream.timeline.spans import Span, Timeline
+from slipstream.timeline.spans import Span, Timeline
+from slipstream.timeline.window import TimelineWindow
 
 
 class Cause(StrEnum):
@@ -63,14 +61,28 @@ def find_waits(timeline: Timeline) -> tuple[Wait, ...]:
     then the executor gets to it. A rank's busy seconds and its waits add up to the makespan. Clocks of several
     processes may disagree: nothing ends after the action that awaited it has started.
     """
+    if isinstance(timeline, TimelineWindow):
+        return _clip(find_waits(timeline.whole), timeline)
     lane = {rank: _Lane(timeline, rank) for rank in range(timeline.num_ranks)}
     return tuple(wait for rank in lane for wait in lane[rank].waits())
 
 
-def seconds_by_cause(waits: tuple[Wait, ...], num_ranks: int) -> tuple[dict[Cause, float], ...]:
-    """Idle seconds per rank and cause; causes that do not occur on a rank are left out."""
-    totals: list[Counter[Cause]] = [Counter() for _ in range(num_ranks)]
-    for wait in waits:
+def _clip(waits: tuple[Wait, ...], window: TimelineWindow) -> tuple[Wait, ...]:
+    clipped = (
+        replace(wait, start=max(wait.start, window.since), end=min(wait.end, window.until))
+        for wait in waits
+        if wait.rank < window.num_ranks
+    )
+    return tuple(wait for wait in clipped if wait.end > wait.start)
+
+
+def idle_by_cause(timeline: Timeline) -> tuple[dict[Cause, float], ...]:
+    """Returns, per rank, the seconds that it waits for each cause.
+
+    Causes that do not occur on a rank are left out. With the rank's busy seconds they add up to the makespan.
+    """
+    totals: list[Counter[Cause]] = [Counter() for _ in range(timeline.num_ranks)]
+    for wait in find_waits(timeline):
         totals[wait.rank][wait.cause] += wait.seconds  # type: ignore[assignment]  # Counter is typed for int
     return tuple({cause: total[cause] for cause in Cause if total[cause]} for total in totals)
 

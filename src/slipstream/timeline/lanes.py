@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.schedule import COMMUNICATION, Action, Op
 from slipstream.timeline import colors as palette
-
-if TYPE_CHECKING:
-    from slipstream.timeline.idle_causes import Cause
-    from slipstream.timeline.spans import Timeline
+from slipstream.timeline.idle_causes import Cause, find_waits
+from slipstream.timeline.spans import Timeline
 
 # A lane is one unit high, its middle at the rank's number: actions from _TOP to _BOTTOM, transfers beneath.
 _TOP, _BOTTOM, _STRIPE, _GAP, _BAR = -0.38, 0.36, 0.1, 0.03, 0.07
@@ -94,7 +92,7 @@ def _draw_waits(axes: Any, timeline: Timeline, scale: Scale) -> None:
     from matplotlib.collections import PatchCollection
 
     boxes: defaultdict[Cause, list[Any]] = defaultdict(list)
-    for wait in timeline.waits:
+    for wait in find_waits(timeline):
         start, width = scale.at(wait.start - timeline.start), scale.at(wait.seconds)
         boxes[wait.cause].append(_box(start, width, wait.rank + _TOP, wait.rank + _BOTTOM))
     for cause, patches in boxes.items():

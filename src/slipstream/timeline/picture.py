@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op
 from slipstream.timeline import colors as palette
+from slipstream.timeline.idle_causes import find_waits
 from slipstream.timeline.lanes import MemoryScale, Scale, draw_lanes, draw_memory, has_transfers
-from slipstream.timeline.spans import time_unit
-
-if TYPE_CHECKING:
-    from slipstream.timeline.spans import Timeline
+from slipstream.timeline.spans import Timeline, time_unit
 
 _WIDTH = 13.33  # inches: a 16:9 slide
 _LEFT, _RIGHT = 0.077, 0.921  # the lanes' edges, as shares of the width
@@ -47,8 +46,22 @@ class _Panel:
         return self.memory + _MEMORY if self.shows_memory else self.top + _TITLE + self.lanes
 
 
-def draw(timelines: Sequence[Timeline], path: Path, memory_unit: str = "B", memory_name: str = "activations") -> None:
-    """Write the picture; matplotlib takes the format from the path's suffix. `memory_name` says what memory holds."""
+def draw_timelines(
+    path: str | Path, *timelines: Timeline, memory_unit: str = "B", memory_name: str = "activations"
+) -> None:
+    """Draws ranks as lanes over time with their memory below; several timelines share one time axis.
+
+    Args:
+        path: where the picture goes; its suffix, .png, .svg or .pdf, says in which format.
+        timelines: drawn one below the other; their times are in seconds.
+        memory_unit: "B" where the timelines count memory in bytes, else the name of what they count.
+        memory_name: what the memory holds, for the axis.
+
+    Raises:
+        SlipstreamError: the path has another suffix.
+    """
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise SlipstreamError(f"Can't draw to {path}: give a path that ends in .png, .svg or .pdf.")
     from matplotlib.figure import Figure
 
     panels = _stack(timelines)
@@ -159,7 +172,7 @@ def _swatch(op: Op, color: palette.Color) -> Any:
 def _idle(timelines: Sequence[Timeline]) -> dict[str, Any]:
     from matplotlib.patches import Patch
 
-    causes = {wait.cause for timeline in timelines for wait in timeline.waits}
+    causes = {wait.cause for timeline in timelines for wait in find_waits(timeline)}
     hatches = palette.HATCHES
     return {word: Patch(**hatches[c], linewidth=0.5) for c, word in palette.IDLE.items() if c in causes}
 

@@ -1,17 +1,12 @@
-"""What ran when, simulated or measured: spans and memory per rank, as text, picture or Perfetto trace."""
+"""A timeline, simulated or measured: which action ran on which rank and when, and the memory each rank held."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-from slipstream.errors import SlipstreamError
 from slipstream.schedule import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule
-from slipstream.timeline.idle_causes import Cause, Wait, find_waits, seconds_by_cause
 
 _BESIDE = COMMUNICATION | {Op.OFFLOAD, Op.RELOAD}  # what goes on while the rank computes
 
@@ -123,16 +118,6 @@ class Timeline:
         return {span.action: span for span in self.spans}
 
     @cached_property
-    def waits(self) -> tuple[Wait, ...]:
-        """Every idle interval of every rank, with its cause; see `slipstream.timeline.idle_causes`."""
-        return find_waits(self)
-
-    @cached_property
-    def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
-        """Per rank, the seconds it waits for each cause; with the busy seconds they add up to the makespan."""
-        return seconds_by_cause(self.waits, self.num_ranks)
-
-    @cached_property
     def messages(self) -> tuple[Message, ...]:
         """The messages of which both ends are on the timeline."""
         ends = {span.action: span for span in self.spans if not span.computes}
@@ -196,25 +181,3 @@ class Timeline:
         unit = min((span.seconds for span in self.compute_spans if span.seconds), default=0)
         steps = [(t - self.start) / unit for span in self.compute_spans for t in (span.start, span.end) if unit]
         return unit if all(abs(step - round(step)) < 1e-6 for step in steps) else 0
-
-    def draw(self, path: str | Path, *beneath: Timeline, memory_unit: str = "B") -> None:
-        """Draw ranks as lanes over time, memory beneath; the path's suffix says whether PNG, SVG or PDF.
-
-        More timelines are drawn `beneath`, on the same time axis. Memory is in bytes unless `memory_unit` names
-        what the cost model counted instead.
-        """
-        if Path(path).suffix not in (".png", ".svg", ".pdf"):
-            raise SlipstreamError(f"Can't draw to {path}: give a path that ends in .png, .svg or .pdf.")
-        from slipstream.timeline.picture import draw
-
-        draw((self, *beneath), Path(path), memory_unit)
-
-    def save_perfetto(self, path: str | Path, *others: Timeline) -> None:
-        """Write the trace for ui.perfetto.dev or chrome://tracing, which `timeline.chrome_trace.load` reads back."""
-        Path(path).write_text(json.dumps(self.to_perfetto(*others)), encoding="utf-8")
-
-    def to_perfetto(self, *others: Timeline) -> dict[str, Any]:
-        """The Chrome trace of this timeline, and of others as process groups of their own."""
-        from slipstream.timeline.chrome_trace import to_perfetto
-
-        return to_perfetto((self, *others))

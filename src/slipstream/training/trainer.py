@@ -18,7 +18,7 @@ from slipstream.parallel import Group, make_mesh
 from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
-from slipstream.timeline import Timeline
+from slipstream.timeline import Timeline, draw_timelines, save_trace
 from slipstream.training.checkpoint import Checkpoints, Found, Progression, describe_model, pieces
 from slipstream.training.config import Config, named_schedule
 from slipstream.training.data import Batch, PackedSequences, TokenisedText, unigram_entropy
@@ -243,8 +243,8 @@ class Trainer:
     def draw_last_step(self) -> None:
         """The measured timeline of all ranks as text, picture and trace."""
         if self.pipe.leads and self.timeline is not None:
-            self.timeline.draw(self.output.timeline)
-            self.timeline.save_perfetto(self.output.perfetto)
+            draw_timelines(self.output.timeline, self.timeline)
+            save_trace(self.output.perfetto, self.timeline)
             self.output.schedule.write_text(f"{self.pipe.last_step.layout.training}\n", encoding="utf-8")
             text = self.timeline.to_text()
             self.progress.say(f"\nthe last step, measured ({self.output.timeline}):\n{text}")

@@ -26,7 +26,7 @@ from slipstream.planner.report.wording import (
     slices_text,
 )
 from slipstream.simulator import Kind
-from slipstream.timeline import Cause
+from slipstream.timeline import Cause, idle_by_cause
 from support.hand_made_plan import make_plan
 from support.timeouts import LIMIT
 
@@ -161,10 +161,10 @@ def test_a_long_step_is_shown_at_both_ends() -> None:
         end = part.start + part.makespan
         inside = [span for span in timeline.compute_spans if span.start >= part.start and span.end <= end]
         assert set(inside) <= set(part.compute_spans)
-        for rank, idle in enumerate(part.idle_by_cause):
+        for rank, idle in enumerate(idle_by_cause(part)):
             assert part.busy(rank) + sum(idle.values()) == pytest.approx(part.makespan)
-    assert any(Cause.FILL in idle for idle in first.idle_by_cause)
-    assert any(Cause.DRAIN in idle for idle in last.idle_by_cause)
+    assert any(Cause.FILL in idle for idle in idle_by_cause(first))
+    assert any(Cause.DRAIN in idle for idle in idle_by_cause(last))
     held = [max(size for time, size in steps if time <= first.makespan) for steps in timeline.memory]
     assert first.peak_memory == pytest.approx(held)
 

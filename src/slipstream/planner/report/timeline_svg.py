@@ -4,56 +4,17 @@ from __future__ import annotations
 
 import re
 import tempfile
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from xml.etree import ElementTree
 
 from slipstream.planner.report.wording import seconds_text
-from slipstream.schedule import Schedule
-from slipstream.timeline import Timeline, Wait
+from slipstream.timeline import Timeline, TimelineWindow, draw_timelines
 
 MOST_RANKS = 16
 MOST_SPANS = 3000  # that a browser shows without delay
 _XLINK = "{http://www.w3.org/1999/xlink}"
 _NAMESPACE = re.compile(r"^\{.*\}")
 _KEPT_STYLE = {"stroke-linejoin": "round", "stroke-linecap": "butt"}  # matplotlib sets them for the whole page
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part(Timeline):
-    """Some ranks from one moment to another; which action awaits which is the whole timeline's affair."""
-
-    whole: Timeline
-    since: float
-    until: float
-
-    @cached_property
-    def start(self) -> float:
-        return self.since
-
-    @cached_property
-    def makespan(self) -> float:
-        return self.until - self.since
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        return self.whole.schedule
-
-    @cached_property
-    def waits(self) -> tuple[Wait, ...]:
-        clipped = (
-            replace(wait, start=max(wait.start, self.since), end=min(wait.end, self.until))
-            for wait in self.whole.waits
-            if wait.rank < self.num_ranks
-        )
-        return tuple(wait for wait in clipped if wait.end > wait.start)
-
-    @property
-    def title(self) -> str:
-        return self.name
 
 
 def timeline_svg(timeline: Timeline) -> tuple[str, str]:
@@ -72,12 +33,13 @@ def shown_parts(timeline: Timeline) -> tuple[tuple[Timeline, ...], str]:
     ranks = f"the first {num_ranks} of {timeline.num_ranks} ranks" if num_ranks < timeline.num_ranks else "all ranks"
     start, end = timeline.start, timeline.start + timeline.makespan
     if not is_long:
-        return (_part(timeline, num_ranks, start, end, timeline.title),), f"Shown are {ranks}."
+        return (TimelineWindow.cut(timeline, num_ranks, start, end, timeline.title),), f"Shown are {ranks}."
     width = _window(timeline, num_ranks)
     shown, whole = seconds_text(width), seconds_text(timeline.makespan)
+    cut = TimelineWindow.cut
     parts = (
-        _part(timeline, num_ranks, start, start + width, f"{timeline.name}, the step's first {shown} of {whole}"),
-        _part(timeline, num_ranks, end - width, end, f"{timeline.name}, its last {shown}"),
+        cut(timeline, num_ranks, start, start + width, f"{timeline.name}, the step's first {shown} of {whole}"),
+        cut(timeline, num_ranks, end - width, end, f"{timeline.name}, its last {shown}"),
     )
     left_out = f"Shown are {ranks} in the first and the last {shown} of {whole}; times and peaks are those of the part."
     return parts, left_out
@@ -93,33 +55,12 @@ def _window(timeline: Timeline, num_ranks: int) -> float:
     return min(first, last, timeline.makespan / 2)
 
 
-def _part(timeline: Timeline, num_ranks: int, since: float, until: float, name: str) -> Timeline:
-    spans = tuple(
-        replace(span, start=max(span.start, since), end=min(span.end, until))
-        for span in timeline.spans
-        if span.rank < num_ranks and span.end > since and span.start < until
-    )
-    memory = tuple(tuple(_steps(steps, since, until)) for steps in timeline.memory[:num_ranks])
-    return _Part(spans, num_ranks, memory, name, whole=timeline, since=since, until=until)
-
-
-def _steps(steps: tuple[tuple[float, float], ...], since: float, until: float) -> Iterator[tuple[float, float]]:
-    """The steps in the window, after what was held when it began."""
-    times = [time for time, _ in steps]
-    first, last = bisect_right(times, since), bisect_left(times, until)
-    if first:
-        yield since, steps[first - 1][1]
-    yield from steps[first:last]
-
-
 def _draw(parts: tuple[Timeline, ...]) -> str:
     from matplotlib import rc_context
 
-    from slipstream.timeline.picture import draw
-
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, rc_context(_PLAIN_TEXT):
         path = Path(folder) / "timeline.svg"
-        draw(parts, path, memory_name="memory")
+        draw_timelines(path, *parts, memory_name="memory")
         return _inline(path.read_text(encoding="utf-8"))
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from slipstream.schedule import Op
-from slipstream.timeline import Cause, Timeline
+from slipstream.timeline import Cause, Timeline, idle_by_cause
 
 _PHASE = {
     Op.F: "forward",
@@ -43,7 +43,7 @@ class Phases:
         seconds: Counter[str] = Counter()
         for span in timeline.compute_spans:
             seconds[_PHASE[span.action.op]] += span.seconds  # type: ignore[assignment]  # Counter is typed for int
-        for causes in timeline.idle_by_cause:
+        for causes in idle_by_cause(timeline):
             for cause, waited in causes.items():
                 seconds[_WAITS.get(cause, "idle")] += waited  # type: ignore[assignment]
         means = {name: total / timeline.num_ranks for name, total in seconds.items()}
