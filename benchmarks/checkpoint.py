@@ -24,7 +24,7 @@ from benchmarks.harness import interleaved, medians, restart_in_environment, set
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Pipeline
 from slipstream.parallel import Group, Share
-from slipstream.training.checkpoint import Checkpoints, Piece
+from slipstream.training.checkpoint import Checkpoints, TensorShard
 
 NONE, BACKGROUND, WAITING = "no checkpoint", "in the background", "training waits"
 
@@ -44,12 +44,12 @@ class Training:
         before_update()
         self.optimizer.step()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorShard]:
         """No weight is tied: each is on one rank."""
         for name, parameter in self.pipe.named_parameters():
-            yield Piece(name, Share.whole(tuple(parameter.shape)), parameter)
+            yield TensorShard(name, Share.whole(tuple(parameter.shape)), parameter)
             for key, value in self.optimizer.state[parameter].items():
-                yield Piece(f"optimizer.{key}.{name}", Share.whole(tuple(value.shape)), value)
+                yield TensorShard(f"optimizer.{key}.{name}", Share.whole(tuple(value.shape)), value)
 
 
 class Saves:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.training.data import TokenisedText, unigram_entropy
-from slipstream.training.output import Output
+from slipstream.training.run_folder import RunFolder
 from support.paths import ROOT
 
 DEMO = ROOT / "examples" / "demo.yaml"
@@ -18,7 +18,7 @@ DEMO = ROOT / "examples" / "demo.yaml"
 
 @pytest.mark.slow
 def test_the_demo_learns_at_least_one_nat_more_than_how_often_tokens_occur(tmp_path: Path) -> None:
-    output = Output(tmp_path / "demo")
+    output = RunFolder(tmp_path / "demo")
     command = [sys.executable, "-m", "slipstream", "train", str(DEMO), f"--training.output={output.folder}"]
     result = subprocess.run([*command, "--training.single_process_steps=0"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from slipstream.errors import RankFailedError, SlipstreamError
-from slipstream.launch.local_ranks import MALLOC, launch
+from slipstream.launch.local_ranks import MALLOC, launch_ranks
 from support.timeouts import LIMIT
 
 # Each rank says that it is there, then rank 0 waits inside gloo for a message that nobody sends.
@@ -45,8 +45,8 @@ with reported_to_the_launcher():
 """
 PARENT = """
 import sys
-from slipstream.launch.local_ranks import launch
-launch(sys.argv[1:], num_ranks=2)
+from slipstream.launch.local_ranks import launch_ranks
+launch_ranks(sys.argv[1:], num_ranks=2)
 """
 
 
@@ -87,14 +87,14 @@ def start_parent(script: list[str], scenario: str) -> subprocess.Popen[str]:
 
 def test_ranks_that_end_well(script: list[str], tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)
-    launch([*script, "fine"], num_ranks=2)
+    launch_ranks([*script, "fine"], num_ranks=2)
     assert signal.getsignal(signal.SIGINT) is handler
     assert_gone(rank_pids(tmp_path), seconds=0)
 
 
 def test_an_exception_is_told_with_its_rank_and_traceback(script: list[str], tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as failure:
-        launch([*script, "raise"], num_ranks=2)
+        launch_ranks([*script, "raise"], num_ranks=2)
     assert "rank 1 failed" in str(failure.value)
     assert str(failure.value).endswith("RuntimeError: the first cause")
     assert "in run" in str(failure.value)
@@ -103,12 +103,12 @@ def test_an_exception_is_told_with_its_rank_and_traceback(script: list[str], tmp
 
 def test_a_users_error_in_a_rank_is_a_users_error(script: list[str]) -> None:
     with pytest.raises(SlipstreamError, match=r"^what to put right$"):
-        launch([*script, "user"], num_ranks=2)
+        launch_ranks([*script, "user"], num_ranks=2)
 
 
 def test_an_exit_without_a_word(script: list[str]) -> None:
     with pytest.raises(RankFailedError, match="rank 1 ended with exit code 3"):
-        launch([*script, "exit"], num_ranks=2)
+        launch_ranks([*script, "exit"], num_ranks=2)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -140,7 +140,7 @@ def test_the_ranks_end_with_their_launcher(script: list[str], tmp_path: Path, na
 def test_ranks_get_the_memory_settings_and_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write = "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps(dict(os.environ)))"
-    launch(["-c", write, str(tmp_path / "environment")], num_ranks=1)
+    launch_ranks(["-c", write, str(tmp_path / "environment")], num_ranks=1)
     environment = (tmp_path / "environment").read_text()
     for name, value in {**MALLOC, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "1"}.items():
         assert f'"{name}": "{value}"' in environment

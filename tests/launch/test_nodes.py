@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 
 import slipstream
 from slipstream.errors import SlipstreamError
-from slipstream.launch import meet
+from slipstream.launch import connect_ranks
 from slipstream.launch.agreement import differences, hash_sources
 from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
 from slipstream.launch.slurm import first_node, is_task, torchrun_variables
@@ -229,8 +229,8 @@ def test_a_folder_that_is_not_shared(network: Network, config: Path) -> None:
     output.mkdir()
     (disk / "inputs").mkdir(parents=True)
     (disk / "inputs" / "run_id").write_text("an earlier run")
-    program = "import sys; from slipstream.cli import main; from slipstream.training import rank; "
-    program += "rank._SECONDS_TO_APPEAR = 1.0; main()"
+    program = "import sys; from slipstream.cli import main; from slipstream.training import training_rank; "
+    program += "training_rank._SECONDS_TO_APPEAR = 1.0; main()"
     commands = [[sys.executable, "-c", program, "train", str(config)]] * 2
     results = network.run(commands, [slurm_variables(rank, 2) for rank in range(2)], own=[None, (disk, output)])
     for result in results:
@@ -289,7 +289,7 @@ def test_a_master_that_does_not_answer(place: Callable[..., None], address: str,
     port = free_port()
     place(RANK=1, WORLD_SIZE=2, MASTER_ADDR=address, MASTER_PORT=port, SLIPSTREAM_RENDEZVOUS_SECONDS=1.5)
     with pytest.raises(SlipstreamError) as error:
-        meet({})
+        connect_ranks({})
     assert f"no answer from the master at MASTER_ADDR={address}, MASTER_PORT={port}" in str(error.value)
     assert f"({stands_for}) within 1.5 seconds" in str(error.value)
     assert f"nc -vz {address} {port}" in str(error.value)
@@ -301,7 +301,7 @@ def test_ranks_that_do_not_come_are_named(place: Callable[..., None]) -> None:
     place(RANK=0, WORLD_SIZE=4, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, SLIPSTREAM_RENDEZVOUS_SECONDS=1)
     expected = rf"met at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}, but of 4 ranks .* within 1 seconds: 1, 2, 3\."
     with pytest.raises(SlipstreamError, match=expected):
-        meet({})
+        connect_ranks({})
 
 
 def test_a_port_that_is_taken(place: Callable[..., None]) -> None:
@@ -309,7 +309,7 @@ def test_a_port_that_is_taken(place: Callable[..., None]) -> None:
         port = taken.getsockname()[1]
         place(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, SLIPSTREAM_RENDEZVOUS_SECONDS=1)
         with pytest.raises(SlipstreamError, match=f"rank 0 on .* can't listen at .* MASTER_PORT={port} .*free port"):
-            meet({})
+            connect_ranks({})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are found on Linux only")
@@ -320,7 +320,7 @@ def test_ranks_of_one_machine_stay_on_it(place: Callable[..., None]) -> None:
     except OSError:
         address = "127.0.0.1"
     place(RANK=0, WORLD_SIZE=1, MASTER_ADDR=address, MASTER_PORT=free_port())
-    meeting = meet({"steps": "4"})
+    meeting = connect_ranks({"steps": "4"})
     assert str(meeting) == f"rank 0 ({socket.gethostname()})"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
@@ -328,7 +328,7 @@ def test_ranks_of_one_machine_stay_on_it(place: Callable[..., None]) -> None:
 def test_one_ranks_problem_is_told_with_its_name(place: Callable[..., None]) -> None:
     place(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     with pytest.raises(SlipstreamError, match=rf"^rank 0 \({socket.gethostname()}\): too few GPUs$"):
-        meet({}, problem="too few GPUs")
+        connect_ranks({}, problem="too few GPUs")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_one_ranks_problem_is_told_with_its_name(place: Callable[..., None]) -> 
 def test_bad_variables(place: Callable[..., None], variables: dict[str, str], words: str) -> None:
     place(RANK=0, WORLD_SIZE=2, **variables)
     with pytest.raises(SlipstreamError, match=words):
-        meet({})
+        connect_ranks({})
 
 
 def test_differences_name_the_ranks_of_each_value() -> None:

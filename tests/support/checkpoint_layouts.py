@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.parallel import Share
-from slipstream.training.checkpoint import Piece
+from slipstream.training.checkpoint import TensorShard
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "embedding": ((61, 8), torch.float32),
@@ -34,10 +34,10 @@ def tensors(seed: int) -> dict[str, Tensor]:
     return made
 
 
-def layout(seed: int, whole: dict[str, Tensor], tensor_ranks: int, data_ranks: int) -> list[list[Piece]]:
+def layout(seed: int, whole: dict[str, Tensor], tensor_ranks: int, data_ranks: int) -> list[list[TensorShard]]:
     """The pieces of each of tensor_ranks x data_ranks ranks, which together write each element once."""
     rng = random.Random(seed)
-    ranks: list[list[Piece]] = [[] for _ in range(tensor_ranks * data_ranks)]
+    ranks: list[list[TensorShard]] = [[] for _ in range(tensor_ranks * data_ranks)]
     for name, tensor in whole.items():
         for index, share in enumerate(shares(rng, tuple(tensor.shape), tensor_ranks)):
             mine = share.take(tensor)
@@ -45,12 +45,14 @@ def layout(seed: int, whole: dict[str, Tensor], tensor_ranks: int, data_ranks: i
             if mine.ndim and rng.random() < 0.5:  # each replica has some of the rows
                 position = 0
                 for rank, rows in zip(replicas, mine.tensor_split(data_ranks), strict=True):
-                    ranks[rank].append(Piece(name, share, rows.clone(), position, writes=share.copy == 0))
+                    ranks[rank].append(TensorShard(name, share, rows.clone(), position, writes=share.copy == 0))
                     position += len(rows)
             else:  # each has all of it
                 writer = rng.choice(replicas)
                 for rank in replicas:
-                    ranks[rank].append(Piece(name, share, mine.clone(), writes=share.copy == 0 and rank == writer))
+                    ranks[rank].append(
+                        TensorShard(name, share, mine.clone(), writes=share.copy == 0 and rank == writer)
+                    )
     return ranks
 
 
@@ -69,10 +71,10 @@ def shares(rng: random.Random, shape: tuple[int, ...], tensor_ranks: int) -> lis
     return [Share(shape, dim, parts) for parts in dealt]
 
 
-def emptied(pieces: list[Piece]) -> list[Piece]:
+def emptied(pieces: list[TensorShard]) -> list[TensorShard]:
     """The same places with other values."""
     return [
-        Piece(piece.key, piece.share, torch.full_like(piece.tensor, 77), piece.first_row, not piece.writes)
+        TensorShard(piece.key, piece.share, torch.full_like(piece.tensor, 77), piece.first_row, not piece.writes)
         for piece in pieces
     ]
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.parallel import Share
-from slipstream.training.checkpoint import Piece
+from slipstream.training.checkpoint import TensorShard
 from support.architectures import ARCHITECTURES, build, labels_of, tokens, unsplit_step
 
 
@@ -35,18 +35,18 @@ def train(run: Run, step: int) -> None:
     run.optimizer.step()
 
 
-def pieces_of(run: Run, rank: int, num_ranks: int) -> list[Piece]:
+def pieces_of(run: Run, rank: int, num_ranks: int) -> list[TensorShard]:
     """Each rank has whole parameters and writes every `num_ranks`-th; of the moments it has its rows."""
     pieces = []
     for index, (name, parameter) in enumerate(run.model.named_parameters()):
         share = Share.whole(tuple(parameter.shape))
         writes = index % num_ranks == rank
-        pieces.append(Piece(name, share, parameter, writes=writes))
+        pieces.append(TensorShard(name, share, parameter, writes=writes))
         for key, value in run.optimizer.state[parameter].items():
             if value.ndim == 0:
-                pieces.append(Piece(f"optimizer.{key}.{name}", Share.whole(()), value, writes=writes))
+                pieces.append(TensorShard(f"optimizer.{key}.{name}", Share.whole(()), value, writes=writes))
                 continue
             rows = value.tensor_split(num_ranks)
             first_row = sum(map(len, rows[:rank]))
-            pieces.append(Piece(f"optimizer.{key}.{name}", share, rows[rank], first_row))
+            pieces.append(TensorShard(f"optimizer.{key}.{name}", share, rows[rank], first_row))
     return pieces

@@ -28,7 +28,7 @@ _PROCESSES.set_forkserver_preload(
     [
         "slipstream.pipeline.pipeline",
         "slipstream.planner.order.best_order",
-        "slipstream.training.rank",
+        "slipstream.training.training_rank",
         "transformers.models.auto.modeling_auto",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mixtral", "qwen3")),
     ]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from slipstream.training.comparison import compare, steps_of
-from slipstream.training.output import Output
+from slipstream.training.run_folder import RunFolder
 
 
 def start(num_ranks: int, seconds: float, num_steps: int = 5) -> str:
@@ -16,7 +16,7 @@ def start(num_ranks: int, seconds: float, num_steps: int = 5) -> str:
 
 
 def test_a_run_that_was_gone_on_with_counts_its_own_steps_only(tmp_path: Path) -> None:
-    output = Output(tmp_path)
+    output = RunFolder(tmp_path)
     output.metrics.write_text(start(4, 3.0) + start(2, 0.5))
     output.comparison.write_text(json.dumps({"unsliced": 0.75, "sliced": 1.0}))
     assert compare(output) == (
@@ -27,7 +27,7 @@ def test_a_run_that_was_gone_on_with_counts_its_own_steps_only(tmp_path: Path) -
 
 
 def test_steps_in_which_auto_tried_count_where_there_are_no_others(tmp_path: Path) -> None:
-    output = Output(tmp_path)
+    output = RunFolder(tmp_path)
     trials = [{"step_seconds": 9.0, "peak_memory": [1], "trial": True}] * 3
     begin = "".join(json.dumps(line) + "\n" for line in [{"num_parameters": 7}, *trials])
     output.metrics.write_text(begin)
@@ -37,6 +37,6 @@ def test_steps_in_which_auto_tried_count_where_there_are_no_others(tmp_path: Pat
 
 
 def test_a_run_that_had_come_to_its_end_has_no_steps(tmp_path: Path) -> None:
-    output = Output(tmp_path)
+    output = RunFolder(tmp_path)
     output.metrics.write_text(start(2, 0.5) + start(2, 0.0, num_steps=0))
     assert steps_of(output) == []

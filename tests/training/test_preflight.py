@@ -15,8 +15,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.schedule import add_communication, gpipe
 from slipstream.training.config.config_file import dump_config, parse_config
-from slipstream.training.output import Output
 from slipstream.training.preflight import check_world_size, preflight
+from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import make_pipeline
 
 Refuse = Callable[[dict[str, Any]], str]
@@ -67,7 +67,9 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         (tmp_path / "config.yaml").write_text(dump_config(config))
         before = snapshot(config.training.output)
         monkeypatch.setattr("sys.argv", ["slipstream", "train", str(tmp_path / "config.yaml")])
-        monkeypatch.setattr("slipstream.training.run.launch", lambda *_: pytest.fail("ranks were started"))
+        monkeypatch.setattr(
+            "slipstream.training.start_training.launch_ranks", lambda *_: pytest.fail("ranks were started")
+        )
         with pytest.raises(SystemExit) as ending:
             main()
         assert ending.value.code == 2
@@ -107,7 +109,7 @@ def test_a_good_run_prepares_and_writes_what_ranks_need(values: dict[str, Any], 
     assert inputs.train.num_documents == 3
     assert inputs.validation.num_documents == 1
     assert inputs.model_config.eos_token_id == inputs.tokenizer.eos_token_id
-    output = Output(config.training.output)
+    output = RunFolder(config.training.output)
     inputs.write(output)
     assert {path.name for path in output.inputs.iterdir()} >= {
         "config.json",
@@ -164,7 +166,7 @@ def test_the_pipeline_is_told_to_shard_its_parameters(values: dict[str, Any]) ->
     values["parallel"] = {"shard_parameters": True}
     config = parse_config(values)
     model = {key: value for key, value in LLAMA.items() if key != "model_type"}
-    LlamaConfig(**model, tie_word_embeddings=True).save_pretrained(Output(config.training.output).inputs)
+    LlamaConfig(**model, tie_word_embeddings=True).save_pretrained(RunFolder(config.training.output).inputs)
     with pytest.raises(SlipstreamError, match=r"shard_parameters=True with lm_head\.weight tied"):
         make_pipeline(config, torch.device("cpu"))
 
@@ -221,7 +223,7 @@ def test_an_output_folder_that_holds_a_model(refuse: Refuse, values: dict[str, A
 
 
 def test_overwriting_removes_what_runs_make_and_nothing_else(values: dict[str, Any], tmp_path: Path) -> None:
-    output = Output(tmp_path / "output")
+    output = RunFolder(tmp_path / "output")
     output.model_at(3).mkdir(parents=True)
     output.metrics.write_text("{}")
     (output.folder / "notes.txt").write_text("mine")
@@ -302,4 +304,4 @@ def test_an_output_that_cannot_be_written(values: dict[str, Any], tmp_path: Path
     inputs = preflight(parse_config(values), Progress(None))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SlipstreamError, match=r"can't write to training.output=.*file/output"):
-        inputs.write(Output(tmp_path / "file" / "output"))
+        inputs.write(RunFolder(tmp_path / "file" / "output"))

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import slipstream
 from slipstream.training.config import load_config
 from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
-from slipstream.training.output import Output
+from slipstream.training.run_folder import RunFolder
 from support.forked import launch
 from support.timeouts import LIMIT
 
@@ -37,18 +37,18 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Output:
-    return Output(tmp_path / "output")
+def output(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "output")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Output, str]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
     """A run that has ended well, and what it wrote on the terminal."""
     folder = tmp_path_factory.mktemp("finished")
     result = run(TRAIN, write_config(folder), "--training.single_process_steps=2")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    return Output(folder / "output"), result.stdout
+    return RunFolder(folder / "output"), result.stdout
 
 
 def write_config(folder: Path) -> Path:
@@ -97,12 +97,12 @@ def train(num_ranks: int, config: Path, *changes: str) -> subprocess.CompletedPr
     return launch(num_ranks, COMMAND, "train", str(config), *changes)
 
 
-def read_metrics(output: Output) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def read_metrics(output: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
     return [line for line in lines if "loss" in line], [line for line in lines if "perplexity" in line]
 
 
-def test_from_text_to_an_exported_model(finished: tuple[Output, str]) -> None:
+def test_from_text_to_an_exported_model(finished: tuple[RunFolder, str]) -> None:
     output, terminal = finished
     steps, validations = read_metrics(output)
     assert [step["step"] for step in steps] == list(range(1, 21))
@@ -135,7 +135,7 @@ def test_from_text_to_an_exported_model(finished: tuple[Output, str]) -> None:
     assert ratio in terminal.splitlines()[-1]
 
 
-def test_the_export_has_the_trained_weights(finished: tuple[Output, str]) -> None:
+def test_the_export_has_the_trained_weights(finished: tuple[RunFolder, str]) -> None:
     """Its loss on the held-out text, by transformers alone, is the one that was measured."""
     output, _ = finished
     model = AutoModelForCausalLM.from_pretrained(output.model)
@@ -156,33 +156,35 @@ def test_the_export_has_the_trained_weights(finished: tuple[Output, str]) -> Non
 
 
 def test_the_numbers_do_not_depend_on_how_it_is_started(
-    finished: tuple[Output, str], config: Path, output: Output
+    finished: tuple[RunFolder, str], config: Path, output: RunFolder
 ) -> None:
     result = run(TORCHRUN, config, "--sample.prompt=null", "--pipeline.schedule=gpipe", "--pipeline.slices=2")
     assert result.returncode == 0, result.stderr
     check_same_losses(output, finished[0])
 
 
-def test_the_numbers_do_not_depend_on_how_it_is_cut(finished: tuple[Output, str], config: Path, output: Output) -> None:
+def test_the_numbers_do_not_depend_on_how_it_is_cut(
+    finished: tuple[RunFolder, str], config: Path, output: RunFolder
+) -> None:
     uncut = ["--pipeline.num_ranks=1", "--pipeline.slices=1", "--pipeline.num_microbatches=1"]
     result = train(1, config, "--sample.prompt=null", *uncut)
     assert result.returncode == 0, result.stderr
     check_same_losses(output, finished[0])
 
 
-def check_same_losses(output: Output, expected: Output) -> None:
+def check_same_losses(output: RunFolder, expected: RunFolder) -> None:
     losses, wanted = ([step["loss"] for step in read_metrics(each)[0]] for each in (output, expected))
     assert losses == pytest.approx(wanted, rel=1e-4)
 
 
-def test_bfloat16_trains_too(config: Path, output: Output) -> None:
+def test_bfloat16_trains_too(config: Path, output: RunFolder) -> None:
     result = train(2, config, "--training.precision=bf16", "--sample.prompt=null")
     assert result.returncode == 0, result.stderr
     steps, _ = read_metrics(output)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
 
 
-def test_an_export_is_trained_further(finished: tuple[Output, str], config: Path, output: Output) -> None:
+def test_an_export_is_trained_further(finished: tuple[RunFolder, str], config: Path, output: RunFolder) -> None:
     values = yaml.safe_load(config.read_text())
     values["model"] = {"path": str(finished[0].model)}
     config.write_text(yaml.safe_dump(values))
@@ -199,7 +201,7 @@ def test_an_export_is_trained_further(finished: tuple[Output, str], config: Path
         ("--data.files=[nowhere]", "there is no file or folder nowhere"),
     ],
 )
-def test_bad_input_starts_nothing(config: Path, output: Output, change: str, words: str) -> None:
+def test_bad_input_starts_nothing(config: Path, output: RunFolder, change: str, words: str) -> None:
     result = run(TRAIN, config, change)
     assert result.returncode == 2
     assert words in result.stderr
@@ -207,7 +209,7 @@ def test_bad_input_starts_nothing(config: Path, output: Output, change: str, wor
     assert not output.folder.exists()
 
 
-def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: Output) -> None:
+def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: RunFolder) -> None:
     result = run(TORCHRUN, config, "--data.files=[nowhere]")
     assert result.returncode != 0
     assert "there is no file or folder nowhere" in result.stderr
@@ -221,7 +223,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["interrupt", "kill a rank"])
-def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: Output, how: str) -> None:
+def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFolder, how: str) -> None:
     command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + LIMIT

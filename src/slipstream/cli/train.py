@@ -18,6 +18,6 @@ def train(
     Starts its own local processes, or joins those of torchrun or srun.
     """
     from slipstream.training.config.config_file import load_config
-    from slipstream.training.run import train as run
+    from slipstream.training.start_training import start_training
 
-    run(load_config(config, context.args))
+    start_training(load_config(config, context.args))

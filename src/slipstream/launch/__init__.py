@@ -1,23 +1,23 @@
-"""Starting ranks: local processes, torchrun, Slurm and several nodes, and how they meet."""
+"""Starting ranks: local processes, torchrun, Slurm and several nodes, and how they connect."""
 
 from __future__ import annotations
 
 from slipstream.launch.agreement import describe_process, name_ranks
-from slipstream.launch.local_ranks import has_launcher, launch, reported_to_the_launcher
+from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher
 from slipstream.launch.progress import (
     Progress,
     make_console,
 )
-from slipstream.launch.rendezvous import Meeting, meet, time_limit
+from slipstream.launch.rendezvous import ConnectedRanks, connect_ranks, time_limit
 
 __all__ = [
-    "Meeting",
+    "ConnectedRanks",
     "Progress",
+    "connect_ranks",
     "describe_process",
     "has_launcher",
-    "launch",
+    "launch_ranks",
     "make_console",
-    "meet",
     "name_ranks",
     "reported_to_the_launcher",
     "time_limit",

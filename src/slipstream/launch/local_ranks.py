@@ -39,7 +39,7 @@ def has_launcher() -> bool:
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() or is_task(os.environ)
 
 
-def launch(command: Sequence[str], num_ranks: int) -> None:
+def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
     """Runs `python *command` as `num_ranks` local ranks on the loopback interface and waits for them.
 
     Whatever ends this call (the ranks' end, the failure of one, Ctrl-C) ends every rank. Raises

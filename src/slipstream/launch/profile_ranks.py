@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.local_ranks import has_launcher, launch, reported_to_the_launcher
+from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher
 from slipstream.planner.costs import Profile, load_profile
 
 _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
@@ -55,7 +55,7 @@ def measure_profile(model_config: Any, settings: dict[str, Any], num_ranks: int,
         folder = Path(name)
         model_config.save_pretrained(folder / _MODEL)
         (folder / _REQUEST).write_text(json.dumps(asdict(ProfileRequest(settings, chosen))))
-        launch(["-m", "slipstream.launch.profile_ranks", name], num_ranks)
+        launch_ranks(["-m", "slipstream.launch.profile_ranks", name], num_ranks)
         return load_profile(folder / _PROFILE)
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks of several nodes meet before anything is built, and find out whether they can train together."""
+"""Connects the ranks of all nodes before anything is built, and checks that they can train together."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which rank this is, and where the launcher says that the ranks meet."""
+class RendezvousPoint:
+    """Which rank this is, and where all ranks connect, as the launcher says."""
 
     rank: int
     world_size: int
@@ -40,7 +40,7 @@ class Place:
     seconds: float
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Place:
+    def from_environment(cls, environment: Mapping[str, str]) -> RendezvousPoint:
         """Raises SlipstreamError where the launcher, or the user, left something out or wrote no number."""
         seconds = time_limit(environment)
         try:
@@ -69,7 +69,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ConnectedRanks:
     """What it leads to: the store for the process group, and the machine that each rank runs on."""
 
     rank: int
@@ -93,14 +93,14 @@ def time_limit(environment: Mapping[str, str]) -> float:
     return seconds
 
 
-def meet(facts: Mapping[str, str], problem: str | None = None) -> Meeting:
+def connect_ranks(facts: Mapping[str, str], problem: str | None = None) -> ConnectedRanks:
     """Collective, before a process group exists: the ranks compare their facts and try their connections.
 
     Chooses the interface that gloo uses (GLOO_SOCKET_IFNAME, unless it is set): the one on the way to the master.
     Raises SlipstreamError on every rank alike where ranks differ, one has a problem, or two can't reach each other; and
     on those that are there where the master doesn't answer or a rank doesn't come in time.
     """
-    place = Place.from_environment(os.environ)
+    place = RendezvousPoint.from_environment(os.environ)
     table = _Table(place, _connect(place))
     mine = address_towards(place.address, place.port)
     problem = problem or _check_interface(os.environ.get(_INTERFACE))
@@ -111,13 +111,13 @@ def meet(facts: Mapping[str, str], problem: str | None = None) -> Meeting:
     table.end_where(problems or _tell_differences([each["facts"] for each in ranks], hosts))
     address = _choose_address(mine, [each["address"] for each in ranks])
     table.end_where(_tell_problems(_try_connections(table, address, hosts), hosts))
-    return Meeting(place.rank, place.world_size, table.store, hosts)
+    return ConnectedRanks(place.rank, place.world_size, table.store, hosts)
 
 
 class _Table:
     """Lays what each rank says where all can read it."""
 
-    def __init__(self, place: Place, store: Store) -> None:
+    def __init__(self, place: RendezvousPoint, store: Store) -> None:
         self.place, self.store = place, store
 
     def exchange(self, name: str, value: Any) -> list[Any]:
@@ -153,7 +153,7 @@ class _Table:
         )
 
 
-def _connect(place: Place) -> Store:
+def _connect(place: RendezvousPoint) -> Store:
     """The store under MASTER_ADDR; each of torchrun's restarts has keys of its own."""
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ def _connect(place: Place) -> Store:
     return dist.PrefixStore(f"slipstream/{place.attempt}", store)  # type: ignore[attr-defined]
 
 
-def _describe_silence(place: Place, reason: str) -> str:
+def _describe_silence(place: RendezvousPoint, reason: str) -> str:
     host = socket.gethostname()
     if place.keeps_store:
         return (
@@ -184,7 +184,7 @@ def _describe_silence(place: Place, reason: str) -> str:
     )
 
 
-def _resolve(place: Place) -> str:
+def _resolve(place: RendezvousPoint) -> str:
     try:
         found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
     except OSError:

@@ -18,15 +18,15 @@ from slipstream.launch import reported_to_the_launcher
 from slipstream.training.config import Config, load_config
 from slipstream.training.data import PackedSequences, TokenisedText
 from slipstream.training.optimizer import make_optimizer, make_scheduler
-from slipstream.training.output import Output
-from slipstream.training.rank import choose_device
+from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import make_pipeline
-from slipstream.training.update import update
+from slipstream.training.training_rank import choose_device
+from slipstream.training.training_step import train_step
 
 _WARM_UP = 2  # steps that pay for first touches of memory
 
 
-class Unsliced:
+class UnslicedModel:
     """The model as transformers has it, in one piece.
 
     Attention runs over whole sequences, across documents: that is its fastest way.
@@ -35,7 +35,7 @@ class Unsliced:
     def __init__(self, config: Config, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        path = config.model.path if config.model.pretrained else Output(config.training.output).inputs
+        path = config.model.path if config.model.pretrained else RunFolder(config.training.output).inputs
         if config.model.pretrained:
             self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         else:
@@ -67,7 +67,7 @@ def measure(config: Config) -> dict[str, float]:
     slices = config.pipeline.slices
     alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto", "memory_limit": None}
     ways: dict[str, Callable[[], Any]] = {
-        "unsliced, by transformers": lambda: Unsliced(config, device),
+        "unsliced, by transformers": lambda: UnslicedModel(config, device),
         "unsliced": lambda: make_pipeline(config, device, slices=1, **alone),
         "sliced": lambda: make_pipeline(config, device, slices=8 if slices == "auto" else slices, **alone),
     }
@@ -80,7 +80,7 @@ def measure(config: Config) -> dict[str, float]:
 
 def _time_steps(config: Config, model: Any, device: torch.device) -> list[float]:
     training = config.training
-    train = TokenisedText.load(Output(training.output).inputs, "train")
+    train = TokenisedText.load(RunFolder(training.output).inputs, "train")
     sequences = PackedSequences(train, training.seq_len, training.seed)
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, training.single_process_steps)
@@ -88,12 +88,12 @@ def _time_steps(config: Config, model: Any, device: torch.device) -> list[float]
     for index in range(_WARM_UP + training.single_process_steps):
         batch = sequences.batch(index * training.batch_size, training.batch_size)
         started = time.perf_counter()
-        update(model, optimizer, scheduler, batch, config, device)
+        train_step(model, optimizer, scheduler, batch, config, device)
         seconds.append(time.perf_counter() - started)
     return seconds[_WARM_UP:]
 
 
-def compare(output: Output) -> str:
+def compare(output: RunFolder) -> str:
     """What `measure` found beside the `steps_of` the run, in words; both are kept in `comparison.json`."""
     alone: dict[str, float] = json.loads(output.comparison.read_text())
     steps = steps_of(output)
@@ -109,7 +109,7 @@ def compare(output: Output) -> str:
     )
 
 
-def steps_of(output: Output) -> list[dict[str, Any]]:
+def steps_of(output: RunFolder) -> list[dict[str, Any]]:
     """The metrics of this run's steps, without those before it was gone on with, perhaps on other ranks, and without
     those in which "auto" tried what to run, if there are others.
 
@@ -125,7 +125,7 @@ def main() -> None:
     """The process that is measured: `python -m slipstream.training.comparison config.yaml`."""
     with reported_to_the_launcher():
         config = load_config(Path(sys.argv[1]))
-        Output(config.training.output).comparison.write_text(json.dumps(measure(config)))
+        RunFolder(config.training.output).comparison.write_text(json.dumps(measure(config)))
 
 
 if __name__ == "__main__":

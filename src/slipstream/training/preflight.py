@@ -21,11 +21,11 @@ from slipstream.training.data import (
     train_tokenizer,
 )
 from slipstream.training.metrics import check_trackers
-from slipstream.training.output import Output
+from slipstream.training.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """What every rank needs: written once, read by all."""
 
     config: Config
@@ -34,14 +34,14 @@ class Inputs:
     train: TokenisedText
     validation: TokenisedText
 
-    def write(self, output: Output) -> None:
+    def write(self, output: RunFolder) -> None:
         """Makes the output folder and `inputs/` inside; what an earlier run left is removed."""
         try:
             self._write(output)
         except OSError as error:
             raise SlipstreamError(f"can't write to training.output={output.folder}: {error}") from error
 
-    def _write(self, output: Output) -> None:
+    def _write(self, output: RunFolder) -> None:
         if can_resume(self.config):
             shutil.rmtree(output.inputs, ignore_errors=True)
         else:
@@ -54,7 +54,7 @@ class Inputs:
         self.validation.save(output.inputs, "validation")
 
 
-def preflight(config: Config, progress: Progress) -> Inputs:
+def preflight(config: Config, progress: Progress) -> RunInputs:
     """Checks the whole run, cheapest first, and prepares its text. Nothing is written.
 
     Raises SlipstreamError with the value, what is allowed and what to type.
@@ -63,7 +63,7 @@ def preflight(config: Config, progress: Progress) -> Inputs:
     check_device(config, os.environ)
     check_trackers(config.tracking.to)
     check_fused(config)
-    output = Output(config.training.output)
+    output = RunFolder(config.training.output)
     if not can_resume(config):
         check_output(output, config.training.overwrite)
     model_config = load_model_config(config.model)
@@ -80,12 +80,12 @@ def preflight(config: Config, progress: Progress) -> Inputs:
     tokenizer, text = prepare_text(config, model_config, progress)
     check_vocabulary(int(text.tokens.max()), model_config)
     train, validation = split_text(config, text)
-    return Inputs(config, model_config, tokenizer, train, validation)
+    return RunInputs(config, model_config, tokenizer, train, validation)
 
 
 def can_resume(config: Config) -> bool:
     """Whether the run goes on from what is in its folder."""
-    return config.checkpoint.resume != "no" and Output(config.training.output).checkpoints.is_dir()
+    return config.checkpoint.resume != "no" and RunFolder(config.training.output).checkpoints.is_dir()
 
 
 def check_world_size(config: Config, environment: Any) -> None:
@@ -129,7 +129,7 @@ def check_fused(config: Config) -> None:
         check_compiler("cpu" if on_cpu else "cuda")
 
 
-def check_output(output: Output, overwrite: bool) -> None:
+def check_output(output: RunFolder, overwrite: bool) -> None:
     """Nothing that a run has made is overwritten unasked."""
     if output.folder.exists() and not output.folder.is_dir():
         raise SlipstreamError(f"training.output={output.folder} is a file; name a folder")

@@ -19,14 +19,14 @@ from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
 from slipstream.timeline import Timeline, draw_timelines, save_trace
-from slipstream.training.checkpoint import Checkpoints, Found, Progression, describe_model, pieces
+from slipstream.training.checkpoint import Checkpoints, RunState, SavedCheckpoint, describe_model, run_shards
 from slipstream.training.config import Config, named_schedule
-from slipstream.training.data import Batch, PackedSequences, TokenisedText, unigram_entropy
-from slipstream.training.metrics import Reporter, Step, Validation, describe_step
+from slipstream.training.data import PackedSequences, TokenBatch, TokenisedText, unigram_entropy
+from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord, describe_step
 from slipstream.training.optimizer import make_optimizer, make_scheduler
-from slipstream.training.output import Output
+from slipstream.training.run_folder import RunFolder
 from slipstream.training.sampling import continue_text
-from slipstream.training.update import autocast, update
+from slipstream.training.training_step import autocast, train_step
 
 
 def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipeline:
@@ -58,7 +58,7 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     }
     if config.model.pretrained:
         return Pipeline.from_pretrained(str(config.model.path), **settings)
-    model_config = AutoConfig.from_pretrained(Output(config.training.output).inputs)
+    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
     return Pipeline.from_config(model_config, seed=config.training.seed, **settings)
 
 
@@ -72,7 +72,7 @@ def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
 def start(config: Config, device: torch.device, progress: Progress) -> Trainer:
     """This rank's part of a run that begins, or goes on from a checkpoint. Collective."""
     settings = config.checkpoint
-    folder, world = Output(config.training.output).checkpoints, Group(dist.group.WORLD)
+    folder, world = RunFolder(config.training.output).checkpoints, Group(dist.group.WORLD)
     checkpoints = Checkpoints(folder, world, settings.keep, settings.keep_every, progress.say)
     if settings.every:
         checkpoints.prepare()
@@ -81,7 +81,7 @@ def start(config: Config, device: torch.device, progress: Progress) -> Trainer:
     return Trainer(config, pipe, device, progress, checkpoints, found)
 
 
-def _tuned(config: Config, found: Found | None) -> dict[str, Any]:
+def _tuned(config: Config, found: SavedCheckpoint | None) -> dict[str, Any]:
     """What auto had settled on, where the checkpoint's run had the same ranks, stages and microbatches."""
     tuned = None if found is None else found.facts["tuned"]
     pipeline = config.pipeline
@@ -115,11 +115,11 @@ class Trainer:
         device: torch.device,
         progress: Progress,
         checkpoints: Checkpoints,
-        found: Found | None = None,
+        found: SavedCheckpoint | None = None,
     ) -> None:
         """Collective. `found` of the checkpoints is the one to go on from."""
         self.config, self.pipe, self.device, self.progress = config, pipe, device, progress
-        self.output = Output(config.training.output)
+        self.output = RunFolder(config.training.output)
         training = config.training
         train = TokenisedText.load(self.output.inputs, "train")
         self.sequences = PackedSequences(train, training.seq_len, training.seed)
@@ -128,7 +128,7 @@ class Trainer:
         self.scheduler = make_scheduler(self.optimizer, config.optimizer, self.num_steps)
         self.loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
         self.timeline: Timeline | None = None  # of the last training step
-        self.progression = Progression(pipe, self.scheduler, self.loss_scale, self.sequences)
+        self.progression = RunState(pipe, self.scheduler, self.loss_scale, self.sequences)
         self.checkpoints = checkpoints
         if found is not None:
             self._go_on_from(found)
@@ -163,24 +163,24 @@ class Trainer:
             self.validate(step)
         every = self.config.checkpoint.every
         if every and (step % every == 0 or last):
-            self.checkpoints.save(step, list(pieces(self.pipe, self.optimizer)), self.progression.facts())
+            self.checkpoints.save(step, list(run_shards(self.pipe, self.optimizer)), self.progression.facts())
         if training.export_every and step % training.export_every == 0 and not last:
             self.export(self.output.model_at(step))
 
-    def _go_on_from(self, found: Found) -> None:
+    def _go_on_from(self, found: SavedCheckpoint) -> None:
         found.check_model(describe_model(self.pipe.config))
-        self.checkpoints.load(found, list(pieces(self.pipe, self.optimizer)))
+        self.checkpoints.load(found, list(run_shards(self.pipe, self.optimizer)))
         self.progression.go_on(found.facts, self.optimizer)
         self.progress.say(f"going on after step {found.step}, from {found.folder}")
 
-    def step(self, step: int) -> Step:
+    def step(self, step: int) -> StepRecord:
         """One step of the optimizer, measured."""
         training, progression, trial = self.config.training, self.progression, self.pipe.is_tuning
         began = time.perf_counter()
         batch = self._mine(progression.num_samples)
         lr = float(self.scheduler.get_last_lr()[0])
         started = time.perf_counter()
-        updated = update(
+        updated = train_step(
             self.pipe,
             self.optimizer,
             self.scheduler,
@@ -201,15 +201,15 @@ class Trainer:
         self.timeline = self.pipe.timeline
         return self.reporter.report(step, updated, seconds, started - began, lr, batch, self.timeline, trial)
 
-    def _mine(self, first: int) -> Batch:
+    def _mine(self, first: int) -> TokenBatch:
         """This replica's rows of the batch that begins with the sequence `first`."""
         each = self.config.training.batch_size // self.pipe.num_replicas
         return self.sequences.batch(first + self.pipe.replica * each, each)
 
-    def _share(self, batch: Batch) -> Batch:
+    def _share(self, batch: TokenBatch) -> TokenBatch:
         """This replica's rows."""
         each = self.config.training.batch_size // self.pipe.num_replicas
-        return Batch(*(tensor.narrow(0, self.pipe.replica * each, each) for tensor in batch))
+        return TokenBatch(*(tensor.narrow(0, self.pipe.replica * each, each) for tensor in batch))
 
     def validate(self, step: int) -> None:
         """Loss and perplexity on the held-out text."""
@@ -224,7 +224,7 @@ class Trainer:
             tokens = _count_predicted(batch)
             total, count = total + float(loss) * tokens, count + tokens
         mean = total / count
-        self.reporter.write(Validation(step, mean, math.exp(mean)))
+        self.reporter.write(ValidationRecord(step, mean, math.exp(mean)))
         below = unigram_entropy(text.tokens) - mean
         self.progress.say(
             f"step {step}: validation loss {mean:.3f} nats per token, perplexity {math.exp(mean):.1f}; "
@@ -257,6 +257,6 @@ class Trainer:
             self.progress.say(f"\nthe exported model continues {sample.prompt!r}:\n{text}\n")
 
 
-def _count_predicted(batch: Batch) -> int:
+def _count_predicted(batch: TokenBatch) -> int:
     """Tokens that are predicted: all but the first of each document's part in a sequence."""
     return int((batch.document_ids[:, 1:] == batch.document_ids[:, :-1]).sum())

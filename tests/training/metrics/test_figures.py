@@ -17,11 +17,11 @@ from slipstream.model import find_anatomy
 from slipstream.pipeline.families.stage_layout import StageLayout, plan_layout
 from slipstream.planner.costs.paper_formulas import GPT, SECONDS_PER_DAY
 from slipstream.schedule import make_schedule
-from slipstream.training.metrics.device_peak import Peak, find_peak, peak_by_name
-from slipstream.training.metrics.flops import Figures, document_lengths, recomputed_flops
+from slipstream.training.metrics.device_peak import DevicePeak, find_peak, peak_by_name
+from slipstream.training.metrics.flops import FlopsMeter, document_lengths, recomputed_flops
 from support.architectures import ARCHITECTURES, tokens
 
-PEAK = Peak(1e12, "made up")
+PEAK = DevicePeak(1e12, "made up")
 BATCH, LENGTH, LAYERS, HIDDEN, VOCABULARY = 3, 512, 4, 256, 1024
 GPT_2 = GPT2Config(n_embd=HIDDEN, n_layer=LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH)
 MASKED = (
@@ -30,8 +30,8 @@ MASKED = (
 
 
 @pytest.fixture(scope="module")
-def gpt() -> Figures:
-    return Figures(GPT_2, LENGTH, BATCH, 2, PEAK)
+def gpt() -> FlopsMeter:
+    return FlopsMeter(GPT_2, LENGTH, BATCH, 2, PEAK)
 
 
 def layout(schedule: str, slices: list[int], recompute: str | int, partition: Any = "auto") -> StageLayout:
@@ -40,7 +40,7 @@ def layout(schedule: str, slices: list[int], recompute: str | int, partition: An
     return plan_layout(GPT_2, find_anatomy(GPT_2), made, slices, partition, recompute)[0]
 
 
-def test_a_gpt_is_counted_as_ptdps_equations_2_and_3_but_for_masked_scores(gpt: Figures) -> None:
+def test_a_gpt_is_counted_as_ptdps_equations_2_and_3_but_for_masked_scores(gpt: FlopsMeter) -> None:
     """Eq. 2 leaves out the last norm; eq. 3 counts scores that the mask hides."""
     run = gpt.run
     assert run.num_parameters == pytest.approx(run.ptdp_num_parameters + 2 * HIDDEN)
@@ -49,7 +49,7 @@ def test_a_gpt_is_counted_as_ptdps_equations_2_and_3_but_for_masked_scores(gpt: 
     assert (run.tokens_per_step, run.peak_flops, run.peak_source) == (BATCH * LENGTH, 1e12, "made up")
 
 
-def test_full_recomputation_is_counted_as_equation_3_but_for_the_head(gpt: Figures) -> None:
+def test_full_recomputation_is_counted_as_equation_3_but_for_the_head(gpt: FlopsMeter) -> None:
     """Ours recomputes the head too, and on each rank all but the slice whose backward directly follows."""
     slices = [200, 150, 100, 62]
     step = gpt.of_step(1.0, layout("gpipe", slices, "full"), slices)
@@ -75,7 +75,7 @@ def test_a_llama_differs_from_equation_3_by_its_own_shapes() -> None:
         vocab_size=VOCABULARY,
         max_position_embeddings=LENGTH,
     )
-    run = Figures(config, LENGTH, BATCH, 1, PEAK).run
+    run = FlopsMeter(config, LENGTH, BATCH, 1, PEAK).run
     own = 2 * (2 * HIDDEN**2 + 2 * HIDDEN * kv + 3 * HIDDEN * mlp)
     fewer = BATCH * LENGTH * LAYERS * (24 * HIDDEN**2 - own)
     assert run.model_flops == pytest.approx(run.ptdp_flops - 3 * MASKED - 3 * fewer, rel=1e-12)
@@ -84,7 +84,7 @@ def test_a_llama_differs_from_equation_3_by_its_own_shapes() -> None:
 def test_gpt_3_has_the_papers_parameters_and_takes_its_34_days() -> None:
     """On 1024 A100, 1536 sequences of 2048 a step, at 140 TFLOP/s by eq. 3, 300 billion tokens (section 5.1)."""
     config = GPT2Config(n_layer=96, n_embd=12288, n_head=96, vocab_size=51200, n_positions=2048)
-    gpt_3 = Figures(config, 2048, 1536, 1024, Peak(312e12, "A100"))
+    gpt_3 = FlopsMeter(config, 2048, 1536, 1024, DevicePeak(312e12, "A100"))
     seconds = GPT(96, 12288).flops(1536) / (1024 * 140e12)
     time = gpt_3.time_to_train(300e9, seconds)
     assert time.measured == pytest.approx(300e9 / (1536 * 2048) * seconds)
@@ -98,10 +98,10 @@ def test_gpt_3_has_the_papers_parameters_and_takes_its_34_days() -> None:
 
 def test_the_smallest_model_of_table_1_has_its_parameters() -> None:
     config = GPT2Config(n_layer=24, n_embd=2304, n_head=24, vocab_size=51200, n_positions=2048)
-    assert Figures(config, 2048, 1, 1, PEAK).run.num_parameters / 1e9 == pytest.approx(1.7, abs=0.05)
+    assert FlopsMeter(config, 2048, 1, 1, PEAK).run.num_parameters / 1e9 == pytest.approx(1.7, abs=0.05)
 
 
-def test_rates_are_per_device_and_second(gpt: Figures) -> None:
+def test_rates_are_per_device_and_second(gpt: FlopsMeter) -> None:
     slices = [256, 256]
     step = gpt.of_step(0.5, layout("1f1b", slices, "full"), slices)
     assert step.tokens_per_second == BATCH * LENGTH / 0.5
@@ -112,12 +112,12 @@ def test_rates_are_per_device_and_second(gpt: Figures) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_what_keeps_products_repeats_none(gpt: Figures, recompute: str) -> None:
+def test_what_keeps_products_repeats_none(gpt: FlopsMeter, recompute: str) -> None:
     step = gpt.of_step(1.0, layout("1f1b", [256, 256], recompute), [256, 256])
     assert step.hardware_flops == step.model_flops
 
 
-def test_a_new_layout_or_new_slices_are_counted_anew(gpt: Figures) -> None:
+def test_a_new_layout_or_new_slices_are_counted_anew(gpt: FlopsMeter) -> None:
     slices, full = [400, 112], layout("gpipe", [400, 112], "full")
     first = gpt.of_step(1.0, full, slices)
     assert gpt.of_step(1.0, full, [112, 400]).hardware_flops < first.hardware_flops  # the last is left alone
@@ -130,7 +130,7 @@ def test_a_new_layout_or_new_slices_are_counted_anew(gpt: Figures) -> None:
 def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int, partition: Any) -> None:
     """Every product outside attention, forward, backward and again, counted as PyTorch runs it."""
     slices = [16, 16, 20, 12]
-    figures = Figures(ARCHITECTURES[name], 64, 2, 2, PEAK)
+    figures = FlopsMeter(ARCHITECTURES[name], 64, 2, 2, PEAK)
     pipe = Pipeline.from_config(
         ARCHITECTURES[name],
         schedule="gpipe",
@@ -162,14 +162,14 @@ def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int
 
 def test_windows_count_what_they_let_see_and_figures_are_json() -> None:
     """gemma2: every other layer sees 7 tokens, in four heads of 8, keys and values."""
-    run = Figures(ARCHITECTURES["gemma2"], 64, 2, 1, PEAK).run
+    run = FlopsMeter(ARCHITECTURES["gemma2"], 64, 2, 1, PEAK).run
     full, sliding = 64 * 65 // 2, 7 * 8 // 2 + 57 * 7
     products = 4 * (2 * (2 * 32 * 32 + 2 * 32 * 16) + 2 * 3 * 32 * 48) + 2 * 32 * 61
     assert run.model_flops == 3 * 2 * (64 * products + 2 * 2 * 4 * 8 * 2 * (full + sliding))
     assert json.loads(json.dumps(asdict(run)))["model_flops"] == run.model_flops
 
 
-def test_documents_attend_to_themselves(gpt: Figures) -> None:
+def test_documents_attend_to_themselves(gpt: FlopsMeter) -> None:
     ids = torch.tensor([[0] * 500 + [1] * 12, [1] * 512, [1] * 100 + [2] * 412])
     lengths = document_lengths(ids)
     assert lengths == [500, 12, 512, 100, 412]
@@ -188,7 +188,7 @@ def test_figures_leave_random_numbers_alone() -> None:
     """Only the first rank counts: the others' state must stay the same."""
     before = torch.get_rng_state()
     find_peak(torch.device("cpu"), torch.float32)
-    Figures(ARCHITECTURES["mixtral"], 64, 1, 1, PEAK)
+    FlopsMeter(ARCHITECTURES["mixtral"], 64, 1, 1, PEAK)
     assert torch.equal(torch.get_rng_state(), before)
 
 

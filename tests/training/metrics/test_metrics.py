@@ -12,13 +12,20 @@ from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline
 from slipstream.training.metrics.flops import StepFigures, TrainingTime
 from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import MetricsFile, Step, Validation, as_record, gather, peak_memory
+from slipstream.training.metrics.records import (
+    MetricsFile,
+    StepRecord,
+    ValidationRecord,
+    as_record,
+    gather,
+    peak_memory,
+)
 from slipstream.training.metrics.summary import describe_step, describe_time, duration
 from support.architectures import ARCHITECTURES, tokens
 
 FIGURES = StepFigures(2000.0, 4e9, 5e9, 0.0123, 0.0154, 0.41, 0.5)
-STEP = Step(1, 2.5, 0.1, 1.0, 0.5, 2000.0, 0.25, [2**20, 3 * 2**20])
-FULL = Step(
+STEP = StepRecord(1, 2.5, 0.1, 1.0, 0.5, 2000.0, 0.25, [2**20, 3 * 2**20])
+FULL = StepRecord(
     **{**vars(STEP), "figures": FIGURES, "phases": Phases(forward=0.1, idle=0.2), "bytes_sent": {"pp": 8, "dp": 0}}
 )
 
@@ -32,7 +39,7 @@ def test_peak_memory_grows_with_what_is_held() -> None:
 
 def test_lines_are_readable_at_once(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write(Validation(3, 1.5, 4.5))
+    file.write(ValidationRecord(3, 1.5, 4.5))
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line) == {"step": 3, "validation_loss": 1.5, "perplexity": 4.5}
     file.close()
@@ -40,7 +47,7 @@ def test_lines_are_readable_at_once(tmp_path: Path) -> None:
 
 def test_a_resumed_run_keeps_the_lines_before_and_no_others(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    before = [Validation(step, 1.0, 2.0) for step in (1, 2, 3)]
+    before = [ValidationRecord(step, 1.0, 2.0) for step in (1, 2, 3)]
     file = MetricsFile(path)
     for line in before:
         file.write(line)
@@ -48,7 +55,7 @@ def test_a_resumed_run_keeps_the_lines_before_and_no_others(tmp_path: Path) -> N
     with path.open("a") as cut_off:
         cut_off.write('{"step": 4, "valid')
     file = MetricsFile(path, resumed_after=2)
-    file.write(Validation(3, 7.0, 8.0))
+    file.write(ValidationRecord(3, 7.0, 8.0))
     file.close()
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["validation_loss"]) for line in found] == [(1, 1.0), (2, 1.0), (3, 7.0)]

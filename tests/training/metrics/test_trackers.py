@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.metrics import Step, Validation
+from slipstream.training.metrics import StepRecord, ValidationRecord
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.trackers import NAMES, Trackers, check_trackers, flat, make_trackers
@@ -19,8 +19,8 @@ from slipstream.training.metrics.trackers import NAMES, Trackers, check_trackers
 RUN = RunFigures(1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
 
 
-def step(number: int, loss: float) -> Step:
-    return Step(
+def step(number: int, loss: float) -> StepRecord:
+    return StepRecord(
         number,
         loss,
         1e-3,
@@ -54,7 +54,7 @@ def test_event_files_have_every_number_of_every_step(tmp_path: Path) -> None:
     trackers.write(RUN)
     trackers.write(step(1, 4.0))
     trackers.write(step(2, 3.5))
-    trackers.write(Validation(2, 3.75, math.exp(3.75)))
+    trackers.write(ValidationRecord(2, 3.75, math.exp(3.75)))
     trackers.close()
     found = scalars(tmp_path)
     assert found["loss"] == [(1, 4.0), (2, 3.5)]
@@ -121,7 +121,7 @@ def test_weights_and_biases_takes_a_run_offline(tmp_path: Path, monkeypatch: pyt
     trackers = make_trackers(["wandb"], tmp_path, {"training": {"seq_len": 64}})
     trackers.write(RUN)
     trackers.write(step(1, 4.0))
-    trackers.write(Validation(1, 3.75, math.exp(3.75)))
+    trackers.write(ValidationRecord(1, 3.75, math.exp(3.75)))
     trackers.close()
     (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     data = kept.read_bytes()

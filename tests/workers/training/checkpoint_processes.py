@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Group, Share
-from slipstream.training.checkpoint import CheckpointReader, Checkpoints, Piece, storage
+from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard, dcp_storage
 from support.checkpoint_layouts import emptied, layout, same_bits, tensors
 
 SEEDS = range(8)
@@ -92,14 +92,14 @@ def trouble(folder: Path, checkpoints: Checkpoints) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "step 2 was not saved: rank 1: [Errno 27] File too large" in said.pop()
 
-    checkpoints.save(3, [*large(3.0, 5000), Piece("twice", Share.whole((2,)), torch.ones(2))], {})
+    checkpoints.save(3, [*large(3.0, 5000), TensorShard("twice", Share.whole((2,)), torch.ones(2))], {})
     checkpoints.wait()
     told = said.pop()
     assert "step 3 was not saved: " in told
     assert "ValueError: several ranks write the same elements of twice" in told
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001"]
 
-    storage._SECONDS_TO_APPEAR = 0.5
+    dcp_storage._SECONDS_TO_APPEAR = 0.5
     apart = Checkpoints(folder.parent / f"of rank {rank}", Group(dist.group.WORLD), say=said.append)
     apart.save(1, large(1.0, 5000), {})
     apart.close()
@@ -109,7 +109,7 @@ def trouble(folder: Path, checkpoints: Checkpoints) -> None:
     found = checkpoints.find()
     assert found is not None
     with pytest.raises(SlipstreamError, match=r"can't be loaded: 1 isn't in it|can't be loaded: 0 has shape"):
-        checkpoints.load(found, [Piece(str(rank), Share.whole((3,)), torch.ones(3))])
+        checkpoints.load(found, [TensorShard(str(rank), Share.whole((3,)), torch.ones(3))])
     dist.barrier()
     if rank == 0:
         file = folder / "step-00000001" / "rank-00001.safetensors"
@@ -134,9 +134,9 @@ def train_on(folder: Path, checkpoints: Checkpoints) -> None:
     checkpoints.close()
 
 
-def large(value: float, size: int) -> list[Piece]:
+def large(value: float, size: int) -> list[TensorShard]:
     """A tensor of this rank's own."""
-    return [Piece(str(dist.get_rank()), Share.whole((size,)), torch.full((size,), value))]
+    return [TensorShard(str(dist.get_rank()), Share.whole((size,)), torch.full((size,), value))]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch import meet
+from slipstream.launch import connect_ranks
 from slipstream.launch.slurm import is_task, torchrun_variables
 
 
@@ -17,7 +17,7 @@ def main() -> None:
     if is_task(os.environ):
         os.environ.update(torchrun_variables(os.environ))
     try:
-        meeting = meet({"steps": os.environ.get("STEPS", "10")})
+        meeting = connect_ranks({"steps": os.environ.get("STEPS", "10")})
     except SlipstreamError as error:
         sys.exit(f"error: {error}")
     dist.init_process_group("gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.world_size)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from slipstream.training.checkpoint.checkpoints import Checkpoints
-from slipstream.training.checkpoint.found import Found
-from slipstream.training.checkpoint.piece import Piece
-from slipstream.training.checkpoint.run_state import Progression, describe_model, pieces
-from slipstream.training.checkpoint.storage import CheckpointReader
+from slipstream.training.checkpoint.dcp_storage import CheckpointReader
+from slipstream.training.checkpoint.run_state import RunState, describe_model, run_shards
+from slipstream.training.checkpoint.saved_checkpoint import SavedCheckpoint
+from slipstream.training.checkpoint.tensor_shard import TensorShard
 
 __all__ = [
     "CheckpointReader",
     "Checkpoints",
-    "Found",
-    "Piece",
-    "Progression",
+    "RunState",
+    "SavedCheckpoint",
+    "TensorShard",
     "describe_model",
-    "pieces",
+    "run_shards",
 ]

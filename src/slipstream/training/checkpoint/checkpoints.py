@@ -12,14 +12,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Group
-from slipstream.training.checkpoint.files import DamagedError, check
-from slipstream.training.checkpoint.folder import CheckpointFolder
-from slipstream.training.checkpoint.found import Found
+from slipstream.training.checkpoint.background_save import BackgroundSave, what_failed
+from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
+from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
 from slipstream.training.checkpoint.manifest import Manifest
-from slipstream.training.checkpoint.piece import Piece
-from slipstream.training.checkpoint.saving import Saving, what_failed
+from slipstream.training.checkpoint.saved_checkpoint import SavedCheckpoint
 from slipstream.training.checkpoint.snapshot import Snapshot
-from slipstream.training.checkpoint.storage import SnapshotWriter
+from slipstream.training.checkpoint.tensor_shard import TensorShard
+from slipstream.training.checkpoint.verified_files import DamagedError, verify_file
 
 
 class Checkpoints:
@@ -29,7 +29,7 @@ class Checkpoints:
     a line of text, the same on every rank, for what went wrong without ending the run.
 
     A save is written while training goes on. Before the optimizer next changes what is saved, call `keep`: it copies to
-    host memory what isn't written by then, which takes as much memory as all the pieces that this rank writes. A save
+    host memory what isn't written by then, which takes as much memory as all the shards that this rank writes. A save
     that fails is told by the next `save`, `wait` or `close`; the checkpoints before stay as they are. After an
     exception, when not all ranks come to `close`, leave it out: the threads end with the process, and what they had
     written isn't taken for a checkpoint.
@@ -45,7 +45,7 @@ class Checkpoints:
         self._folder, self._world, self._say = CheckpointFolder(folder), world, say
         self._keep, self._keep_every = keep, keep_every
         self._snapshot = Snapshot()
-        self._saving: Saving | None = None
+        self._saving: BackgroundSave | None = None
         # What a save's ranks tell each other goes beside training's own messages.
         self._beside = Group(dist.new_group(world.global_ranks, backend="gloo")) if world.size > 1 else world
 
@@ -60,8 +60,8 @@ class Checkpoints:
                 f"no checkpoints can be written to {self._folder.path}: {problem}. Choose another folder."
             )
 
-    def save(self, step: int, pieces: Sequence[Piece], facts: Mapping[str, Any]) -> None:
-        """Returns at once; what the pieces hold now is written behind the caller's back. They stay as they are until
+    def save(self, step: int, shards: Sequence[TensorShard], facts: Mapping[str, Any]) -> None:
+        """Returns at once; what the shards hold now is written behind the caller's back. They stay as they are until
         `keep`, `wait` or `close` has returned: otherwise the save fails.
 
         Waits first for the save before. `facts`, those of rank 0, are anything that JSON holds. Each element of each
@@ -73,12 +73,12 @@ class Checkpoints:
         if problem:
             self._say(self._and_the_last_one(f"the checkpoint of step {step} was not saved: {problem}"))
             return
-        self._snapshot.take(pieces, f"rank-{self._world.rank:05d}.safetensors")
+        self._snapshot.take(shards, f"rank-{self._world.rank:05d}.safetensors")
         writer = SnapshotWriter(self._folder, step, kept_facts, self._snapshot, self._retire)
-        self._saving = Saving(writer, self._snapshot, self._beside)
+        self._saving = BackgroundSave(writer, self._snapshot, self._beside)
 
     def keep(self) -> None:
-        """The pieces of the last save may change from now on. Not collective."""
+        """The shards of the last save may change from now on. Not collective."""
         self._snapshot.keep()
 
     def wait(self) -> None:
@@ -96,7 +96,7 @@ class Checkpoints:
         self.wait()
         self._snapshot = Snapshot()
 
-    def find(self, wanted: int | Literal["latest", "last-good"] = "latest") -> Found | None:
+    def find(self, wanted: int | Literal["latest", "last-good"] = "latest") -> SavedCheckpoint | None:
         """The checkpoint of a step, or the newest, verified: every byte of every file, the files spread over the ranks.
 
         None where there is none yet. Where it is damaged, `last-good` says so and takes the newest that isn't;
@@ -107,20 +107,20 @@ class Checkpoints:
         damage: list[str] = []
         for step in candidates:
             found = self._verify(step)
-            if isinstance(found, Found):
+            if isinstance(found, SavedCheckpoint):
                 return self._judge(found, wanted, damage)
             damage.append(f"the checkpoint of step {step} in {self._folder.path} is damaged: {found}")
         return self._judge(None, wanted, damage)
 
-    def load(self, found: Found, pieces: Sequence[Piece]) -> None:
-        """Fills the pieces' tensors in place, whatever mesh saved them; `writes` makes no difference.
+    def load(self, found: SavedCheckpoint, shards: Sequence[TensorShard]) -> None:
+        """Fills the shards' tensors in place, whatever mesh saved them; `writes` makes no difference.
 
         Raises SlipstreamError, on all ranks and before any tensor is touched, where one isn't in the checkpoint or has
         another shape or dtype there.
         """
-        self._raise_alike(found, found.misfits(pieces))
+        self._raise_alike(found, found.misfits(shards))
         try:
-            found.load(pieces, self._world)
+            found.load(shards, self._world)
         except CheckpointException as error:
             raise self._unfit(found, what_failed(error)) from None
 
@@ -135,21 +135,21 @@ class Checkpoints:
             "last-good"
         )
 
-    def _verify(self, step: int) -> Found | str:
+    def _verify(self, step: int) -> SavedCheckpoint | str:
         """The checkpoint, or what is wrong with it: the same on all ranks."""
         folder, problem, manifest = self._folder.whole(step), "", None
         try:
             manifest = Manifest.read(folder)
             for name in sorted(manifest.files)[self._world.rank :: self._world.size]:
-                check(folder / name, manifest.files[name])
+                verify_file(folder / name, manifest.files[name])
         except DamagedError as error:
             problem = str(error)
         problems = dict.fromkeys(told for told in self._world.gather(problem) if told)
         if problems or manifest is None:
             return "; ".join(problems)
-        return Found(folder, manifest)
+        return SavedCheckpoint(folder, manifest)
 
-    def _judge(self, found: Found | None, wanted: int | str, damage: Sequence[str]) -> Found | None:
+    def _judge(self, found: SavedCheckpoint | None, wanted: int | str, damage: Sequence[str]) -> SavedCheckpoint | None:
         if not damage:
             return found
         told = "; ".join(damage)
@@ -163,12 +163,12 @@ class Checkpoints:
         self._say(f"{told}; taking that of step {found.step}")
         return found
 
-    def _raise_alike(self, found: Found, problem: str) -> None:
+    def _raise_alike(self, found: SavedCheckpoint, problem: str) -> None:
         problems = dict.fromkeys(told for told in self._world.gather(problem) if told)
         if problems:
             raise self._unfit(found, "; ".join(problems))
 
-    def _unfit(self, found: Found, problem: str) -> SlipstreamError:
+    def _unfit(self, found: SavedCheckpoint, problem: str) -> SlipstreamError:
         return SlipstreamError(
             f"{found.folder} can't be loaded: {problem}. Start with the settings it was saved with, or train in "
             "another folder."

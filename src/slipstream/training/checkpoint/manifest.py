@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.files import DamagedError, Written, read_record, write_record
-from slipstream.training.checkpoint.piece import Box, dtype_name
+from slipstream.training.checkpoint.tensor_shard import Box, dtype_name
+from slipstream.training.checkpoint.verified_files import DamagedError, FileDigest, read_record, write_record
 
 _NAME = "manifest.json"
 _FORMAT = 1
@@ -46,7 +46,7 @@ class StoredFile(NamedTuple):
     """What a rank has written."""
 
     name: str
-    written: Written
+    written: FileDigest
 
 
 class Manifest(BaseModel):
@@ -56,7 +56,7 @@ class Manifest(BaseModel):
     format: int
     step: int
     facts: dict[str, Any]
-    files: dict[str, Written]
+    files: dict[str, FileDigest]
     tensors: dict[str, StoredTensor]
 
     @classmethod

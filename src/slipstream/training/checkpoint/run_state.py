@@ -14,28 +14,26 @@ from transformers import PretrainedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Share
 from slipstream.parallel.replicas import LossScale
-from slipstream.pipeline import Pipeline, parameters
+from slipstream.pipeline import Pipeline
 from slipstream.profiler import versions, without_origin
-from slipstream.training.checkpoint import Piece
+from slipstream.training.checkpoint.tensor_shard import TensorShard
 from slipstream.training.data import PackedSequences
 
 
-def pieces(pipe: Pipeline, optimizer: Optimizer) -> Iterator[Piece]:
-    """This rank's parameters, as its optimizer updates them, and AdamW's state of each."""
+def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
+    """Yields the shards of this rank's parameters, as its optimizer updates them, and of AdamW's state of each."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for piece in pipe.parameter_shards():
-        yield Piece(f"model.{piece.name}", piece.share, piece.parameter, piece.first_row, piece.leads)
-        if id(piece.parameter) in trained:
-            state = _state_of(piece.parameter, optimizer)
+    for shard in pipe.parameter_shards():
+        rows: dict[str, Any] = {"first_row": shard.first_row, "writes": shard.leads}
+        yield TensorShard(f"model.{shard.name}", shard.share, shard.parameter, **rows)
+        if id(shard.parameter) in trained:
+            state = _state_of(shard.parameter, optimizer)
             for kind in ("exp_avg", "exp_avg_sq"):
-                yield Piece(f"optimizer.{kind}.{piece.name}", piece.share, state[kind], piece.first_row, piece.leads)
+                yield TensorShard(f"optimizer.{kind}.{shard.name}", shard.share, state[kind], **rows)
+            # What belongs to a whole parameter is written with its first element.
+            begins = shard.first_row == 0 and shard.share.ranges[0][0] == 0
             whole = Share.whole(())
-            yield Piece(f"optimizer.step.{piece.name}", whole, state["step"], 0, piece.leads and _begins(piece))
-
-
-def _begins(piece: parameters.ParameterShard) -> bool:
-    """Whether a piece has the first element of its parameter: what belongs to the whole of it is written with that."""
-    return piece.first_row == 0 and piece.share.ranges[0][0] == 0
+            yield TensorShard(f"optimizer.step.{shard.name}", whole, state["step"], writes=shard.leads and begins)
 
 
 def _state_of(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -48,7 +46,7 @@ def _state_of(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, 
     return state
 
 
-class Progression:
+class RunState:
     """How far a run has come, beside its tensors."""
 
     def __init__(self, pipe: Pipeline, scheduler: LambdaLR, loss_scale: LossScale, sequences: PackedSequences) -> None:

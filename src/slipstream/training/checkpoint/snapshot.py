@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.files import Written, write
 from slipstream.training.checkpoint.manifest import entry_name
-from slipstream.training.checkpoint.piece import Box, Piece
+from slipstream.training.checkpoint.tensor_shard import Box, TensorShard
+from slipstream.training.checkpoint.verified_files import FileDigest, write_file
 
 # What the format calls them: https://github.com/huggingface/safetensors#format
 _CODES = {
@@ -33,7 +33,7 @@ _CODES = {
 _BLOCK = 2**23  # bytes written and summed at a time, while they are in the processor's cache
 
 
-class Entry(NamedTuple):
+class SnapshotEntry(NamedTuple):
     """A box that this rank writes, of a tensor of `shape`."""
 
     key: str
@@ -57,20 +57,20 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._entries: list[Entry] = []
+        self._entries: list[SnapshotEntry] = []
         self._num_written = 0  # entries
         self._is_copied = False  # all that isn't written
         self._lock = threading.Lock()  # a block is read under it, by another thread
         self._header = b""
         self.file = ""
 
-    def take(self, pieces: Sequence[Piece], file: str) -> None:
-        """The pieces that are to be written; before any of them changes `keep` is to be called.
+    def take(self, shards: Sequence[TensorShard], file: str) -> None:
+        """The shards that are to be written; before any of them changes `keep` is to be called.
 
-        SlipstreamError for a dtype that can't be saved, ValueError where two pieces are the same elements.
+        SlipstreamError for a dtype that can't be saved, ValueError where two shards are the same elements.
         """
         self.file = file
-        entries = [entry for piece in pieces if piece.writes for entry in _entries(piece)]
+        entries = [entry for shard in shards if shard.writes for entry in _entries(shard)]
         entries.sort(key=lambda entry: -entry.view.itemsize)
         self._header = _header(entries)
         self._entries, self._num_written, self._is_copied = entries, 0, False
@@ -90,17 +90,17 @@ class Snapshot:
                 torch.cuda.synchronize(device)
             self._is_copied = True
 
-    def state(self) -> dict[str, list[Entry]]:
+    def state(self) -> dict[str, list[SnapshotEntry]]:
         """What `write` writes, by the tensors' names."""
-        state: dict[str, list[Entry]] = {}
+        state: dict[str, list[SnapshotEntry]] = {}
         for entry in self._entries:
             state.setdefault(entry.key, []).append(entry)
         return state
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> FileDigest:
         """The file, on the disk when this returns. RuntimeError where a tensor has changed without `keep`."""
         with closing(self._blocks()) as blocks:  # where writing fails, the lock is free again at once
-            return write(folder / self.file, blocks)
+            return write_file(folder / self.file, blocks)
 
     def _reserve(self) -> None:
         size = sum(entry.view.nbytes for entry in self._entries)
@@ -126,7 +126,7 @@ class Snapshot:
             position += entry.view.nbytes
             self._num_written += 1
 
-    def _block(self, entry: Entry, position: int, start: int) -> memoryview:
+    def _block(self, entry: SnapshotEntry, position: int, start: int) -> memoryview:
         end = min(start + _BLOCK, entry.view.nbytes)
         if self._is_copied:
             block: memoryview = self._memory.numpy().data[position + start : position + end]
@@ -134,25 +134,25 @@ class Snapshot:
         live: memoryview = entry.view.view(-1).view(torch.uint8).numpy().data[start:end]
         return live
 
-    def _check(self, entry: Entry) -> None:
+    def _check(self, entry: SnapshotEntry) -> None:
         if not self._is_copied and entry.view._version != entry.version:
             raise RuntimeError(f"{entry.key} was changed before it was kept")
 
 
-def _entries(piece: Piece) -> Iterator[Entry]:
-    for box, view in piece.boxes():
+def _entries(shard: TensorShard) -> Iterator[SnapshotEntry]:
+    for box, view in shard.boxes():
         elements = view.detach().contiguous()
-        yield Entry(piece.key, piece.share.shape, box, elements, elements._version)
+        yield SnapshotEntry(shard.key, shard.share.shape, box, elements, elements._version)
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def _header(entries: Sequence[SnapshotEntry]) -> bytes:
     """The length of the rest (8 bytes, little-endian), then JSON, padded so that the elements are aligned."""
     table: dict[str, object] = {}
     position = 0
     for key, _, box, view, _ in entries:
         name, stop = entry_name(key, box), position + view.nbytes
         if name in table:
-            raise ValueError(f"two pieces of this rank are the elements {name}")
+            raise ValueError(f"two shards of this rank are the elements {name}")
         if view.dtype not in _CODES:
             raise SlipstreamError(f"{key} is of {view.dtype}, which checkpoints don't hold; use a real dtype")
         table[name] = {"dtype": _CODES[view.dtype], "shape": box.sizes, "data_offsets": [position, stop]}

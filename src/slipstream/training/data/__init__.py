@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from slipstream.training.data.corpus import read_documents
 from slipstream.training.data.packing import (
-    Batch,
     PackedSequences,
+    TokenBatch,
     TokenisedText,
     unigram_entropy,
 )
 from slipstream.training.data.tokenizer import load_tokenizer, tokenise, train_tokenizer
 
 __all__ = [
-    "Batch",
     "PackedSequences",
+    "TokenBatch",
     "TokenisedText",
     "load_tokenizer",
     "read_documents",

@@ -68,7 +68,7 @@ class TokenisedText:
         return cls(tokens, np.load(folder / f"{name}.offsets.npy"))
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """Packed sequences, all (batch, sequence) int64: what `Pipeline.step` takes."""
 
     input_ids: torch.Tensor
@@ -100,14 +100,14 @@ class PackedSequences:
         self._epoch = -1
         self._order = self._starts = self._visits = np.zeros(0, dtype=np.int64)
 
-    def batch(self, first: int, size: int) -> Batch:
+    def batch(self, first: int, size: int) -> TokenBatch:
         """Sequences first .. first + size - 1; those past the last one belong to the next epoch."""
         rows = [self._sequence(index) for index in range(first, first + size)]
         input_ids = torch.from_numpy(np.stack([tokens for tokens, _ in rows]))
         document_ids = torch.from_numpy(np.stack([documents for _, documents in rows]))
-        return Batch(input_ids, input_ids.clone(), document_ids)
+        return TokenBatch(input_ids, input_ids.clone(), document_ids)
 
-    def batches(self, size: int, limit: int | None = None) -> Iterator[Batch]:
+    def batches(self, size: int, limit: int | None = None) -> Iterator[TokenBatch]:
         """The full batches of the first epoch; with a `limit` at most so many, spread evenly over it."""
         num_batches = self.num_sequences // size
         count = min(limit or num_batches, num_batches)

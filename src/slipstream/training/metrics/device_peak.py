@@ -18,14 +18,14 @@ _LESSER = frozenset({"pcie", "nvl", "mig"})
 
 
 @dataclass(frozen=True)
-class Peak:
+class DevicePeak:
     """FLOP/s of one device, and where the number comes from."""
 
     flops: float
     source: str
 
 
-def find_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+def find_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     """What MFU is measured against, for products of `dtype`.
 
     A CUDA device's is that of the cluster descriptions that come with Slipstream, found by its name. For another
@@ -39,18 +39,18 @@ def find_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     return measure_peak(device, dtype)
 
 
-def peak_by_name(name: str, dtype: torch.dtype) -> Peak | None:
+def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
     """From the descriptions, for a name as CUDA gives it; None where no description is of that device and dtype."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return None  # then float32 products run as TensorFloat-32 or bfloat16, which the descriptions don't know
     words, kind = _words(name), str(dtype).removeprefix("torch.")
     for each in _shipped_devices():
         if _model(each.name) in words and not words & _LESSER and kind in each.flops:
-            return Peak(each.flops[kind], f"data sheet of {each.name}, {kind}")
+            return DevicePeak(each.flops[kind], f"data sheet of {each.name}, {kind}")
     return None
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     """The fastest of the products of two square matrices, within half a second or so."""
     size = _SIZES.get(device.type, _SIZES["cuda"])
     generator = torch.Generator().manual_seed(0)  # training's own random numbers stay as they are
@@ -60,7 +60,9 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     while runs == 0 or (time.perf_counter() - began < _SECONDS and runs < _MOST_PRODUCTS):
         best, runs = min(best, _seconds(a, b)), runs + 1
     kind = str(dtype).removeprefix("torch.")
-    return Peak(2 * size**3 / best, f"measured: {size} x {size} by {size} x {size}, {kind}, on this {device.type}")
+    return DevicePeak(
+        2 * size**3 / best, f"measured: {size} x {size} by {size} x {size}, {kind}, on this {device.type}"
+    )
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:

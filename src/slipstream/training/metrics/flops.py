@@ -22,7 +22,7 @@ from slipstream.pipeline.families import StageLayout
 from slipstream.planner.costs import GPT, AttentionCall, ModelCount, PartCount, training_seconds
 from slipstream.profiler import count_model
 from slipstream.schedule import Op
-from slipstream.training.metrics.device_peak import Peak
+from slipstream.training.metrics.device_peak import DevicePeak
 
 _TERA = 1e12
 
@@ -66,7 +66,7 @@ class TrainingTime:
     ptdp: float  # 8TP/(nX), which leaves out attention's scores
 
 
-class Figures:
+class FlopsMeter:
     """Counts a model once; each step then only needs its seconds.
 
     Scores of attention count where the mask lets a query see a key, as in the plan's MFU: that is what must be
@@ -83,7 +83,9 @@ class Figures:
         SlipstreamError: for an architecture whose operations can't be counted.
     """
 
-    def __init__(self, config: PretrainedConfig, seq_len: int, batch_size: int, num_devices: int, peak: Peak) -> None:
+    def __init__(
+        self, config: PretrainedConfig, seq_len: int, batch_size: int, num_devices: int, peak: DevicePeak
+    ) -> None:
         self.count = count_model(config, seq_len)
         self.seq_len, self.batch_size, self.num_devices = seq_len, batch_size, num_devices
         self._peak = peak

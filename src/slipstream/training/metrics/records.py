@@ -40,7 +40,7 @@ def gather(value: T) -> list[T]:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One optimizer step. `loss` is the global mean in nats per token."""
 
     step: int
@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationRecord:
     """Loss (nats per token) and perplexity on the held-out text after some step."""
 
     step: int
@@ -66,10 +66,10 @@ class Validation:
     perplexity: float
 
 
-Line = RunFigures | Step | Validation
+MetricsRecord = RunFigures | StepRecord | ValidationRecord
 
 
-def as_record(line: Line) -> dict[str, Any]:
+def as_record(line: MetricsRecord) -> dict[str, Any]:
     """A line's values by name, those that are known: a step's figures among its own, its phases in a dictionary."""
     record = {name: value for name, value in asdict(line).items() if value is not None}
     record.update(record.pop("figures", {}))
@@ -85,7 +85,7 @@ class MetricsFile:
         self._file = path.open("w", encoding="utf-8", buffering=1)
         self._file.write(kept)
 
-    def write(self, line: Line) -> None:
+    def write(self, line: MetricsRecord) -> None:
         """Appends one line."""
         self._file.write(json.dumps(as_record(line)) + "\n")
 

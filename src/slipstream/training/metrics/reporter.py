@@ -11,16 +11,16 @@ from slipstream.launch import Progress
 from slipstream.pipeline import Pipeline
 from slipstream.timeline import Timeline
 from slipstream.training.config import Config
-from slipstream.training.data import Batch
+from slipstream.training.data import TokenBatch
 from slipstream.training.metrics.device_peak import find_peak
-from slipstream.training.metrics.flops import Figures, document_lengths
+from slipstream.training.metrics.flops import FlopsMeter, document_lengths
 from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import Line, Step, gather, peak_memory
+from slipstream.training.metrics.records import MetricsRecord, StepRecord, gather, peak_memory
 from slipstream.training.metrics.summary import describe_time
 from slipstream.training.metrics.trackers import Trackers, make_trackers
 from slipstream.training.metrics.traffic import Traffic, add_up
-from slipstream.training.output import Output
-from slipstream.training.update import Updated, compute_dtype
+from slipstream.training.run_folder import RunFolder
+from slipstream.training.training_step import StepResult, compute_dtype
 
 
 class Reporter:
@@ -36,26 +36,26 @@ class Reporter:
         self._trackers = Trackers()
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
-            folder, settings = Output(config.training.output).folder, config.model_dump(mode="json")
+            folder, settings = RunFolder(config.training.output).folder, config.model_dump(mode="json")
             self._trackers = make_trackers(config.tracking.to, folder, settings, resumed_after)
         if self._figures is not None:
             self.write(self._figures.run)
 
-    def write(self, line: Line) -> None:
+    def write(self, line: MetricsRecord) -> None:
         """To the file of metrics, and wherever else figures go."""
         self._trackers.write(line)
 
     def report(
         self,
         step: int,
-        updated: Updated,
+        updated: StepResult,
         seconds: float,
         data_seconds: float,
         lr: float,
-        batch: Batch,
+        batch: TokenBatch,
         timeline: Timeline,
         trial: bool = False,
-    ) -> Step:
+    ) -> StepRecord:
         """Collective: a step of so many seconds, on this replica's batch; a trial where "auto" was still trying."""
         is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
         mine = (
@@ -69,7 +69,7 @@ class Reporter:
         if self._figures is not None:
             documents = [length for each in lengths for length in each]
             figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
-        line = Step(
+        line = StepRecord(
             step=step,
             loss=updated.loss,
             lr=lr,
@@ -97,13 +97,13 @@ class Reporter:
             self._progress.say(describe_time(tokens, time))
         self._trackers.close()
 
-    def _make_figures(self, device: torch.device) -> Figures | None:
+    def _make_figures(self, device: torch.device) -> FlopsMeter | None:
         """None where the model's operations can't be counted."""
         training, pipe = self._config.training, self._pipe
         peak = find_peak(device, compute_dtype(self._config))
         num_devices = len(gather(None))
         try:
-            return Figures(pipe.config, training.seq_len, training.batch_size, num_devices, peak)
+            return FlopsMeter(pipe.config, training.seq_len, training.batch_size, num_devices, peak)
         except SlipstreamError as error:
             self._progress.say(f"no FLOPs are shown: {error}")
             return None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from slipstream.training.metrics.flops import TrainingTime
-from slipstream.training.metrics.records import Step
+from slipstream.training.metrics.records import StepRecord
 
 _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
-def describe_step(step: Step) -> str:
+def describe_step(step: StepRecord) -> str:
     """What stands beside the bar: loss, speed, use of the devices, and the memory of the fullest rank."""
     parts = [f"loss {step.loss:.3f}", f"{step.tokens_per_second:,.0f} tokens/s"]
     if step.figures is not None:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.metrics.records import Line, MetricsFile, as_record
+from slipstream.training.metrics.records import MetricsFile, MetricsRecord, as_record
 
 _FLUSH_SECONDS = 10  # so that a run can be watched
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """Takes a run's lines as they come."""
 
-    def write(self, line: Line) -> None: ...
+    def write(self, line: MetricsRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -26,10 +26,10 @@ class Sink(Protocol):
 class Trackers:
     """Some sinks that get every line; none on ranks other than the first."""
 
-    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, sinks: Sequence[Tracker] = ()) -> None:
         self._sinks = tuple(sinks)
 
-    def write(self, line: Line) -> None:
+    def write(self, line: MetricsRecord) -> None:
         """To every sink."""
         for sink in self._sinks:
             sink.write(line)
@@ -52,7 +52,7 @@ class TensorBoard:
         self._first = resumed_after
         self._add_text("settings", settings)
 
-    def write(self, line: Line) -> None:
+    def write(self, line: MetricsRecord) -> None:
         """Scalars of a step or a validation; a text of the run's figures."""
         record = as_record(line)
         step = record.pop("step", None)
@@ -81,7 +81,7 @@ class WeightsAndBiases:
         name = folder.name + (f" from step {resumed_after}" if resumed_after else "")
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(settings))
 
-    def write(self, line: Line) -> None:
+    def write(self, line: MetricsRecord) -> None:
         """Numbers of a step or a validation; the run's figures go to its summary."""
         record = as_record(line)
         step = record.pop("step", None)
@@ -95,7 +95,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-_SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Sink]] = {
+_SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.files import DamagedError, Written, check
-from slipstream.training.checkpoint.folder import CheckpointFolder
+from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
+from slipstream.training.checkpoint.dcp_planners import indices
 from slipstream.training.checkpoint.manifest import Manifest, StoredFile, entry_name
-from slipstream.training.checkpoint.piece import Box
-from slipstream.training.checkpoint.planners import indices
 from slipstream.training.checkpoint.snapshot import Snapshot
+from slipstream.training.checkpoint.tensor_shard import Box
+from slipstream.training.checkpoint.verified_files import DamagedError, FileDigest, verify_file
 
 _POLL_SECONDS = 0.05
 _SECONDS_TO_APPEAR = 120.0  # of a file that another rank has written, on a disk of the network
@@ -160,7 +160,7 @@ class CheckpointReader(StorageReader):
     def _verify(self, name: str) -> None:
         if not self._is_verified:
             try:
-                check(self._folder / name, self._manifest.files[name])
+                verify_file(self._folder / name, self._manifest.files[name])
             except DamagedError as error:
                 raise _damaged(self._folder, error) from None
 
@@ -180,7 +180,7 @@ def _elements(file: Any, item: ReadItem) -> Tensor:
     return part
 
 
-def _wait_for(path: Path, written: Written) -> None:
+def _wait_for(path: Path, written: FileDigest) -> None:
     """Until a file that some rank has written can be seen here."""
     deadline = time.monotonic() + _SECONDS_TO_APPEAR
     while not path.exists() or path.stat().st_size < written.size:

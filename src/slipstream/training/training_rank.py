@@ -16,11 +16,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import (
-    Meeting,
+    ConnectedRanks,
     Progress,
+    connect_ranks,
     describe_process,
     make_console,
-    meet,
     name_ranks,
     reported_to_the_launcher,
     slurm,
@@ -28,8 +28,8 @@ from slipstream.launch import (
 )
 from slipstream.schedule import Schedule
 from slipstream.training.config import Config, load_config, named_schedule
-from slipstream.training.output import Output
 from slipstream.training.preflight import check_device, check_world_size, preflight
+from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import start
 
 # Under torchrun rank 0 reads and tokenises the text while the others wait.
@@ -68,7 +68,7 @@ def join(config: Config) -> None:
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(slurm.torchrun_variables(os.environ))
-    meeting = meet(_describe(config), _find_problem(config))
+    meeting = connect_ranks(_describe(config), _find_problem(config))
     check_world_size(config, os.environ)
     device = choose_device(config)
     meeting.store.set_timeout(_PATIENCE)
@@ -102,9 +102,9 @@ def _find_problem(config: Config) -> str | None:
     return None
 
 
-def _prepare(config: Config, meeting: Meeting) -> None:
+def _prepare(config: Config, meeting: ConnectedRanks) -> None:
     """Rank 0 checks and writes the inputs. Raises on every rank what it found, or who doesn't see what it wrote."""
-    output = Output(config.training.output)
+    output = RunFolder(config.training.output)
     mark = output.inputs / "run_id"  # a folder that an earlier run left on one node's own disk has another
     said: list[str | None] = [None, None]  # a problem, this run's mark
     if meeting.rank == 0:

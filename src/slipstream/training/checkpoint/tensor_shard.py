@@ -24,7 +24,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """Rows `first_row` to `first_row + len(tensor)` of this rank's share of the tensor called `key`.
 
     The key is the same on every rank and every mesh: `model.layers.0.mlp.up_proj.weight`,

@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint` is to save and to load: planners that know pieces and their boxes.
+"""What `torch.distributed.checkpoint` is to save and to load: planners that know shards and their boxes.
 
 PyTorch's own planners know tensors and DTensors; a rank's share of a packed weight, or its rows of an optimizer's
 state, is neither, but several boxes of one tensor.
@@ -34,17 +34,17 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from slipstream.training.checkpoint.piece import Box, Piece, dtype_name
-from slipstream.training.checkpoint.snapshot import Entry
+from slipstream.training.checkpoint.snapshot import SnapshotEntry
+from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
 
 
 class BoxSavePlanner(SavePlanner):
-    """Of a state dict whose values are lists of `Entry`, from every rank those that it writes."""
+    """Of a state dict whose values are lists of `SnapshotEntry`, from every rank those that it writes."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        self._entries: dict[str, list[Entry]] = state_dict
+        self._entries: dict[str, list[SnapshotEntry]] = state_dict
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(entry) for entries in self._entries.values() for entry in entries])
@@ -62,8 +62,8 @@ class BoxSavePlanner(SavePlanner):
         return next(entry.view for entry in self._entries[index.fqn] if entry.box.offsets == index.offset)
 
 
-class PieceLoadPlanner(LoadPlanner):
-    """Into a state dict whose values are lists of `Piece`: any boxes, whichever were saved."""
+class ShardLoadPlanner(LoadPlanner):
+    """Into a state dict whose values are lists of `TensorShard`: any boxes, whichever were saved."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -71,7 +71,7 @@ class PieceLoadPlanner(LoadPlanner):
         assert metadata is not None
         self._metadata = metadata
         self._boxes = {
-            key: [found for piece in pieces for found in piece.boxes()] for key, pieces in state_dict.items()
+            key: [found for shard in shards for found in shard.boxes()] for key, shards in state_dict.items()
         }
 
     def create_local_plan(self) -> LoadPlan:
@@ -87,8 +87,8 @@ class PieceLoadPlanner(LoadPlanner):
         raise NotImplementedError("a checkpoint of slipstream holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """A view of the piece's own memory."""
-        place = read_item.dest_index.index  # two pieces may be of the same box: its offsets wouldn't tell them apart
+        """A view of the shard's own memory."""
+        place = read_item.dest_index.index  # two shards may be of the same box: its offsets wouldn't tell them apart
         assert place is not None
         _, view = self._boxes[read_item.dest_index.fqn][place]
         part: Tensor = view[indices(read_item.dest_offsets, read_item.lengths)]
@@ -102,11 +102,11 @@ class PieceLoadPlanner(LoadPlanner):
         return create_read_items_for_chunk_list(key, stored, [chunk(box) for box, _ in boxes])
 
 
-def by_key(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """The state dict that `PieceLoadPlanner` fills."""
+def by_key(shards: Sequence[TensorShard]) -> dict[str, Any]:
+    """The state dict that `ShardLoadPlanner` fills."""
     state: dict[str, Any] = {}
-    for piece in pieces:
-        state.setdefault(piece.key, []).append(piece)
+    for shard in shards:
+        state.setdefault(shard.key, []).append(shard)
     return state
 
 
@@ -120,7 +120,7 @@ def indices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]
     return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
 
-def _write_item(entry: Entry) -> WriteItem:
+def _write_item(entry: SnapshotEntry) -> WriteItem:
     properties = TensorProperties(dtype=entry.view.dtype)
     data = TensorWriteData(chunk(entry.box), properties, torch.Size(entry.shape))
     return WriteItem(MetadataIndex(entry.key, entry.box.offsets), WriteItemType.SHARD, tensor_data=data)

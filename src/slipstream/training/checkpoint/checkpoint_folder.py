@@ -15,7 +15,7 @@ import re
 import shutil
 from pathlib import Path
 
-from slipstream.training.checkpoint.files import sync_folder
+from slipstream.training.checkpoint.verified_files import sync_folder
 
 _WHOLE = re.compile(r"step-(\d{8,})")
 

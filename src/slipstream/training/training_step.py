@@ -1,4 +1,4 @@
-"""One update of the optimizer: what it asks of a model, in which arithmetic it runs, and what becomes of a batch."""
+"""One training step: what it needs of a model, its arithmetic, and its result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.parallel.replicas import LossScale
 from slipstream.training.config import Config
-from slipstream.training.data import Batch
+from slipstream.training.data import TokenBatch
 
 
-class Trained(Protocol):
+class TrainableModel(Protocol):
     """What the loop needs of a model: a Pipeline's, or one that a Pipeline is compared with."""
 
     def step(
@@ -31,7 +31,7 @@ class Trained(Protocol):
         ...
 
 
-class Updated(NamedTuple):
+class StepResult(NamedTuple):
     """What became of a batch."""
 
     loss: float
@@ -39,16 +39,16 @@ class Updated(NamedTuple):
     optimizer_seconds: float  # of clipping and update
 
 
-def update(
-    model: Trained,
+def train_step(
+    model: TrainableModel,
     optimizer: Optimizer,
     scheduler: LRScheduler,
-    batch: Batch,
+    batch: TokenBatch,
     config: Config,
     device: torch.device,
     loss_scale: LossScale | None = None,
     before_update: Callable[[], None] = lambda: None,
-) -> Updated:
+) -> StepResult:
     """Forward, backward, clip, `before_update`, update. Where a gradient isn't finite, on whatever rank, none of them
     updates."""
     optimizer.zero_grad()
@@ -63,7 +63,7 @@ def update(
         scheduler.step()
     if loss_scale is not None:
         loss_scale.update(math.isfinite(norm))
-    return Updated(float(loss), norm, time.perf_counter() - began)
+    return StepResult(float(loss), norm, time.perf_counter() - began)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:

@@ -16,14 +16,14 @@ class DamagedError(Exception):
     """A file isn't what was written; the message says which file and in what way."""
 
 
-class Written(NamedTuple):
+class FileDigest(NamedTuple):
     """The bytes of a file, and their CRC-32 in eight hexadecimal digits."""
 
     size: int
     crc32: str
 
 
-def write(path: Path, blocks: Iterable[bytes | memoryview]) -> Written:
+def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> FileDigest:
     """A new file of the blocks, on the disk when this returns."""
     size, checksum = 0, 0
     with path.open("wb") as file:
@@ -32,7 +32,7 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> Written:
             size, checksum = size + len(block), zlib.crc32(block, checksum)
         file.flush()
         os.fsync(file.fileno())
-    return Written(size, _digits(checksum))
+    return FileDigest(size, _digits(checksum))
 
 
 def sync_folder(folder: Path) -> None:
@@ -44,7 +44,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def check(path: Path, written: Written) -> None:
+def verify_file(path: Path, written: FileDigest) -> None:
     """Raises DamagedError where the file isn't there, has another size, or other bytes."""
     try:
         size = path.stat().st_size
@@ -64,7 +64,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """A JSON object as a file that appears whole, with the checksum of the rest as its first entry."""
     body = json.dumps(record)[1:].encode()
     unfinished = path.with_suffix(".unfinished")
-    write(unfinished, [_head(body), body])
+    write_file(unfinished, [_head(body), body])
     unfinished.replace(path)
 
 

@@ -9,12 +9,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from slipstream.parallel import Group
-from slipstream.training.checkpoint.planners import BoxSavePlanner
+from slipstream.training.checkpoint.dcp_planners import BoxSavePlanner
+from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
 from slipstream.training.checkpoint.snapshot import Snapshot
-from slipstream.training.checkpoint.storage import SnapshotWriter
 
 
-class Saving:
+class BackgroundSave:
     """Begins at once. Its ranks talk over `group`, which nothing else uses meanwhile: training goes on beside it."""
 
     def __init__(self, writer: SnapshotWriter, snapshot: Snapshot, group: Group) -> None:

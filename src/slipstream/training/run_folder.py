@@ -23,7 +23,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Output:
+class RunFolder:
     """The names inside one output folder."""
 
     folder: Path

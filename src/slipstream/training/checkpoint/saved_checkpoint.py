@@ -1,4 +1,4 @@
-"""A checkpoint that was found whole: what it says about itself, and its tensors read into any pieces."""
+"""A checkpoint that was found whole: what it says about itself, and its tensors read into any shards."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Group
+from slipstream.training.checkpoint.background_save import alone_is_fine
+from slipstream.training.checkpoint.dcp_planners import ShardLoadPlanner, by_key
+from slipstream.training.checkpoint.dcp_storage import CheckpointReader
 from slipstream.training.checkpoint.manifest import Manifest
-from slipstream.training.checkpoint.piece import Piece
-from slipstream.training.checkpoint.planners import PieceLoadPlanner, by_key
-from slipstream.training.checkpoint.saving import alone_is_fine
-from slipstream.training.checkpoint.storage import CheckpointReader
+from slipstream.training.checkpoint.tensor_shard import TensorShard
 
 _MOST_TOLD = 5  # differences in one message
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedCheckpoint:
     """A verified checkpoint."""
 
     folder: Path
@@ -49,31 +49,31 @@ class Found:
                 "saved with, or train in another folder."
             )
 
-    def misfits(self, pieces: Sequence[Piece]) -> str:
+    def misfits(self, shards: Sequence[TensorShard]) -> str:
         """What can't be filled from this checkpoint, in words; "" where all can."""
-        return _some([f"{piece.key} {why}" for piece in pieces for why in self._misfit(piece)])
+        return _some([f"{shard.key} {why}" for shard in shards for why in self._misfit(shard)])
 
-    def load(self, pieces: Sequence[Piece], world: Group) -> None:
-        """Fills the pieces' tensors in place. CheckpointException, on all ranks, where one can't read its files."""
+    def load(self, shards: Sequence[TensorShard], world: Group) -> None:
+        """Fills the shards' tensors in place. CheckpointException, on all ranks, where one can't read its files."""
         alone_is_fine()
         load(
-            by_key(pieces),
+            by_key(shards),
             storage_reader=CheckpointReader(self.folder, self.manifest),
-            planner=PieceLoadPlanner(),
+            planner=ShardLoadPlanner(),
             process_group=world.process_group,
             no_dist=world.size == 1,
         )
 
-    def _misfit(self, piece: Piece) -> Iterator[str]:
-        tensor = self.manifest.tensors.get(piece.key)
+    def _misfit(self, shard: TensorShard) -> Iterator[str]:
+        tensor = self.manifest.tensors.get(shard.key)
         if tensor is None:
-            if prod(piece.share.shape):  # of what has no elements nothing is saved
+            if prod(shard.share.shape):  # of what has no elements nothing is saved
                 yield "isn't in it"
-        elif tensor.shape != piece.share.shape:
-            yield f"has shape {tensor.shape} in it and {piece.share.shape} here"
-        elif tensor.dtype != piece.dtype:
-            yield f"is {tensor.dtype} in it and {piece.dtype} here"
-        elif sum(prod(box.sizes) for box, _ in piece.boxes() if box.is_inside(tensor.shape)) != piece.tensor.numel():
+        elif tensor.shape != shard.share.shape:
+            yield f"has shape {tensor.shape} in it and {shard.share.shape} here"
+        elif tensor.dtype != shard.dtype:
+            yield f"is {tensor.dtype} in it and {shard.dtype} here"
+        elif sum(prod(box.sizes) for box, _ in shard.boxes() if box.is_inside(tensor.shape)) != shard.tensor.numel():
             yield "isn't all in it"
 
 
