@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from benchmarks.harness import setting, write
 from benchmarks.profile_fit import held_out
 from slipstream.planner.costs import OPS, Profile, load_cluster
-from slipstream.planner.costs.analytic_costs import Analytic
+from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.profiler import ProfileSettings, count_model, profile_model
 
 COMMON = {"vocab_size": 1024, "num_hidden_layers": 8, "num_key_value_heads": 8}  # embedding and head aren't measured
@@ -49,12 +49,12 @@ def measure(sizes: dict[str, int], settings: ProfileSettings, device: torch.devi
         "error at points held out": profile.error,
         "held out": held_out(profile),
         "layer": layer(
-            profile, Analytic(count_model(config, settings.seq_len), load_cluster("h100-dgx")), settings.longest
+            profile, AnalyticCosts(count_model(config, settings.seq_len), load_cluster("h100-dgx")), settings.longest
         ),
     }
 
 
-def layer(profile: Profile, analytic: Analytic, longest: int) -> list[dict[str, object]]:
+def layer(profile: Profile, analytic: AnalyticCosts, longest: int) -> list[dict[str, object]]:
     """Milliseconds of one layer's ops by the profile, and by the description of the device."""
     rows: list[dict[str, object]] = []
     for op in OPS:

@@ -15,19 +15,14 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import restart_in_environment, setting, write
 from slipstream.planner.costs import AnalyticSource, load_cluster
-from slipstream.planner.search import search
-from slipstream.planner.search.configurations import Options, Space
+from slipstream.planner.search import search_plans
+from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
 from slipstream.profiler import count_model
 
 REPEATS = 3  # of computing all bounds
 _COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 SHAPES = {
-    "Llama-3-8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    "Llama-3-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "Llama-3-70B": {
         "hidden_size": 8192,
         "intermediate_size": 28672,
@@ -50,11 +45,11 @@ def measure(name: str, cluster: str, num_nodes: int, seq_len: int, global_batch:
     source = AnalyticSource(model, load_cluster(cluster).with_nodes(num_nodes), name)
     bounding = []
     for _ in range(REPEATS):
-        space = Space(source, seq_len, global_batch, Options())
+        space = PlanSpace(source, seq_len, global_batch, PlanOptions())
         began = time.perf_counter()
         num_bounded = sum(1 for _ in space.bounded())
         bounding.append(time.perf_counter() - began)
-    plan = search(source, seq_len, global_batch)
+    plan = search_plans(source, seq_len, global_batch)
     best = plan.best
     return {
         "model": name,

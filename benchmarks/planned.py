@@ -33,8 +33,8 @@ from slipstream import Pipeline
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
 from slipstream.planner.costs import Profile, ProfileSource
 from slipstream.planner.plans import Configuration, Prediction
-from slipstream.planner.search.configurations import Options, Space
-from slipstream.planner.search.simulated_configuration import Candidate, predict
+from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
+from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, predict
 from slipstream.profiler import ProfileSettings, profile_model
 from slipstream.profiler.links import measure_link
 from slipstream.simulator import simulate
@@ -138,8 +138,8 @@ class Pace:
         self._contender.close()
 
 
-def measure(space: Space, configuration: Configuration, repeats: int, pace: Pace) -> dict[str, Any]:
-    candidate = Candidate.of(space, configuration)
+def measure(space: PlanSpace, configuration: Configuration, repeats: int, pace: Pace) -> dict[str, Any]:
+    candidate = SimulatedConfiguration.of(space, configuration)
     prediction = predict(candidate)
     arguments = (configuration, prediction, space.global_batch, space.seq_len)
     contender = Contender("planned", Planned, *arguments)
@@ -164,7 +164,7 @@ def measure(space: Space, configuration: Configuration, repeats: int, pace: Pace
 
 
 def compare(source: ProfileSource, batch: int, length: int, repeats: int, pace: Pace) -> list[dict[str, Any]]:
-    space, rows = Space(source, length, batch, Options()), []
+    space, rows = PlanSpace(source, length, batch, PlanOptions()), []
     for schedule, stages, slices, recompute in CONFIGURATIONS:
         configuration = Configuration(1, 2, 1, stages, schedule, 1, slices, recompute, 0.0, False)
         rows.append(measure(space, configuration, repeats, pace))

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
+from slipstream.array_types import Floats
 from slipstream.planner.slicing.branch_and_bound import minimize
-from slipstream.planner.slicing.shortest_path import Path, Search, search_compiled, search_numpy, shortest_path
-from slipstream.planner.slicing.time_table import Array, TimeTable, time_table
+from slipstream.planner.slicing.shortest_path import CutPath, PathSearch, search_compiled, search_numpy, shortest_path
+from slipstream.planner.slicing.time_table import TimeTable, time_table
 from slipstream.simulator.numba_jit import compiled
 
 LENGTH, GRANULARITY = 131_072, 128
@@ -45,15 +46,15 @@ def slice_time(num_stages: int, attention_share: float) -> Callable[[Any, Any], 
     return seconds
 
 
-def latency(path: Path, num_stages: int) -> float:
+def latency(path: CutPath, num_stages: int) -> float:
     return path.total + (num_stages - 1) * path.maxima[0]
 
 
-def exact(table: TimeTable, num_stages: int, search: Search) -> tuple[Path, int]:
+def exact(table: TimeTable, num_stages: int, search: PathSearch) -> tuple[CutPath, int]:
     """The slices, and how many shortest paths it took."""
     solves = 0
 
-    def solve(limits: tuple[float, ...]) -> Path:
+    def solve(limits: tuple[float, ...]) -> CutPath:
         nonlocal solves
         solves += 1
         return shortest_path(table, limits, search)
@@ -62,7 +63,7 @@ def exact(table: TimeTable, num_stages: int, search: Search) -> tuple[Path, int]
 
 
 @compiled
-def _algorithm_1(times: Array, limit: float) -> Any:
+def _algorithm_1(times: Floats, limit: float) -> Any:
     """Algorithm 1 as printed: every cut looks at every slice that ends there."""
     n = times.shape[1] - 1
     best, length, slowest = np.full(n + 1, np.inf), np.zeros(n + 1, np.int64), 0.0
@@ -79,15 +80,15 @@ def _algorithm_1(times: Array, limit: float) -> Any:
     return best, np.arange(n + 1) - length, np.array([slowest])
 
 
-def as_printed(times: Array, floors: Array, weight: Array, limits: Array) -> Any:
+def as_printed(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> Any:
     best, previous, maxima = _algorithm_1(times, limits[0])
     return best, previous, np.zeros(1), maxima  # it has no use for the values above the limit
 
 
-def algorithm_1(table: TimeTable, num_stages: int, search: Search) -> tuple[Path, int]:
+def algorithm_1(table: TimeTable, num_stages: int, search: PathSearch) -> tuple[CutPath, int]:
     """Limits from small to large in steps of EPSILON, until K times the limit exceeds the best latency."""
     limit, solves = table.least[0], 0
-    best: Path | None = None
+    best: CutPath | None = None
     while best is None or num_stages * limit <= latency(best, num_stages):
         path = shortest_path(table, (limit,), search)
         solves += 1
@@ -98,7 +99,7 @@ def algorithm_1(table: TimeTable, num_stages: int, search: Search) -> tuple[Path
 
 
 def measure(num_stages: int, attention_share: float, repeats: int) -> dict[str, object]:
-    results: dict[str, tuple[Path, int]] = {}
+    results: dict[str, tuple[CutPath, int]] = {}
     methods = {
         "exact": (exact, search_compiled()),
         "exact without Numba": (exact, search_numpy),

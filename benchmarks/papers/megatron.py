@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.papers.tables import errors, gpt, read
 from slipstream.planner.costs import Cluster, load_cluster
-from slipstream.planner.costs.analytic_costs import Analytic, Attention
+from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
 from slipstream.planner.costs.paper_formulas import GPT, data_parallel_bubble
 from slipstream.schedule import Op
 
@@ -80,8 +80,12 @@ class Run:
 def seconds(model: Model, run: Run, cluster: Cluster) -> float:
     """Of one iteration, with recomputation."""
     t, p, v = run.tensor_parallel, run.pipeline_parallel, run.stages_per_rank
-    costs = Analytic(
-        gpt(model.hidden_size, model.num_heads, model.num_layers), cluster, t, run.microbatch_size, Attention.WHOLE
+    costs = AnalyticCosts(
+        gpt(model.hidden_size, model.num_heads, model.num_layers),
+        cluster,
+        t,
+        run.microbatch_size,
+        AttentionKernel.UNFUSED,
     )
     count = costs.model
     layer = _passes(costs, count.layers[0], (Op.F, Op.R, Op.B))
@@ -96,11 +100,11 @@ def seconds(model: Model, run: Run, cluster: Cluster) -> float:
     return float(pipeline + gradients + parameters * ADAM_BYTES / cluster.device.bytes_per_second)
 
 
-def _passes(costs: Analytic, part: Any, ops: tuple[Op, ...]) -> float:
+def _passes(costs: AnalyticCosts, part: Any, ops: tuple[Op, ...]) -> float:
     return float(sum(costs.part_seconds(part, op, LENGTH, 0) for op in ops))
 
 
-def _hop(costs: Analytic, run: Run) -> float:
+def _hop(costs: AnalyticCosts, run: Run) -> float:
     """An activation and a gradient from a stage to the next."""
     if run.pipeline_parallel == 1:
         return 0.0
@@ -236,8 +240,8 @@ def studies() -> dict[str, dict[str, object]]:
 
 def _eq_1(microbatch_size: int, cluster: Cluster, batch_size: int = 128) -> float:
     """Sequences per second by eq. 1 with p = 8, t_f and t_b of the four layers on one GPU."""
-    costs = Analytic(
-        gpt(GPT_1B.hidden_size, GPT_1B.num_heads, 4), cluster, 1, microbatch_size, attention=Attention.WHOLE
+    costs = AnalyticCosts(
+        gpt(GPT_1B.hidden_size, GPT_1B.num_heads, 4), cluster, 1, microbatch_size, attention=AttentionKernel.UNFUSED
     )
     once = 4 * _passes(costs, costs.model.layers[0], (Op.F, Op.R, Op.B))
     return batch_size / ((batch_size / microbatch_size + 8 - 1) * once)

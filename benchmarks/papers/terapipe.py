@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
 from slipstream.planner.costs import Cluster, load_cluster
-from slipstream.planner.costs.analytic_costs import Analytic, Attention
-from slipstream.planner.slicing.equal_stages import slice_tokens
+from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
+from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
 from slipstream.schedule import Op
 
 LENGTH = 2048
@@ -94,7 +94,7 @@ class Setting:
         computed = sum(costs.part_seconds(layer, op, length, context) for op in ops)
         return self.num_layers // self.pipeline_parallel * computed + 2 * self._message(costs, length)
 
-    def _message(self, costs: Analytic, length: Any) -> Any:
+    def _message(self, costs: AnalyticCosts, length: Any) -> Any:
         """Of one message; the tensor-parallel ranks send a part each, over the node's one link."""
         stages_a_node = costs.cluster.devices_per_node // self.tensor_parallel
         across = (self.pipeline_parallel - 1) // stages_a_node / (self.pipeline_parallel - 1)
@@ -122,9 +122,9 @@ class Setting:
         pipeline = num_sequences * t.sum() + (self.pipeline_parallel - 1) * t.max()
         return float(pipeline) + self.reduction_seconds(constants)
 
-    def _costs(self, cluster: Cluster) -> Analytic:
+    def _costs(self, cluster: Cluster) -> AnalyticCosts:
         model = gpt(self.hidden_size, self.hidden_size // HEAD_WIDTH, self.num_layers)
-        return Analytic(model, cluster, self.tensor_parallel, attention=Attention.WHOLE)
+        return AnalyticCosts(model, cluster, self.tensor_parallel, attention=AttentionKernel.UNFUSED)
 
 
 def settings() -> dict[str, Setting]:

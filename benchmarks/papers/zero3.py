@@ -19,7 +19,7 @@ from benchmarks.papers import megatron
 from benchmarks.papers.megatron import ADAM_BYTES, LENGTH, Model, Run
 from benchmarks.papers.tables import errors, gpt, read
 from slipstream.planner.costs import Cluster
-from slipstream.planner.costs.analytic_costs import Analytic, Attention
+from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
 from slipstream.schedule import Op
 
 DTYPE_BYTES = 2  # float16
@@ -74,8 +74,12 @@ def zero3_network_seconds(model: Model, num_ranks: int, cluster: Cluster) -> flo
 
 def zero3_compute_seconds(model: Model, run: Run, cluster: Cluster) -> float:
     """Of one rank's sequences through the whole model, with recomputation."""
-    costs = Analytic(
-        gpt(model.hidden_size, model.num_heads, model.num_layers), cluster, 1, run.microbatch_size, Attention.WHOLE
+    costs = AnalyticCosts(
+        gpt(model.hidden_size, model.num_heads, model.num_layers),
+        cluster,
+        1,
+        run.microbatch_size,
+        AttentionKernel.UNFUSED,
     )
     count = costs.model
     once = model.num_layers * _passes(costs, count.layers[0], Op.F, Op.R, Op.B)
@@ -162,7 +166,7 @@ def _predicted(row: Row, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _passes(costs: Analytic, part: Any, *ops: Op) -> float:
+def _passes(costs: AnalyticCosts, part: Any, *ops: Op) -> float:
     return float(sum(costs.part_seconds(part, op, LENGTH, 0) for op in ops))
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slipstream.parallel.mesh import make_mesh
     from slipstream.pipeline.pipeline import Pipeline
     from slipstream.planner.partition.layers_to_stages import partition_layers
-    from slipstream.planner.slicing.equal_stages import slice_tokens
+    from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
     from slipstream.planning.plan_model import plan
     from slipstream.schedule import (
         GENERATORS,
@@ -91,7 +91,7 @@ _HOMES = {
     "save_trace": "slipstream.timeline",
     "sequence_of": "slipstream.model.hf_sequence.planned_sequence",
     "simulate": "slipstream.simulator",
-    "slice_tokens": "slipstream.planner.slicing.equal_stages",
+    "slice_tokens": "slipstream.planner.slicing.equal_stage_slicing",
     "split_backwards": "slipstream.schedule",
     "validate": "slipstream.schedule",
 }

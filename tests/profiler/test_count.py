@@ -9,7 +9,7 @@ from transformers import GPT2Config, PretrainedConfig
 
 from slipstream.model import LayerRange, Stage, find_anatomy, random_model
 from slipstream.pipeline.families import causal_cross_entropy
-from slipstream.planner.costs import GPT, ModelCount, Window
+from slipstream.planner.costs import GPT, AttentionWindow, ModelCount
 from slipstream.profiler import count_model
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
@@ -67,11 +67,11 @@ def test_products_are_those_of_a_real_run(name: str) -> None:
 def test_grouped_heads_and_windows_are_found() -> None:
     count = count_model(ARCHITECTURES["gemma2"], LENGTH)
     calls = [part.attentions[0] for part in count.layers]
-    assert [call.window for call in calls] == [Window("sliding", 7), Window()]
+    assert [call.window for call in calls] == [AttentionWindow("sliding", 7), AttentionWindow()]
     assert {(call.num_heads, call.num_key_value_heads, call.key_width) for call in calls} == {(4, 2, 8)}
     assert count.kinds == (0, 1, 0, 1)
     blocks = count_model(ARCHITECTURES["llama4_text"], LENGTH)
-    assert blocks.layers[0].attentions[0].window == Window("blockwise", 16)
+    assert blocks.layers[0].attentions[0].window == AttentionWindow("blockwise", 16)
     assert count.layers[0].context_bytes == 2 * KV * 2  # K and V, 16 wide, two bytes
 
 

@@ -17,7 +17,7 @@ from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model import find_anatomy
 from slipstream.model.hooks import TokenSlice
-from slipstream.planner.costs import OPS, Window
+from slipstream.planner.costs import OPS, AttentionWindow
 from slipstream.profiler import ProfileSettings, identify_hardware, identify_model, profile_model
 from slipstream.profiler.grid import Grid, make_grid
 from slipstream.profiler.kinds import layer_kinds
@@ -113,13 +113,13 @@ def test_the_prefilled_store_is_never_complete() -> None:
 @pytest.mark.parametrize(
     ("name", "kinds", "windows"),
     [
-        ("llama", (0, 0, 0, 0), [Window()]),
-        ("mistral, window of 7", (0, 0, 0, 0), [Window("sliding", 7)]),
-        ("gemma2", (0, 1, 0, 1), [Window("sliding", 7), Window()]),
-        ("llama4_text", (0, 0, 0, 1), [Window("blockwise", 16), Window()]),
+        ("llama", (0, 0, 0, 0), [AttentionWindow()]),
+        ("mistral, window of 7", (0, 0, 0, 0), [AttentionWindow("sliding", 7)]),
+        ("gemma2", (0, 1, 0, 1), [AttentionWindow("sliding", 7), AttentionWindow()]),
+        ("llama4_text", (0, 0, 0, 1), [AttentionWindow("blockwise", 16), AttentionWindow()]),
     ],
 )
-def test_kinds_and_windows(name: str, kinds: tuple[int, ...], windows: list[Window]) -> None:
+def test_kinds_and_windows(name: str, kinds: tuple[int, ...], windows: list[AttentionWindow]) -> None:
     config = ARCHITECTURES[name]
     found, names = layer_kinds(config, find_anatomy(config))
     assert found == kinds

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.search.memory_bound import least_messages
-from slipstream.planner.search.schedule_cache import written
+from slipstream.planner.search.schedule_cache import cached_schedule
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_communication
 from slipstream.simulator import TableCost, simulate
 from slipstream.simulator.compiled_simulation import ActionArrays
@@ -23,7 +23,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     ranks, microbatches, slices, stages = (draw(st.integers(1, 4)) for _ in range(4))
     stages = stages if stages in STAGES_PER_RANK[name] else STAGES_PER_RANK[name][0]
     ways = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5, 1.0]))
-    return written(name, ranks, microbatches, slices, stages, *ways).schedule
+    return cached_schedule(name, ranks, microbatches, slices, stages, *ways).schedule
 
 
 @settings(deadline=None, max_examples=150)
@@ -57,4 +57,4 @@ def test_no_rank_has_fewer_buffers_for_messages(schedule: Schedule) -> None:
 
 def test_the_fewest_buffers_by_hand() -> None:
     """1F1B of two ranks and three microbatches: three sends each, and on rank 1 an input, which I needs."""
-    assert least_messages(written("1f1b", 2, 3, 1, 1).arrays, [7]).tolist() == [21, 28]
+    assert least_messages(cached_schedule("1f1b", 2, 3, 1, 1).arrays, [7]).tolist() == [21, 28]

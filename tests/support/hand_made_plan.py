@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from slipstream.planner.costs import Amount, AttentionCall, ModelCount, OpCount, PartCount, Window, load_cluster
-from slipstream.planner.costs.analytic_costs import Analytic
+from slipstream.planner.costs import (
+    Amount,
+    AttentionCall,
+    AttentionWindow,
+    ModelCount,
+    OpCount,
+    PartCount,
+    load_cluster,
+)
+from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.schedule import Op, Schedule, make_schedule
 from slipstream.simulator import Kind, simulate
@@ -12,7 +20,7 @@ from slipstream.timeline import Timeline, idle_by_cause
 SEQ_LEN = 4096
 NUM_LAYERS = 16
 _PRODUCTS = OpCount(flops=Amount(0, 4e8), matmul_bytes=Amount(4e8, 0), num_matmuls=7, num_kernels=20)
-_CALL = AttentionCall(num_heads=32, num_key_value_heads=8, key_width=128, value_width=128, window=Window())
+_CALL = AttentionCall(num_heads=32, num_key_value_heads=8, key_width=128, value_width=128, window=AttentionWindow())
 
 
 def _part(name: str, ops: OpCount, attentions: tuple[AttentionCall, ...] = ()) -> PartCount:
@@ -60,7 +68,7 @@ def _predict(
     name: str, num_ranks: int, num_slices: int, num_microbatches: int
 ) -> tuple[Prediction, Schedule, Timeline]:
     schedule = make_schedule(name, num_ranks, num_microbatches, num_slices)
-    costs = Analytic(MODEL, load_cluster("h100-dgx"))
+    costs = AnalyticCosts(MODEL, load_cluster("h100-dgx"))
     partition = tuple(NUM_LAYERS * (r + 1) // num_ranks - NUM_LAYERS * r // num_ranks for r in range(num_ranks))
     slices = (SEQ_LEN - (num_slices - 1) * (SEQ_LEN // num_slices), *(SEQ_LEN // num_slices,) * (num_slices - 1))
     timeline = simulate(schedule, costs.cost(partition, slices))

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from slipstream.planner.plans import Plan
 
-__all__ = [
-    "Plan",
-]
+__all__ = ["Plan"]

@@ -19,14 +19,14 @@ from slipstream.planner import Plan
 from slipstream.planner.costs import (
     AnalyticSource,
     Cluster,
+    CostSource,
     ModelCount,
     Profile,
     ProfileSource,
-    Source,
     load_cluster,
     load_profile,
 )
-from slipstream.planner.search import Options, search
+from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.profiler import count_model, identify_model
 from slipstream.schedule import GENERATORS
 
@@ -65,7 +65,7 @@ def plan(
         num_ranks: with a profile, the ranks of the pipeline. Default: as many processes as were profiled.
         progress: called with what is being done, how many are done, and of how many (0: not known).
         **options: which values a choice may take, as `tensor_parallel=[1, 2]` or `schedule="1f1b"`; `memory_limit`,
-            bytes of a device; `num_simulated`, `num_best`: see `slipstream.planner.search.configurations.Options`.
+            bytes of a device; `num_simulated`, `num_best`: see `slipstream.planner.search.plan_space.PlanOptions`.
 
     Raises:
         SlipstreamError: for input that can't be used, where nothing divides the batch, and where nothing fits: by how
@@ -76,7 +76,7 @@ def plan(
         if value < 1:
             raise SlipstreamError(f"{name}={value}: give a whole number of 1 or more.")
     source = _source(model, cluster, seq_len, dtype, num_nodes, num_ranks)
-    return search(source, seq_len, global_batch, options=allowed, progress=progress)
+    return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _source(
     dtype: str | None,
     num_nodes: int | None,
     num_ranks: int | None,
-) -> Source:
+) -> CostSource:
     profile = None if isinstance(cluster, Cluster) else find_profile(cluster)
     if profile is not None:
         return _profiled(model, profile, seq_len, dtype, num_nodes, num_ranks)
@@ -166,7 +166,7 @@ def _source(
 
 def _profiled(
     model: Model, profile: Profile, seq_len: int, dtype: str | None, num_nodes: int | None, num_ranks: int | None
-) -> Source:
+) -> CostSource:
     if num_nodes is not None:
         raise SlipstreamError(f"num_nodes={num_nodes} is for a cluster; with a profile give num_ranks.")
     if isinstance(model, ModelCount):
@@ -201,14 +201,14 @@ def _torch_dtype(name: str) -> torch.dtype:
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def make_options(**values: Any) -> Options:
+def make_options(**values: Any) -> PlanOptions:
     """What may be chosen; one value or several for each choice. SlipstreamError suggests what was meant."""
-    names = [field.name for field in fields(Options)]
+    names = [field.name for field in fields(PlanOptions)]
     for name in values:
         if name not in names:
             raise SlipstreamError(f"there is no option {name!r}; did you mean {_nearest(name, names)!r}?")
     given = {name: value for name, value in values.items() if value is not None}
-    return Options(**{name: _checked(name, value) for name, value in given.items()})
+    return PlanOptions(**{name: _checked(name, value) for name, value in given.items()})
 
 
 def _checked(name: str, value: Any) -> Any:

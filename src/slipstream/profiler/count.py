@@ -17,17 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import Anatomy, find_anatomy, skeleton
 from slipstream.pipeline.families import causal_cross_entropy
-from slipstream.planner.costs import Amount, AttentionCall, ModelCount, OpCount, PartCount, Window, find_window
+from slipstream.planner.costs import Amount, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount, find_window
 from slipstream.profiler.kinds import layer_kinds
 from slipstream.profiler.tally import SavedStorages, Tally, counting
 from slipstream.schedule import Op
@@ -119,7 +114,7 @@ def _watch(model: PreTrainedModel, anatomy: Anatomy, length: int, seq_len: int) 
     return watch
 
 
-def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> Window:
+def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> AttentionWindow:
     """The window of a mask, from what a few queries see first; transformers hands it to every layer."""
     last = _current[-1].seq_len - 1
     with torch.device("cpu"), _MetaAsZeros():  # type: ignore[no-untyped-call]
@@ -149,7 +144,7 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Notes the call, and returns a (b, T, heads, value width) tensor that was not computed."""
-    window = attention_mask if isinstance(attention_mask, Window) else Window()
+    window = attention_mask if isinstance(attention_mask, AttentionWindow) else AttentionWindow()
     shapes = (query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
     _current[-1].attentions.append(AttentionCall(*shapes, window))
     output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
-from slipstream.planner.costs import Point
+from slipstream.planner.costs import SlicePoint
 
 _DENSE = 8  # multiples of the granularity that are all in the table
 _RATIO = 2**0.5  # between its longer lengths; times between two of them are interpolated
@@ -16,22 +16,22 @@ _RATIO = 2**0.5  # between its longer lengths; times between two of them are int
 class Grid:
     """`fitted` points make the fit, `held_out` ones judge it. The extremes come first."""
 
-    fitted: list[Point]
-    held_out: list[Point] = field(default_factory=list)
+    fitted: list[SlicePoint]
+    held_out: list[SlicePoint] = field(default_factory=list)
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[SlicePoint]:
         """All of them, one held out after every three fitted."""
         held_out = iter(self.held_out)
-        mixed: list[Point] = []
+        mixed: list[SlicePoint] = []
         for number, point in enumerate(self.fitted, 1):
             mixed.append(point)
             mixed += [next(held_out, point)] if number % 3 == 0 else []
         return list(dict.fromkeys([*mixed, *held_out]))
 
-    def refine(self, off: Sequence[Point], seq_len: int) -> list[Point]:
+    def refine(self, off: Sequence[SlicePoint], seq_len: int) -> list[SlicePoint]:
         """Fit the points that were off, and hold out one beside each instead. Returns what must be measured."""
-        again: dict[Point, None] = {}
+        again: dict[SlicePoint, None] = {}
         for length, context in off:
             again |= {(length, 0): None, (length, context): None}
             beside = (length, context // 2) if context > 1 else (max(1, length * 7 // 8), seq_len // 3)
@@ -87,7 +87,7 @@ def _scattered(count: int) -> list[int]:
     return [(5 * k + 3) % 15 + 1 for k in range(count)]
 
 
-def _extremes_first(points: Sequence[Point]) -> list[Point]:
+def _extremes_first(points: Sequence[SlicePoint]) -> list[SlicePoint]:
     """Last, first, and then the others from coarse to fine."""
     order = sorted(range(len(points)), key=lambda k: -(k & -k) if k else 0)
     ends = [len(points) - 1, 0] if points else []

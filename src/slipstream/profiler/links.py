@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slipstream.model import TensorSpec
 from slipstream.pipeline import Ranks
 from slipstream.pipeline.messages import DistributedTransport
-from slipstream.planner.costs import Link
+from slipstream.planner.costs import MeasuredLink
 from slipstream.schedule import Action, Channel, Op
 
 SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
@@ -23,7 +23,7 @@ _REPEATS = 15
 _TIMEOUT = timedelta(minutes=1)
 
 
-def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link | None:
+def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> MeasuredLink | None:
     """Latency and bandwidth between the first two ranks of the default group, on every rank; None if it is alone.
 
     Collective. Both ends wait for the message: what a rank adds that is busy when it arrives isn't the link's.
@@ -38,14 +38,14 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link | N
     return fit_link(points, dist.get_backend())
 
 
-def fit_link(points: Sequence[tuple[int, float]], backend: str) -> Link:
+def fit_link(points: Sequence[tuple[int, float]], backend: str) -> MeasuredLink:
     """latency + bytes / bandwidth with the least squared relative error; neither is below what was seen possible."""
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
     rows = np.stack([1 / seconds, sizes / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
     latency = min(max(latency, 0.0), seconds.min())
     per_byte = max(per_byte, 1e-3 * float((seconds / sizes).min()))
-    return Link(float(latency), float(1 / per_byte), backend, tuple((int(n), float(t)) for n, t in points))
+    return MeasuredLink(float(latency), float(1 / per_byte), backend, tuple((int(n), float(t)) for n, t in points))
 
 
 def _ping(

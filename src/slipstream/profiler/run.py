@@ -19,12 +19,12 @@ from slipstream.pipeline import Ranks
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.planner.costs import (
     OPS,
-    Link,
+    AttentionWindow,
+    MeasuredLink,
     MeasuredStage,
     Measurement,
-    Point,
     Profile,
-    Window,
+    SlicePoint,
     choose_stages,
     fit_times,
 )
@@ -51,7 +51,7 @@ _LONGEST_SLICE = 8192  # tokens, unless told otherwise: the logits of more would
 _OPTIMIZER_REPEATS = 5
 _CACHES = 128 * 2**20  # bytes, many times a core's share of a CPU's caches
 
-_Samples = dict[tuple[int, Point], dict[Op, list[float]]]  # by stage and point
+_Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def profile_model(
     config: PretrainedConfig,
     settings: ProfileSettings,
     device: torch.device,
-    link: Link | None = None,
+    link: MeasuredLink | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Profile:
     """Measure a causal LM of random weights. In a process group every rank calls it, and all measure side by side.
@@ -176,9 +176,9 @@ class _Watch:
         self._on_progress(min(1.0, spent))
         return bool(spent < share)
 
-    def agree(self, points: list[Point]) -> list[Point]:
+    def agree(self, points: list[SlicePoint]) -> list[SlicePoint]:
         """What the first rank found. Collective: all ranks measure the same."""
-        found: list[Point] = self._ranks.gather(points)[0]
+        found: list[SlicePoint] = self._ranks.gather(points)[0]
         return found
 
 
@@ -187,7 +187,7 @@ class _Measuring:
     """Collects seconds for every stage, point and op until the fits are good or the time is over."""
 
     benches: list[StageBench]
-    windows: list[tuple[Window, ...]]  # of every bench
+    windows: list[tuple[AttentionWindow, ...]]  # of every bench
     grid: Grid
     watch: _Watch
     repeats: int
@@ -224,7 +224,7 @@ class _Measuring:
     def _warm_up(self) -> None:
         """Every point once, uncounted; the grid ends where that takes too long."""
         points = self.grid.points
-        reached: list[Point] = []
+        reached: list[SlicePoint] = []
         for point in points:
             if not self.watch.within(_WARM_UP_SHARE if len(reached) >= _FEWEST_POINTS else 1.0):
                 break
@@ -238,13 +238,13 @@ class _Measuring:
         self.grid.fitted = [point for point in self.grid.fitted if point in reached]
         self.grid.held_out = [point for point in self.grid.held_out if point in reached]
 
-    def _repeat(self, points: list[Point], share: float) -> None:
+    def _repeat(self, points: list[SlicePoint], share: float) -> None:
         for repeat in range(self.repeats):
             if repeat >= _LEAST_REPEATS and not self.watch.within(share):
                 break
             self._round(points, counts=True)
 
-    def _round(self, points: Iterable[Point], counts: bool) -> None:
+    def _round(self, points: Iterable[SlicePoint], counts: bool) -> None:
         """All stages at all points in turns, so that what else the machine does meets all of them."""
         for point in points:
             self.watch.within(1.0)
@@ -253,9 +253,9 @@ class _Measuring:
                 for op in OPS if counts else ():
                     self.samples[index, point][op].append(seconds[op])
 
-    def _off(self) -> list[Point]:
+    def _off(self) -> list[SlicePoint]:
         """The points where an op is off by more than allowed; none where the mean error is within it."""
-        worst: dict[Point, float] = {}
+        worst: dict[SlicePoint, float] = {}
         held_out: list[float] = []
         for index in range(len(self.benches)):
             for op in OPS:
@@ -268,7 +268,7 @@ class _Measuring:
             return []
         return [point for point, error in worst.items() if error > TOLERANCE]
 
-    def _medians(self, index: int, op: Op, points: Iterable[Point]) -> dict[Point, float]:
+    def _medians(self, index: int, op: Op, points: Iterable[SlicePoint]) -> dict[SlicePoint, float]:
         return {point: statistics.median(self.samples[index, point][op]) for point in points}
 
     def _measurements(self, index: int, op: Op) -> Iterable[Measurement]:

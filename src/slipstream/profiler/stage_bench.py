@@ -14,7 +14,7 @@ from slipstream.attention import ContextStore, _Slice
 from slipstream.model import Stage
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.saving import SavedTensors, deferring
-from slipstream.planner.costs import Window, find_window
+from slipstream.planner.costs import AttentionWindow, find_window
 from slipstream.schedule import Op
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -107,7 +107,7 @@ class StageBench:
         self.run(1, self.seq_len - 1)
         return before // self._store.length, (self._store.num_bytes - before) // self._store.length
 
-    def windows(self) -> tuple[Window, ...]:
+    def windows(self) -> tuple[AttentionWindow, ...]:
         """The distinct windows of the stage's attention calls."""
         last = self.seq_len - 1
         probes = {position: self._first_keys(position) for position in (last, max(0, last - 1), last // 2, last // 3)}

@@ -13,12 +13,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.array_types import Floats, Ints
 from slipstream.schedule import Action, Op, Schedule, channel, sending
 from slipstream.simulator.costs import CostModel
 from slipstream.simulator.numba_jit import compiled
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 OPS = (Op.F, Op.B, Op.I, Op.W, Op.R, Op.OFFLOAD, Op.RELOAD)
 _NUMBERS = {op: number for number, op in enumerate(OPS)}

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import Amount, AttentionCall, ModelCount, OpCount, PartCount, Window
-from slipstream.planner.costs.analytic_costs import Analytic, Attention
+from slipstream.planner.costs import Amount, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount
+from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
 from slipstream.planner.costs.cluster import Cluster, parse_cluster
-from slipstream.planner.slicing.equal_stages import slice_tokens
+from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
 from slipstream.schedule import Action, Op, make_schedule
 from slipstream.simulator import simulate
 
 HIDDEN = 8
 WEIGHTS = 1000.0
 PRODUCTS = OpCount(flops=Amount(0, 2000), matmul_bytes=Amount(WEIGHTS, 0), num_matmuls=1, num_kernels=1)
-CALL = AttentionCall(num_heads=4, num_key_value_heads=2, key_width=2, value_width=2, window=Window())
+CALL = AttentionCall(num_heads=4, num_key_value_heads=2, key_width=2, value_width=2, window=AttentionWindow())
 
 
 def part(name: str, ops: OpCount, attentions: tuple[AttentionCall, ...] = ()) -> PartCount:
@@ -64,19 +64,22 @@ LAYER = range(1, 2)  # neither first nor last
 
 
 def test_products_are_bound_by_flops_or_by_reading_the_weights(cluster: Cluster) -> None:
-    costs = Analytic(replace(MODEL, layers=(part("layer", PRODUCTS),)), cluster)
+    costs = AnalyticCosts(replace(MODEL, layers=(part("layer", PRODUCTS),)), cluster)
     assert costs.seconds(LAYER, Op.F, 10, 0) == pytest.approx(10 * 2000 / 1e9)
     slow_memory = replace(cluster, device=replace(cluster.device, memory_bandwidth=1e7))
-    assert Analytic(costs.model, slow_memory).seconds(LAYER, Op.F, 10, 0) == pytest.approx(WEIGHTS / 1e7)
+    assert AnalyticCosts(costs.model, slow_memory).seconds(LAYER, Op.F, 10, 0) == pytest.approx(WEIGHTS / 1e7)
     assert costs.seconds(LAYER, Op.B, 10, 0) == pytest.approx(2 * costs.seconds(LAYER, Op.F, 10, 0))
     assert costs.seconds(LAYER, Op.R, 10, 0) == costs.seconds(LAYER, Op.F, 10, 0)
 
 
-@pytest.mark.parametrize("window", [Window(), Window("sliding", 5), Window("blockwise", 8)])
-def test_attention_costs_the_scores_under_the_mask(cluster: Cluster, window: Window) -> None:
+@pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow("sliding", 5), AttentionWindow("blockwise", 8)])
+def test_attention_costs_the_scores_under_the_mask(cluster: Cluster, window: AttentionWindow) -> None:
     """Every query counted one by one, four products a score and head forward, ten backward."""
     model = replace(MODEL, layers=(part("layer", PRODUCTS, (replace(CALL, window=window),)),))
-    costs, plain = Analytic(model, cluster), Analytic(replace(MODEL, layers=(part("layer", PRODUCTS),)), cluster)
+    costs, plain = (
+        AnalyticCosts(model, cluster),
+        AnalyticCosts(replace(MODEL, layers=(part("layer", PRODUCTS),)), cluster),
+    )
     for length, context in ((1, 0), (7, 0), (7, 9), (16, 24)):
         scores = sum(query - window.first(query) + 1 for query in range(context, context + length))
         for op, products in ((Op.F, 2), (Op.I, 5), (Op.W, 0)):
@@ -86,7 +89,7 @@ def test_attention_costs_the_scores_under_the_mask(cluster: Cluster, window: Win
 
 
 def test_without_a_fused_kernel_all_scores_are_computed_and_written(cluster: Cluster) -> None:
-    costs = Analytic(MODEL, cluster, attention=Attention.WHOLE)
+    costs = AnalyticCosts(MODEL, cluster, attention=AttentionKernel.UNFUSED)
     scores = 4 * 6 * (6 + 10)
     expected = 6 * 2000 / 1e9 + 2 * 4 * scores / 1e9 + 6 * 2 * scores / 1e9
     assert costs.seconds(LAYER, Op.F, 6, 10) == pytest.approx(expected)
@@ -94,7 +97,7 @@ def test_without_a_fused_kernel_all_scores_are_computed_and_written(cluster: Clu
 
 
 def test_times_of_arrays_are_the_times_one_by_one(cluster: Cluster) -> None:
-    costs = Analytic(MODEL, cluster, tensor_parallel=2)
+    costs = AnalyticCosts(MODEL, cluster, tensor_parallel=2)
     lengths, contexts = np.array([[1, 5], [9, 2]]), np.array([[0, 3], [1, 40]])
     for op in (Op.F, Op.B, Op.W):
         found = costs.seconds(range(0, 4), op, lengths, contexts)
@@ -106,7 +109,7 @@ def test_times_of_arrays_are_the_times_one_by_one(cluster: Cluster) -> None:
 
 
 def test_tensor_parallelism_halves_products_and_adds_two_all_reduces(cluster: Cluster) -> None:
-    one, two = (Analytic(MODEL, cluster, t) for t in (1, 2))
+    one, two = (AnalyticCosts(MODEL, cluster, t) for t in (1, 2))
     reduce = 16 * HIDDEN * 2 / 1e8  # of two ranks each sends its half and the other's sum: all bytes once
     assert two.seconds(LAYER, Op.F, 16, 0) == pytest.approx(one.seconds(LAYER, Op.F, 16, 0) / 2 + 2 * reduce)
     assert two.seconds(LAYER, Op.W, 16, 0) == pytest.approx(one.seconds(LAYER, Op.W, 16, 0) / 2)
@@ -115,12 +118,12 @@ def test_tensor_parallelism_halves_products_and_adds_two_all_reduces(cluster: Cl
 
 def test_kernels_have_a_shortest_time(cluster: Cluster) -> None:
     slow = replace(cluster, device=replace(cluster.device, kernel_seconds=1.0))
-    assert Analytic(MODEL, slow).seconds(LAYER, Op.F, 1, 0) == 1.0
-    assert Analytic(MODEL, slow).seconds(LAYER, Op.B, 1, 0) == 2.0
+    assert AnalyticCosts(MODEL, slow).seconds(LAYER, Op.F, 1, 0) == 1.0
+    assert AnalyticCosts(MODEL, slow).seconds(LAYER, Op.B, 1, 0) == 2.0
 
 
 def test_messages_take_the_link_between_their_nodes(cluster: Cluster) -> None:
-    cost = Analytic(MODEL, cluster).cost([1, 1, 2], [10, 6])
+    cost = AnalyticCosts(MODEL, cluster).cost([1, 1, 2], [10, 6])
     assert cost.message_bytes == [160, 96]
     inside, between = Action(Op.SEND_F, 0, 0, 0), Action(Op.SEND_F, 1, 0, 1)
     assert cost.link_seconds(inside, 0, 1) == pytest.approx(160 / 1e8)
@@ -130,7 +133,7 @@ def test_messages_take_the_link_between_their_nodes(cluster: Cluster) -> None:
 
 def test_scattered_messages_share_the_link_out_of_the_node(cluster: Cluster) -> None:
     """Two tensor-parallel ranks: half of the message each at half the bandwidth, and the gathering inside the node."""
-    costs = Analytic(MODEL, cluster, 2)
+    costs = AnalyticCosts(MODEL, cluster, 2)
     send = Action(Op.SEND_F, 0, 0, 0)
     scattered, whole = (costs.cost([2, 2], [10], scattered=each) for each in (True, False))
     assert scattered.link_seconds(send, 0, 1) == pytest.approx(1e-3 + 80 / 5e6 + 80 / 1e8)
@@ -138,7 +141,7 @@ def test_scattered_messages_share_the_link_out_of_the_node(cluster: Cluster) -> 
 
 
 def test_the_simulator_takes_the_costs_and_keeps_the_bytes(cluster: Cluster) -> None:
-    costs = Analytic(MODEL, cluster)
+    costs = AnalyticCosts(MODEL, cluster)
     timeline = simulate(make_schedule("gpipe", 2, 1, 2), costs.cost([2, 2], [10, 6]))
     work = sum(float(costs.seconds(range(2, 4), op, n, j)) for op in (Op.F, Op.B) for n, j in ((10, 0), (6, 10)))
     assert timeline.makespan > work
@@ -147,7 +150,7 @@ def test_the_simulator_takes_the_costs_and_keeps_the_bytes(cluster: Cluster) -> 
 
 
 def test_memory_of_parameters_gradients_and_optimizer(cluster: Cluster) -> None:
-    costs = Analytic(MODEL, cluster)
+    costs = AnalyticCosts(MODEL, cluster)
     assert costs.parameter_bytes(range(0, 2)) == 3 * 1000  # with the embedding
     assert costs.gradient_bytes(range(0, 2)) == 3000
     assert costs.optimizer_bytes(range(0, 2), shards=3) == 2000
@@ -155,7 +158,7 @@ def test_memory_of_parameters_gradients_and_optimizer(cluster: Cluster) -> None:
 
 
 def test_the_slicing_program_takes_the_times(cluster: Cluster) -> None:
-    costs = Analytic(MODEL, cluster)
+    costs = AnalyticCosts(MODEL, cluster)
     found = slice_tokens(lambda i, j: costs.seconds(LAYER, Op.F, i, j), 256, 8, 16)
     assert list(found.slices) == sorted(found.slices, reverse=True)  # later slices attend to more
     assert len(found.slices) > 1
@@ -165,12 +168,12 @@ def test_counts_that_do_not_fit_are_refused(cluster: Cluster) -> None:
     with pytest.raises(
         SlipstreamError, match="tensor_parallel=3 doesn't divide the model's 4 attention heads: use one"
     ):
-        Analytic(MODEL, cluster, 3)
+        AnalyticCosts(MODEL, cluster, 3)
     with pytest.raises(SlipstreamError, match="microbatch_size=0"):
-        Analytic(MODEL, cluster, 1, 0)
+        AnalyticCosts(MODEL, cluster, 1, 0)
     with pytest.raises(SlipstreamError, match=r"partition=\[2, 1\] has 3 layers"):
-        Analytic(MODEL, cluster).cost([2, 1], [4])
+        AnalyticCosts(MODEL, cluster).cost([2, 1], [4])
     with pytest.raises(SlipstreamError, match=r"slices=\[\]"):
-        Analytic(MODEL, cluster).cost([2, 2], [])
+        AnalyticCosts(MODEL, cluster).cost([2, 2], [])
     with pytest.raises(SlipstreamError, match="dtype='int8' has no peak"):
-        Analytic(replace(MODEL, dtype="int8"), cluster).seconds(LAYER, Op.F, 1, 0)
+        AnalyticCosts(replace(MODEL, dtype="int8"), cluster).seconds(LAYER, Op.F, 1, 0)

@@ -13,7 +13,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import (
     OPS,
     Hardware,
-    Link,
+    MeasuredLink,
     MeasuredStage,
     Measurement,
     ModelIdentity,
@@ -88,7 +88,7 @@ def profile() -> Profile:
         kind_names=("a", "b"),
         stages=tuple(map(measured, choose_stages(KINDS))),
         optimizer_seconds=1e-9,
-        link=Link(1e-4, 1e9, "gloo", ((1024, 1e-4),)),
+        link=MeasuredLink(1e-4, 1e9, "gloo", ((1024, 1e-4),)),
     )
 
 

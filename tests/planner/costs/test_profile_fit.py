@@ -11,12 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.time_fit import Point, TimeFit, Window, find_window, fit_times, relative_errors
+from slipstream.planner.costs.time_fit import (
+    AttentionWindow,
+    SlicePoint,
+    TimeFit,
+    find_window,
+    fit_times,
+    relative_errors,
+)
 
 LENGTHS = (1, 16, 64, 128, 256)
 CONTEXTS = (0, 32, 128, 300, 512)
 POINTS = [(i, j) for i in LENGTHS for j in CONTEXTS]
-WINDOWS = [Window(), Window("sliding", 7), Window("blockwise", 16), Window("sliding", 100), Window("blockwise", 10)]
+WINDOWS = [
+    AttentionWindow(),
+    AttentionWindow("sliding", 7),
+    AttentionWindow("blockwise", 16),
+    AttentionWindow("sliding", 100),
+    AttentionWindow("blockwise", 10),
+]
 
 
 def base(length: int) -> float:
@@ -29,7 +42,7 @@ def linear(i: int, j: int) -> float:
     return base(i) + (2e-4 + 3e-7 * i + 5e-8 * j + 7e-9 * i * j if j else 0.0)
 
 
-def count_scores(window: Window, length: int, context: int) -> int:
+def count_scores(window: AttentionWindow, length: int, context: int) -> int:
     """By walking over the queries."""
     return sum(q - window.first(q) + 1 for q in range(context, context + length))
 
@@ -67,7 +80,7 @@ def test_the_error_that_is_minimised_is_relative() -> None:
 
 
 @given(st.sampled_from([point for point in POINTS if point[1]]))
-def test_a_spoiled_point_stands_out(spoiled: Point) -> None:
+def test_a_spoiled_point_stands_out(spoiled: SlicePoint) -> None:
     """Among the points not used in the fit it alone is off, by what was added to it."""
     held_out = {(i, j): linear(i, j) for i, j in POINTS}
     held_out[spoiled] *= 1.5
@@ -79,14 +92,14 @@ def test_a_spoiled_point_stands_out(spoiled: Point) -> None:
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @given(length=st.integers(1, 60), context=st.integers(0, 200))
-def test_context_keys_and_scores_are_counted(window: Window, length: int, context: int) -> None:
+def test_context_keys_and_scores_are_counted(window: AttentionWindow, length: int, context: int) -> None:
     assert window.context_keys(context) == (context - window.first(context))
     extra = count_scores(window, length, context) - count_scores(window, length, 0)
     assert window.context_scores(length, context) == extra
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_a_window_is_found_from_what_queries_see(window: Window) -> None:
+def test_a_window_is_found_from_what_queries_see(window: AttentionWindow) -> None:
     last = 255
     positions = {last, last - 1, last // 2, last // 3, window.first(last) - 1} - {-1}
     assert find_window({position: window.first(position) for position in positions}) == window
@@ -99,7 +112,7 @@ def test_an_unknown_window_is_refused() -> None:
 
 def test_a_sliding_windows_time_stops_growing() -> None:
     """With the keys and scores it has, four coefficients still fit; with full attention's they can't."""
-    window = Window("sliding", 64)
+    window = AttentionWindow("sliding", 64)
 
     def time(i: int, j: int) -> float:
         extra = 1e-4 + 1e-6 * window.context_keys(j) + 1e-6 * window.context_scores(i, j)
@@ -112,6 +125,6 @@ def test_a_sliding_windows_time_stops_growing() -> None:
 
 
 def test_without_context_only_the_table_is_left() -> None:
-    assert fit_times({(4, 0): 1.0}) == TimeFit((4,), (1.0,), (Window(),), (0.0,) * 4)
+    assert fit_times({(4, 0): 1.0}) == TimeFit((4,), (1.0,), (AttentionWindow(),), (0.0,) * 4)
     with pytest.raises(SlipstreamError, match="add points \\(length, 0\\)"):
         fit_times({(4, 2): 1.0})

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from slipstream.errors import SlipstreamError
 from slipstream.planner.order.best_order import best_hand_written, find_order, lower_bound
 from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
-from slipstream.planner.order.ordering_problem import Problem
+from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import (
     GENERATORS,
     STAGES_PER_RANK,
@@ -77,7 +77,7 @@ def limits(problem: Instance, factor: float) -> list[float]:
     return [factor * sum(size for (g, _), size in sizes if problem.placement[g] == rank) for rank in rows]
 
 
-def random_order(problem: Problem, pick: random.Random) -> Schedule:
+def random_order(problem: OrderingProblem, pick: random.Random) -> Schedule:
     """Any order that can run, some backwards split."""
     backwards = [action for row in problem.whole.actions for action in row if action.op is Op.B]
     chosen = {action for action in backwards if pick.random() < 0.5}
@@ -104,7 +104,7 @@ def test_compiled_simulator_is_the_simulator(seed: int, latency: float, bandwidt
     cost = replace(cost, times={key: seconds * pick.uniform(0.5, 2) for key, seconds in cost.times.items()})
     everything = (np.inf,) * small.num_ranks
     counts = (small.num_ranks, small.num_microbatches, small.num_slices)
-    problem = Problem(small.placement, *counts, cost, everything, small.reach)
+    problem = OrderingProblem(small.placement, *counts, cost, everything, small.reach)
     schedule = random_order(problem, pick)
     timeline = simulate(schedule, cost)
     order, split = problem.order(schedule)
@@ -120,7 +120,7 @@ def test_compiled_simulator_is_the_simulator(seed: int, latency: float, bandwidt
 
 
 def test_compiled_simulator_says_when_ranks_get_stuck() -> None:
-    problem = Problem((0,), 1, 1, 2, UnitCost(), (np.inf,))
+    problem = OrderingProblem((0,), 1, 1, 2, UnitCost(), (np.inf,))
     row = problem.whole.actions[0]
     order, split = problem.order(problem.schedule_of([(*row[:2], row[3], row[2])]))
     graph = problem.graph(split)
@@ -135,7 +135,7 @@ def test_annealing_gives_the_best_it_found(seed: int) -> None:
     small = instance(pick, most_units=24)
     everything = (np.inf,) * small.num_ranks
     counts = (small.num_ranks, small.num_microbatches, small.num_slices)
-    problem = Problem(small.placement, *counts, small.cost, everything, small.reach)
+    problem = OrderingProblem(small.placement, *counts, small.cost, everything, small.reach)
     order, split = problem.order(random_order(problem, pick))
     before = [part.copy() for part in (*order, split)]
     graph = problem.graph(split)
@@ -228,7 +228,7 @@ def test_between_the_bound_and_the_optimum() -> None:
     assert tight >= 0.6 * proven
 
 
-def least_peak(problem: Problem, rank: int) -> float:
+def least_peak(problem: OrderingProblem, rank: int) -> float:
     """The least memory with which the rank can run, by Dijkstra over all sets of actions that can be done."""
     actions = [action for row in problem.whole.actions for action in row]
     before = {a: sum(1 << actions.index(b) for b in predecessors(a, problem.whole)) for a in actions}
@@ -254,7 +254,7 @@ def test_the_least_memory_is_the_least() -> None:
     for _ in range(25):
         small = instance(pick, most_units=7)
         counts = (small.num_ranks, small.num_microbatches, small.num_slices)
-        problem = Problem(small.placement, *counts, small.cost, (np.inf,) * small.num_ranks, small.reach)
+        problem = OrderingProblem(small.placement, *counts, small.cost, (np.inf,) * small.num_ranks, small.reach)
         least = problem.least_memory.tolist()
         assert least == [least_peak(problem, rank) for rank in range(small.num_ranks)]
         found = find_order(*arguments(small), reach=small.reach, memory_limit=least, effort=EFFORT)

@@ -13,18 +13,26 @@ from hypothesis import strategies as st
 
 from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import Amount, AnalyticSource, AttentionCall, ModelCount, OpCount, PartCount, Window
+from slipstream.planner.costs import (
+    Amount,
+    AnalyticSource,
+    AttentionCall,
+    AttentionWindow,
+    ModelCount,
+    OpCount,
+    PartCount,
+)
 from slipstream.planner.costs.cluster import Cluster, load_cluster, parse_cluster
 from slipstream.planner.plans import Configuration
-from slipstream.planner.search import search
-from slipstream.planner.search.configurations import Options, Space
-from slipstream.planner.search.simulated_configuration import Candidate, may_fit, predict
+from slipstream.planner.search import search_plans
+from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
+from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
 from slipstream.simulator import Kind, Unit, memory_of
 from support.architectures import llama
 
 SEQ_LEN = 512
-PLAIN = Options(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
+PLAIN = PlanOptions(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
 
 
 def gpt(num_layers: int, hidden: int, heads: int, vocab: int = 51200, dtype: str = "float16") -> ModelCount:
@@ -43,7 +51,7 @@ def gpt(num_layers: int, hidden: int, heads: int, vocab: int = 51200, dtype: str
         context = 2.0 * hidden * size if calls else 0.0
         return PartCount(name, int(weights), ops, calls, activations, context, activations / 2)
 
-    call = AttentionCall(heads, heads, hidden // heads, hidden // heads, Window())
+    call = AttentionCall(heads, heads, hidden // heads, hidden // heads, AttentionWindow())
     return ModelCount(
         kinds=(0,) * num_layers,
         layers=(part("layer", 12 * hidden**2, 17 * hidden * size, (call,)),),
@@ -83,19 +91,19 @@ def source(model: ModelCount = SMALL, cluster: Cluster | None = None) -> Analyti
     return AnalyticSource(model, cluster or small_cluster(), "small")
 
 
-def everything(space: Space) -> dict[Configuration, float]:
+def everything(space: PlanSpace) -> dict[Configuration, float]:
     """Every configuration that fits, simulated."""
     found = {}
     for _, _, configuration in space.bounded():
-        prediction = predict(Candidate.of(space, configuration))
-        if prediction.peak_memory <= space.memory and Candidate.of(space, configuration).fits():
+        prediction = predict(SimulatedConfiguration.of(space, configuration))
+        if prediction.peak_memory <= space.memory and SimulatedConfiguration.of(space, configuration).fits():
             found[configuration] = prediction.step_seconds
     return found
 
 
 @cache
-def bounds() -> tuple[Space, list[tuple[float, float, Configuration]]]:
-    space = Space(source(), SEQ_LEN, 8, Options(stages_per_rank=(1, 2, 3), num_slices=(1, 2, 3, 4)))
+def bounds() -> tuple[PlanSpace, list[tuple[float, float, Configuration]]]:
+    space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions(stages_per_rank=(1, 2, 3), num_slices=(1, 2, 3, 4)))
     return space, list(space.bounded())
 
 
@@ -104,7 +112,7 @@ def bounds() -> tuple[Space, list[tuple[float, float, Configuration]]]:
 def test_no_simulation_beats_a_bound(choice: int) -> None:
     space, found = bounds()
     seconds, size, configuration = found[choice % len(found)]
-    candidate = Candidate.of(space, configuration)
+    candidate = SimulatedConfiguration.of(space, configuration)
     prediction = predict(candidate)
     assert prediction.step_seconds >= seconds * (1 - 1e-9)
     assert max(candidate.peaks()) >= size * (1 - 1e-9) or size == float("inf")
@@ -120,11 +128,11 @@ def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, share: fl
     _, _, configuration = found[choice % len(found)]
     cluster = small_cluster()
     cluster = replace(cluster, device=replace(cluster.device, host_memory=host_memory / 1e3))
-    candidate = Candidate.of(space, configuration)
-    options = Options(memory_limit=share * max(candidate.peaks()))
-    limited = Space(source(cluster=cluster), SEQ_LEN, 8, options)
+    candidate = SimulatedConfiguration.of(space, configuration)
+    options = PlanOptions(memory_limit=share * max(candidate.peaks()))
+    limited = PlanSpace(source(cluster=cluster), SEQ_LEN, 8, options)
     if not may_fit(limited, configuration):
-        assert not Candidate.of(limited, configuration).fits()
+        assert not SimulatedConfiguration.of(limited, configuration).fits()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -132,19 +140,19 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
     draw = random.Random(seed)
     model = gpt(draw.choice((4, 6)), draw.choice((32, 64)), 4, draw.choice((128, 2048)))
     cluster = small_cluster(draw.choice((1, 2)), 2, memory=draw.choice((4e8, 1e9)))
-    options = Options(
+    options = PlanOptions(
         stages_per_rank=draw.choice(((1,), (1, 2), (2, 3))),
         num_slices=draw.choice(((1, 2), (1, 4), (2, 3))),
         recompute=draw.choice((("none", "full"), ("none", "selective"), ("full",))),
         offload=draw.choice(((0.0,), (0.0, 1.0))),
         num_simulated=10**9,
     )
-    space = Space(source(model, cluster), SEQ_LEN, draw.choice((2, 4, 6)), options)
+    space = PlanSpace(source(model, cluster), SEQ_LEN, draw.choice((2, 4, 6)), options)
     # a limit that some configurations exceed
-    sizes = sorted(max(Candidate.of(space, c).peaks()) for _, _, c in space.bounded())
+    sizes = sorted(max(SimulatedConfiguration.of(space, c).peaks()) for _, _, c in space.bounded())
     options = replace(options, memory_limit=sizes[draw.randrange(len(sizes) // 8, len(sizes))] * 1.1)
-    space = Space(space.source, SEQ_LEN, space.global_batch, options)
-    plan = search(space.source, SEQ_LEN, space.global_batch, options=options)
+    space = PlanSpace(space.source, SEQ_LEN, space.global_batch, options)
+    plan = search_plans(space.source, SEQ_LEN, space.global_batch, options=options)
     best = everything(space)
     assert plan.best.step_seconds == pytest.approx(min(best.values()), rel=1e-12)
     assert plan.gap == 0
@@ -152,7 +160,7 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
 
 
 def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
-    plan = search(source(), SEQ_LEN, 8)
+    plan = search_plans(source(), SEQ_LEN, 8)
     best = plan.best
     assert [each.step_seconds for each in plan.predictions] == sorted(each.step_seconds for each in plan.predictions)
     for alternative in plan.alternatives:
@@ -171,9 +179,9 @@ def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
 
 
 def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
-    space = Space(source(), SEQ_LEN, 8, Options(recompute=("none",), offload=(0.0,)))
+    space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions(recompute=("none",), offload=(0.0,)))
     configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 4, "none", 0.0, True)
-    candidate = Candidate.of(space, configuration)
+    candidate = SimulatedConfiguration.of(space, configuration)
     prediction = predict(candidate)
     expected = [sum(rank.worst.during.values()) for rank in memory_of(candidate.schedule, candidate.table)]
     assert [sum(kinds.values()) for kinds in prediction.memory] == expected
@@ -192,15 +200,17 @@ def test_of_two_schedules_that_are_one_only_the_first_is_planned() -> None:
         counts = (num_ranks, 1, num_slices, stages_per_rank)
         assert make_schedule("interleaved-1f1b", *counts).actions == make_schedule("breadth-first", *counts).actions
     names = {
-        number: {c.schedule for _, _, c in Space(source(), SEQ_LEN, number, Options(data_parallel=(1,))).bounded()}
+        number: {
+            c.schedule for _, _, c in PlanSpace(source(), SEQ_LEN, number, PlanOptions(data_parallel=(1,))).bounded()
+        }
         for number in (1, 2)
     }
     assert names[2] - names[1] == {"breadth-first"}
 
 
 def test_longer_simulations_close_the_gap() -> None:
-    few = search(source(), SEQ_LEN, 8, options=Options(num_simulated=1))
-    many = search(source(), SEQ_LEN, 8, options=Options(num_simulated=10**6))
+    few = search_plans(source(), SEQ_LEN, 8, options=PlanOptions(num_simulated=1))
+    many = search_plans(source(), SEQ_LEN, 8, options=PlanOptions(num_simulated=10**6))
     assert many.gap == 0 <= few.gap
     assert many.best.step_seconds <= few.best.step_seconds
     assert many.best.step_seconds >= few.best.step_seconds * (1 - few.gap) * (1 - 1e-9)
@@ -209,9 +219,9 @@ def test_longer_simulations_close_the_gap() -> None:
 # --- what PTD-P found, as results ------------------------------------------------------------------------------------
 
 
-def degrees(model: ModelCount, num_nodes: int, batch: int, options: Options) -> Configuration:
+def degrees(model: ModelCount, num_nodes: int, batch: int, options: PlanOptions) -> Configuration:
     cluster = load_cluster("a100-selene").with_nodes(num_nodes)
-    return search(AnalyticSource(model, cluster, "gpt"), 2048, batch, options=options).best.configuration
+    return search_plans(AnalyticSource(model, cluster, "gpt"), 2048, batch, options=options).best.configuration
 
 
 def test_tensor_parallelism_fills_the_node_and_no_more() -> None:
@@ -240,7 +250,7 @@ def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
     for size in (1, 2, 4, 8, 16, 32):
         options = replace(PLAIN, tensor_parallel=(1,), data_parallel=(1,), microbatch_size=(size,), memory_limit=1e15)
         options = replace(options, schedule=("1f1b",), stages_per_rank=(1,))
-        plan = search(AnalyticSource(model, cluster, "gpt"), 512, 128, options=options)
+        plan = search_plans(AnalyticSource(model, cluster, "gpt"), 512, 128, options=options)
         steps[size] = plan.best.step_seconds
     best = min(steps, key=steps.__getitem__)
     assert best not in (1, 32), steps
@@ -250,14 +260,14 @@ def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
-    options = Options(recompute=("none",), offload=(0.0,), shard_optimizer=(False,))
-    space = Space(source(), SEQ_LEN, 8, Options())
+    options = PlanOptions(recompute=("none",), offload=(0.0,), shard_optimizer=(False,))
+    space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
     smallest = min(size for _, size, _ in space.bounded())
     tight = replace(options, memory_limit=smallest * 1.3)
     with pytest.raises(
         SlipstreamError, match=r"needs [\d.]+ MB on rank \d, [\d.]+ [kM]B more than the [\d.]+ MB"
     ) as caught:
-        search(source(), SEQ_LEN, 8, options=tight)
+        search_plans(source(), SEQ_LEN, 8, options=tight)
     assert "The cheapest change that would fit: allow " in str(caught.value)
 
 
@@ -265,19 +275,19 @@ def test_what_fits_no_choice_wants_more_devices() -> None:
     model = gpt(num_layers=24, hidden=12288, heads=96)
     cluster = load_cluster("a100-selene").with_nodes(1)
     with pytest.raises(SlipstreamError, match=r"would fit: \d+ devices instead of 8") as caught:
-        search(AnalyticSource(model, cluster, "gpt"), 2048, 8)
+        search_plans(AnalyticSource(model, cluster, "gpt"), 2048, 8)
     wanted = int(str(caught.value).split("would fit: ")[1].split()[0])
     larger = AnalyticSource(model, cluster.with_nodes(wanted // 8), "gpt")
-    assert search(larger, 2048, 8, options=Options(num_simulated=1)).best.peak_memory <= 80e9
+    assert search_plans(larger, 2048, 8, options=PlanOptions(num_simulated=1)).best.peak_memory <= 80e9
 
 
 def test_a_batch_that_nothing_divides() -> None:
     with pytest.raises(SlipstreamError, match="no configuration divides: 4 devices, 6 layers, a global batch of 7"):
-        search(source(), SEQ_LEN, 7, options=Options(data_parallel=(2,)))
+        search_plans(source(), SEQ_LEN, 7, options=PlanOptions(data_parallel=(2,)))
 
 
 def test_equal_layers_are_cut_evenly_by_time() -> None:
-    space = Space(source(), SEQ_LEN, 8, Options())
+    space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
     cut = space.cut(1, 1, 2, 1, "1f1b")
     times = space.times(1, 1, cut, 1)
     per_rank = cut.per_rank((times.forward + times.input_gradient + times.weight_gradient).sum(axis=1))
@@ -291,7 +301,9 @@ def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(
     """In float32, of the rank's part of the vocabulary. Two equal stages otherwise."""
     vocabulary = SMALL.head_weight // SMALL.hidden_size
     configuration = Configuration(tensor_parallel, 2, 1, 1, "1f1b", 2, 4, "none", 0.0, False)
-    candidate = Candidate.of(Space(source(cluster=small_cluster(1)), SEQ_LEN, 4, Options()), configuration)
+    candidate = SimulatedConfiguration.of(
+        PlanSpace(source(cluster=small_cluster(1)), SEQ_LEN, 4, PlanOptions()), configuration
+    )
     first, last = candidate.table.footprint(Unit(0, 1), Op.B), candidate.table.footprint(Unit(1, 1), Op.I)
     assert last.peak - first.peak == 4 * 2 * candidate.times.slices[1] * vocabulary / tensor_parallel
 
@@ -304,7 +316,7 @@ def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_ran
     """Backwards too, which a Pipeline splits where their result goes to another rank."""
     source = AnalyticSource(SMALL, small_cluster(1), "small")
     configuration = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 3, recompute, 0.0, False)
-    candidate = Candidate.of(Space(source, SEQ_LEN, 4, Options()), configuration)
+    candidate = SimulatedConfiguration.of(PlanSpace(source, SEQ_LEN, 4, PlanOptions()), configuration)
     pipe = Pipeline.from_config(
         llama(num_hidden_layers=4),
         schedule=schedule,

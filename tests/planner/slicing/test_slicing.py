@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SlipstreamError
-from slipstream.planner.slicing.equal_stages import slice_tokens, slicing_frontier
+from slipstream.planner.slicing.equal_stage_slicing import slice_tokens, slicing_frontier
 from slipstream.planner.slicing.shortest_path import search_compiled, search_numpy, shortest_path
 from slipstream.planner.slicing.time_table import time_table
 
@@ -164,7 +164,7 @@ def test_bad_input_is_explained(arguments: dict[str, Any], message: str) -> None
 
 def test_small_problems_do_not_wait_for_numba() -> None:
     program = (
-        "import sys; from slipstream.planner.slicing.equal_stages import slice_tokens;"
+        "import sys; from slipstream.planner.slicing.equal_stage_slicing import slice_tokens;"
         "slice_tokens(lambda i, j: 1 + i * 1.0, 4096, 8, granularity=64);"
         "assert not {'numba', 'scipy', 'torch'} & set(sys.modules)"
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SlipstreamError, simulate
-from slipstream.planner.slicing.equal_stages import slice_tokens
+from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
 from slipstream.planner.slicing.equal_time_cuts import equal_time_cuts, equal_time_slices
 from slipstream.planner.slicing.schedule_slicing import cost_of_slices, slice_for_schedule
 from slipstream.schedule import Op, Schedule, forward_only, gpipe, one_f_one_b, split_backwards

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slipstream import SlipstreamError, simulate
-from slipstream.planner.slicing.equal_stages import slice_tokens
-from slipstream.planner.slicing.unequal_stages import slice_for_stages
+from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
+from slipstream.planner.slicing.unequal_stage_slicing import slice_for_stages
 from slipstream.schedule import Op, forward_only, gpipe
 from slipstream.simulator import TableCost
 

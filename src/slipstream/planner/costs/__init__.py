@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 from slipstream.planner.costs.analytic_costs import StateBytes
-from slipstream.planner.costs.cluster import (
-    SHIPPED,
-    Cluster,
-    Device,
-    load_cluster,
-)
-from slipstream.planner.costs.cost_sources import AnalyticSource, Source, StageCosts
-from slipstream.planner.costs.measurements import (
-    Hardware,
-    Link,
-    MeasuredStage,
-    Measurement,
-    ModelIdentity,
-)
-from slipstream.planner.costs.operation_counts import (
-    Amount,
-    AttentionCall,
-    ModelCount,
-    OpCount,
-    PartCount,
-)
+from slipstream.planner.costs.cluster import SHIPPED, Cluster, Device, load_cluster
+from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, StageCosts
+from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, Measurement, ModelIdentity
+from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount
 from slipstream.planner.costs.paper_formulas import GPT, training_seconds
 from slipstream.planner.costs.profile_file import OPS, Profile, load_profile
 from slipstream.planner.costs.profile_source import ProfileSource
 from slipstream.planner.costs.stage_basis import choose_stages
-from slipstream.planner.costs.time_fit import (
-    Point,
-    Window,
-    find_window,
-    fit_times,
-)
+from slipstream.planner.costs.time_fit import AttentionWindow, SlicePoint, find_window, fit_times
 
 __all__ = [
     "GPT",
@@ -42,23 +20,23 @@ __all__ = [
     "Amount",
     "AnalyticSource",
     "AttentionCall",
+    "AttentionWindow",
     "Cluster",
+    "CostSource",
     "Device",
     "Hardware",
-    "Link",
+    "MeasuredLink",
     "MeasuredStage",
     "Measurement",
     "ModelCount",
     "ModelIdentity",
     "OpCount",
     "PartCount",
-    "Point",
     "Profile",
     "ProfileSource",
-    "Source",
+    "SlicePoint",
     "StageCosts",
     "StateBytes",
-    "Window",
     "choose_stages",
     "find_window",
     "fit_times",

@@ -4,7 +4,7 @@ A slice of n tokens (all sequences of the microbatch together) after a context t
 
     matrix products   max(FLOPs / t / rate(n), bytes / t / bandwidth)      weights are read however short the slice
     other kernels     bytes / bandwidth                                    as wide as the hidden state: on every rank
-    attention         FLOPs of the scores under the mask / t / rate        with a fused kernel; else see `Attention`
+    attention         FLOPs of the scores under the mask / t / rate        see `AttentionKernel`
     all-reduces       two a layer forward, two backward                    Megatron's g and f (PTD-P section 2.3)
 
 but no less than the number of its kernels times the shortest time of one.
@@ -27,11 +27,11 @@ from slipstream.schedule import Action, Op
 from slipstream.simulator import TableCost
 
 
-class Attention(StrEnum):
+class AttentionKernel(StrEnum):
     """How attention is computed."""
 
     FUSED = "fused"  # FlashAttention: the scores under the mask, computed again in backward, never in memory
-    WHOLE = "whole"  # every score of slice by context, masked ones too, written to memory: before FlashAttention
+    UNFUSED = "unfused"  # every score of slice by context, masked ones too, written to memory: before FlashAttention
 
 
 # How often the scores are read or written without a fused kernel. Forward: product, softmax (2), dropout (2), product.
@@ -53,7 +53,7 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
-class AnalyticCost(TableCost):
+class ClusterCost(TableCost):
     """A TableCost whose messages take the links between the ranks' devices, and as many at once as there are.
 
     Rank r of the pipeline is on the devices r · stride .. (tensor-parallel ranks next to each other, then
@@ -85,13 +85,13 @@ class AnalyticCost(TableCost):
 
 
 @dataclass(frozen=True)
-class Analytic:
+class AnalyticCosts:
     """Costs of a counted model's stages on a cluster.
 
     Args:
         tensor_parallel: ranks that share every layer, next to each other.
         microbatch_size: sequences of a microbatch.
-        attention: see `Attention`.
+        attention: see `AttentionKernel`.
         state: bytes per parameter. Default: gradients and AdamW's two moments are in the parameters' dtype.
     """
 
@@ -99,7 +99,7 @@ class Analytic:
     cluster: Cluster
     tensor_parallel: int = 1
     microbatch_size: int = 1
-    attention: Attention = Attention.FUSED
+    attention: AttentionKernel = AttentionKernel.FUSED
     state: StateBytes | None = None
 
     def __post_init__(self) -> None:
@@ -166,18 +166,18 @@ class Analytic:
         device, heads = self.cluster.device, call.num_heads / self.tensor_parallel
         scores = heads * self._num_scores(call, length, context)
         keys, values = call.key_width, call.value_width
-        if self.attention is Attention.FUSED:
+        if self.attention is AttentionKernel.FUSED:
             width = keys + values if op is Op.F else 3 * keys + 2 * values  # backward: S, dP, dV, dQ, dK
         else:
             width = (keys + values) * (1 if op is Op.F else 2)  # backward: dP, dV, dQ, dK
         seconds = 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
-        if self.attention is Attention.WHOLE:
+        if self.attention is AttentionKernel.UNFUSED:
             seconds = seconds + _SCORE_PASSES[op] * scores * self.model.dtype_bytes / device.bytes_per_second
         return seconds
 
     def _num_scores(self, call: AttentionCall, length: Any, context: Any) -> Any:
         """Of one head, for all sequences of the microbatch."""
-        if self.attention is Attention.WHOLE:
+        if self.attention is AttentionKernel.UNFUSED:
             return self.microbatch_size * length * (context + length)
         return self.microbatch_size * (call.window.scores(context + length) - call.window.scores(context))
 
@@ -228,7 +228,7 @@ class Analytic:
             )  # both norms' inputs
             per_token = wide + (part.activation_bytes - wide) / self.tensor_parallel
             total += number * self.microbatch_size * length * per_token
-            if self.attention is Attention.WHOLE:
+            if self.attention is AttentionKernel.UNFUSED:
                 scores = sum(c.num_heads * self._num_scores(c, length, context) for c in part.attentions)
                 total += number * (2 * self.model.dtype_bytes + 1) * scores / self.tensor_parallel
         return total
@@ -262,7 +262,7 @@ class Analytic:
 
     def cost(
         self, partition: Sequence[int], slices: Sequence[int], *, data_parallel: int = 1, scattered: bool = True
-    ) -> AnalyticCost:
+    ) -> ClusterCost:
         """The simulator's costs of a pipeline with these layers per stage and tokens per slice.
 
         Raises SlipstreamError where they don't add up to the model's layers, or no slice has tokens.
@@ -279,7 +279,7 @@ class Analytic:
                 found |= {Op.R: found[Op.F], Op.B: found[Op.I] + found[Op.W]}
                 times |= {(g, s, op): seconds for op, seconds in found.items()}
                 activations[g, s] = self.activation_bytes(layers, length, context)
-        return AnalyticCost(
+        return ClusterCost(
             times=times,
             message_bytes=[self.message_bytes(length) for length in slices],
             activations=activations,

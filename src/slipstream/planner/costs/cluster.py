@@ -22,7 +22,7 @@ SHIPPED = ("v100-p3.16xlarge", "a100-dgx", "a100-selene", "h100-dgx", "h200-hgx"
 
 
 @dataclass(frozen=True)
-class Range:
+class PlausibleRange:
     """Which numbers are plausible, and in what people give them who forget the unit: 10**power, and its name."""
 
     least: float
@@ -32,12 +32,12 @@ class Range:
     usual: str = ""
 
 
-FLOPS = Range(1e9, 1e17, "FLOP/s of dense matrix products", 12, "teraFLOP/s")
-BANDWIDTH = Range(1e7, 1e14, "bytes per second", 9, "gigabytes per second")
-BYTES = Range(1e8, 1e13, "bytes", 9, "gigabytes")
-SECONDS = Range(0, 1e-2, "seconds", -6, "microseconds")
-FRACTION = Range(1e-3, 1, "a fraction of the peak", -2, "percent")
-COUNT = Range(1, 1e6, "a whole number")
+FLOPS = PlausibleRange(1e9, 1e17, "FLOP/s of dense matrix products", 12, "teraFLOP/s")
+BANDWIDTH = PlausibleRange(1e7, 1e14, "bytes per second", 9, "gigabytes per second")
+BYTES = PlausibleRange(1e8, 1e13, "bytes", 9, "gigabytes")
+SECONDS = PlausibleRange(0, 1e-2, "seconds", -6, "microseconds")
+FRACTION = PlausibleRange(1e-3, 1, "a fraction of the peak", -2, "percent")
+COUNT = PlausibleRange(1, 1e6, "a whole number")
 
 
 @dataclass(frozen=True)
@@ -237,11 +237,11 @@ def _known(values: Any, kind: type, where: str) -> dict[str, Any]:
     return values
 
 
-def _numbers(values: Mapping[str, Any], where: str, **ranges: Range) -> dict[str, Any]:
+def _numbers(values: Mapping[str, Any], where: str, **ranges: PlausibleRange) -> dict[str, Any]:
     return {key: _number(values[key], f"{where}.{key}", each) for key, each in ranges.items() if key in values}
 
 
-def _number(value: Any, where: str, plausible: Range) -> float:
+def _number(value: Any, where: str, plausible: PlausibleRange) -> float:
     """The number, which YAML may have left a text (25e9); SlipstreamError where it is none or can't be."""
     try:
         number = float(value)
@@ -257,7 +257,7 @@ def _number(value: Any, where: str, plausible: Range) -> float:
     return number
 
 
-def _meant(number: float, plausible: Range) -> str:
+def _meant(number: float, plausible: PlausibleRange) -> str:
     """What to type where the unit was probably another one."""
     if not isfinite(number) or (number <= 0 < plausible.most):
         return " Give a number above 0."

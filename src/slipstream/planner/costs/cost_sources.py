@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slipstream.planner.costs.analytic_costs import Analytic, AnalyticCost, StateBytes
+from slipstream.planner.costs.analytic_costs import AnalyticCosts, ClusterCost, StateBytes
 from slipstream.planner.costs.cluster import Cluster
 from slipstream.planner.costs.operation_counts import ModelCount
 from slipstream.schedule import Op
 from slipstream.simulator import CostModel
 
-Times = Mapping[tuple[int, int, Op], float]  # stage, slice, op -> seconds
+ActionSeconds = Mapping[tuple[int, int, Op], float]  # stage, slice, op -> seconds
 
 
 class StageCosts(Protocol):
@@ -58,12 +58,12 @@ class StageCosts(Protocol):
 
     def optimizer_seconds(self, layers: range, shards: int) -> float: ...
 
-    def cost(self, times: Times, slices: Sequence[int], data_parallel: int) -> CostModel:
+    def cost(self, times: ActionSeconds, slices: Sequence[int], data_parallel: int) -> CostModel:
         """The simulator's costs, with these times of actions and the links' of messages."""
         ...
 
 
-class Source(Protocol):
+class CostSource(Protocol):
     """A model on some devices."""
 
     name: str
@@ -95,7 +95,7 @@ class Source(Protocol):
         """Bytes per second between a device and its host, in one direction, and bytes there; None: no offload."""
         ...
 
-    def larger(self, most: int) -> Iterator[Source]:
+    def larger(self, most: int) -> Iterator[CostSource]:
         """The same with 2, 4, ... up to `most` times the nodes; none where that is not for a plan to say."""
         ...
 
@@ -104,9 +104,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class _AnalyticStages:
-    """The protocol's view of Analytic."""
+    """The protocol's view of AnalyticCosts."""
 
-    analytic: Analytic
+    analytic: AnalyticCosts
 
     def seconds(self, layers: range, op: Op, length: Any, context: Any) -> Any:
         return self.analytic.seconds(layers, op, length, context)
@@ -145,9 +145,9 @@ class _AnalyticStages:
     def optimizer_seconds(self, layers: range, shards: int) -> float:
         return self.analytic.optimizer_seconds(layers, shards)
 
-    def cost(self, times: Times, slices: Sequence[int], data_parallel: int) -> CostModel:
+    def cost(self, times: ActionSeconds, slices: Sequence[int], data_parallel: int) -> CostModel:
         analytic = self.analytic
-        return AnalyticCost(
+        return ClusterCost(
             times=times,
             message_bytes=[float(analytic.message_bytes(length)) for length in slices],
             cluster=analytic.cluster,
@@ -180,7 +180,9 @@ class AnalyticSource:
         return 1, seq_len
 
     def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
-        return _AnalyticStages(Analytic(self.model, self.cluster, tensor_parallel, microbatch_size, state=self.state))
+        return _AnalyticStages(
+            AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size, state=self.state)
+        )
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float:
         parts, flops = self.model.parts(range(len(self.kinds))), 0.0
@@ -194,7 +196,7 @@ class AnalyticSource:
     def host(self) -> tuple[float, float]:
         return self.cluster.device.host_bandwidth, self.cluster.device.host_memory
 
-    def larger(self, most: int) -> Iterator[Source]:
+    def larger(self, most: int) -> Iterator[CostSource]:
         times = 2
         while times <= most:
             yield AnalyticSource(self.model, self.cluster.with_nodes(times * self.cluster.num_nodes), self.name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.planner.costs.time_fit import Point, TimeFit
+from slipstream.planner.costs.time_fit import SlicePoint, TimeFit
 from slipstream.schedule import Op
 
 
@@ -66,7 +66,7 @@ class MeasuredStage:
         lengths, sizes = (list(column) for column in zip(*self.activation_bytes, strict=True))
         return float(np.interp(length, lengths, sizes))
 
-    def errors(self, op: Op, held_out: bool) -> dict[Point, float]:
+    def errors(self, op: Op, held_out: bool) -> dict[SlicePoint, float]:
         """The fit's relative error at the points used for it, or at those that were not."""
         chosen = [point for point in self.points[op] if point.held_out is held_out]
         fit = self.fits[op]
@@ -74,7 +74,7 @@ class MeasuredStage:
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What a message between two ranks costs: latency + bytes / bandwidth, and the measurements behind it."""
 
     latency: float  # seconds

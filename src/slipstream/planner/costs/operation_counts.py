@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slipstream.planner.costs.time_fit import Window
+from slipstream.planner.costs.time_fit import AttentionWindow
 from slipstream.schedule import Op
 
 
@@ -48,7 +48,7 @@ class AttentionCall:
     num_key_value_heads: int
     key_width: int
     value_width: int
-    window: Window
+    window: AttentionWindow
 
 
 @dataclass(frozen=True)

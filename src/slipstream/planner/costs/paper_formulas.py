@@ -25,10 +25,7 @@ class GPT:
 
     def __post_init__(self) -> None:
         _check_positive(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
-            seq_len=self.seq_len,
+            num_layers=self.num_layers, hidden_size=self.hidden_size, vocab_size=self.vocab_size, seq_len=self.seq_len
         )
 
     @property
@@ -56,10 +53,7 @@ class GPT:
 def bubble_fraction(num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 1) -> float:
     """Idle over ideal time, (p-1)/(m s v): PTD-P section 2.2, with TeraPipe's slices as further microbatches."""
     _check_positive(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_slices=num_slices,
-        stages_per_rank=stages_per_rank,
+        num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices, stages_per_rank=stages_per_rank
     )
     return (num_ranks - 1) / (num_microbatches * num_slices * stages_per_rank)
 
@@ -94,10 +88,7 @@ def batch_seconds(
 def training_seconds(num_tokens: float, num_parameters: float, num_devices: int, flops_per_second: float) -> float:
     """8TP/(nX): PTD-P section 5.1, with recomputation; X is what one device achieves."""
     _check_positive(
-        num_tokens=num_tokens,
-        num_parameters=num_parameters,
-        num_devices=num_devices,
-        flops_per_second=flops_per_second,
+        num_tokens=num_tokens, num_parameters=num_parameters, num_devices=num_devices, flops_per_second=flops_per_second
     )
     return 8 * num_tokens * num_parameters / (num_devices * flops_per_second)
 

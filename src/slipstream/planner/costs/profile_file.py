@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.measurements import Hardware, Link, MeasuredStage, ModelIdentity
+from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, ModelIdentity
 from slipstream.planner.costs.stage_basis import combine, stage_row
-from slipstream.planner.costs.time_fit import Point, TimeFit
+from slipstream.planner.costs.time_fit import SlicePoint, TimeFit
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
@@ -25,7 +25,7 @@ OPS = (Op.F, Op.B, Op.I, Op.W)  # what is measured; recomputation takes as long 
 
 
 @dataclass(frozen=True)
-class StageTime:
+class FittedTime:
     """Seconds of one op as t(slice_length, context_length): a sum of measured stages' fits.
 
     Takes ints or integer arrays. A difference of measurements may come out below 0, which is reported as 0.
@@ -56,12 +56,12 @@ class Profile:
     kind_names: tuple[str, ...]
     stages: tuple[MeasuredStage, ...]
     optimizer_seconds: float  # of an AdamW step, per parameter
-    link: Link | None = None  # None: only one process measured
+    link: MeasuredLink | None = None  # None: only one process measured
     format: int = FORMAT
 
     # --- what a stage costs ------------------------------------------------------------------------------------------
 
-    def time(self, layers: range, op: Op) -> StageTime:
+    def time(self, layers: range, op: Op) -> FittedTime:
         """t(slice_length, context_length) of the stage with these layers; R takes as long as F."""
         if not 0 <= layers.start < layers.stop <= len(self.kinds):
             raise SlipstreamError(
@@ -70,7 +70,7 @@ class Profile:
             )
         return self._sum(self._weights(layers), op)
 
-    def part_time(self, name: str, op: Op) -> StageTime | None:
+    def part_time(self, name: str, op: Op) -> FittedTime | None:
         """The same of one of `part_names`; None where the measured stages can't tell it from another part."""
         if name not in self.part_names:
             near = difflib.get_close_matches(name, self.part_names, n=1, cutoff=0)[0]
@@ -170,10 +170,10 @@ class Profile:
         assert weights is not None, f"the measured stages {self._measured} don't span {layers}"
         return weights
 
-    def _sum(self, weights: Iterable[float], op: Op) -> StageTime:
+    def _sum(self, weights: Iterable[float], op: Op) -> FittedTime:
         op = Op.F if op is Op.R else op
         terms = zip(weights, (stage.fits[op] for stage in self.stages), strict=True)
-        return StageTime(tuple((weight, fit) for weight, fit in terms if weight))
+        return FittedTime(tuple((weight, fit) for weight, fit in terms if weight))
 
     def _total(self, layers: range, values: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self._weights(layers), values, strict=True))
@@ -186,9 +186,9 @@ class Profile:
         errors = [e for stage in self.stages for op in OPS for e in stage.errors(op, held_out=True).values()]
         return sum(errors) / len(errors) if errors else 0.0
 
-    def points_off(self, tolerance: float) -> dict[Point, float]:
+    def points_off(self, tolerance: float) -> dict[SlicePoint, float]:
         """The worst error at each point, used or not, where any op of any stage is off by more."""
-        worst: dict[Point, float] = {}
+        worst: dict[SlicePoint, float] = {}
         for stage in self.stages:
             for op in OPS:
                 for point, error in (stage.errors(op, True) | stage.errors(op, False)).items():

@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs.analytic_costs import StateBytes
-from slipstream.planner.costs.cost_sources import Source, StageCosts, Times
+from slipstream.planner.costs.cost_sources import ActionSeconds, CostSource, StageCosts
 from slipstream.planner.costs.profile_file import Profile
 from slipstream.schedule import Op
 from slipstream.simulator import CostModel, TableCost
@@ -56,7 +56,7 @@ class ProfileSource:
     def host(self) -> None:
         return None
 
-    def larger(self, most: int) -> Iterator[Source]:
+    def larger(self, most: int) -> Iterator[CostSource]:
         return iter(())
 
     def notes(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class _ProfileStages:
     def optimizer_seconds(self, layers: range, shards: int) -> float:
         return self.profile.optimizer_time(layers)
 
-    def cost(self, times: Times, slices: Sequence[int], data_parallel: int) -> CostModel:
+    def cost(self, times: ActionSeconds, slices: Sequence[int], data_parallel: int) -> CostModel:
         link = self.profile.link
         return TableCost(
             times=times,

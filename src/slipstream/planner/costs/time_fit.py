@@ -11,11 +11,11 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 
-Point = tuple[int, int]  # slice length i, context j, in tokens
+SlicePoint = tuple[int, int]  # slice length i, context j, in tokens
 
 
 @dataclass(frozen=True)
-class Window:
+class AttentionWindow:
     """How far back a query attends. Full attention sees everything; `width` is None there.
 
     Query q sees q + 1 keys under full attention, min(q + 1, width) under a sliding window, and q mod width + 1 where
@@ -53,16 +53,16 @@ class Window:
         return blocks * (width * (width + 1) / 2) + rest * (rest + 1) / 2
 
 
-def find_window(first_keys: Mapping[int, int]) -> Window:
+def find_window(first_keys: Mapping[int, int]) -> AttentionWindow:
     """The window under which the query at each position sees the given first key.
 
     Raises SlipstreamError where it is neither full, sliding nor blockwise.
     """
     found = {position - first + 1 for position, first in first_keys.items() if first > 0}
     if not found:
-        return Window()
+        return AttentionWindow()
     block = math.gcd(*first_keys.values())
-    for window in (Window("sliding", max(found)), Window("blockwise", block)):
+    for window in (AttentionWindow("sliding", max(found)), AttentionWindow("blockwise", block)):
         if all(window.first(position) == first for position, first in first_keys.items()):
             return window
     raise SlipstreamError(
@@ -81,7 +81,7 @@ class TimeFit:
 
     lengths: tuple[int, ...]
     base: tuple[float, ...]
-    windows: tuple[Window, ...]
+    windows: tuple[AttentionWindow, ...]
     coefficients: tuple[float, ...]  # a0, a1, then a2, a3 of every window
 
     def __call__(self, length: Any, context: Any) -> Any:
@@ -98,7 +98,9 @@ class TimeFit:
         return float(seconds) if seconds.ndim == 0 else seconds
 
 
-def fit_times(seconds: Mapping[Point, float], windows: Sequence[Window] = (Window(),)) -> TimeFit:
+def fit_times(
+    seconds: Mapping[SlicePoint, float], windows: Sequence[AttentionWindow] = (AttentionWindow(),)
+) -> TimeFit:
     """The least-squares fit of the relative error to measured points; those without context are the table.
 
     Raises SlipstreamError without any point of context 0.
@@ -121,12 +123,12 @@ def fit_times(seconds: Mapping[Point, float], windows: Sequence[Window] = (Windo
     return TimeFit(lengths, base, tuple(windows), tuple(map(float, solution)))
 
 
-def relative_errors(fit: TimeFit, seconds: Mapping[Point, float]) -> dict[Point, float]:
+def relative_errors(fit: TimeFit, seconds: Mapping[SlicePoint, float]) -> dict[SlicePoint, float]:
     """|t(i, j) - measured| / measured at every point."""
     return {point: abs(fit(*point) - measured) / measured for point, measured in seconds.items()}
 
 
-def _features(i: np.ndarray[Any, Any], j: np.ndarray[Any, Any], windows: Sequence[Window]) -> list[Any]:
+def _features(i: np.ndarray[Any, Any], j: np.ndarray[Any, Any], windows: Sequence[AttentionWindow]) -> list[Any]:
     columns: list[Any] = [1.0 + 0 * i, i]
     for window in windows:
         columns += [window.context_keys(j), window.context_scores(i, j)]

@@ -9,8 +9,8 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.order.makespan_bounds import makespan_bound
-from slipstream.planner.order.order_search import ROUNDING, Search, hand_written, measured
-from slipstream.planner.order.ordering_problem import Problem
+from slipstream.planner.order.order_search import ROUNDING, OrderSearch, hand_written, measure_order
+from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Schedule, validate
 from slipstream.simulator import CostModel
 
@@ -43,7 +43,7 @@ def find_order(
     Raises SlipstreamError where no order fits the memory, with the rank and the least limit that would do.
     """
     problem = _problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
-    search = Search(problem, effort)
+    search = OrderSearch(problem, effort)
     search.compare_hand_written()
     search.compare_rules()
     search.vary()
@@ -100,7 +100,7 @@ def best_hand_written(
     """The fastest of the hand-written schedules that `find_order` starts from; None where none fits the memory."""
     problem = _problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
     fitting = [
-        (found.seconds, schedule) for schedule in hand_written(problem) if (found := measured(problem, schedule))
+        (found.seconds, schedule) for schedule in hand_written(problem) if (found := measure_order(problem, schedule))
     ]
     _, best = min(fitting, key=lambda pair: pair[0], default=(np.inf, None))
     return best and replace(best, reach=problem.reach)
@@ -114,7 +114,7 @@ def _problem(
     memory_limit: Sequence[float] | None,
     reach: Sequence[Sequence[int]] | None,
     split: bool,
-) -> Problem:
+) -> OrderingProblem:
     num_ranks = max(placement, default=-1) + 1
     if set(placement) != set(range(num_ranks)) or not placement:
         raise SlipstreamError(
@@ -126,7 +126,7 @@ def _problem(
     rows = tuple(map(tuple, reach)) if reach is not None else None
     Schedule("auto", ((),) * num_ranks, tuple(placement), num_microbatches, num_slices, rows)  # checks the counts
     allowed = tuple(limit * (1 + ROUNDING) for limit in limits)
-    problem = Problem(tuple(placement), num_ranks, num_microbatches, num_slices, cost, allowed, rows, split)
+    problem = OrderingProblem(tuple(placement), num_ranks, num_microbatches, num_slices, cost, allowed, rows, split)
     for rank, (limit, least) in enumerate(zip(allowed, problem.least_memory.tolist(), strict=True)):
         if not least <= limit:
             raise SlipstreamError(

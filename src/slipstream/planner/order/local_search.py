@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.planner.order.ordering_problem import Flags, Floats, Graph, Ints, Order
+from slipstream.array_types import Flags, Floats, Ints
+from slipstream.planner.order.ordering_problem import Graph, Order
 from slipstream.simulator.numba_jit import compiled
 
 _NEVER = np.inf

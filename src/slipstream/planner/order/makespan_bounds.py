@@ -10,12 +10,13 @@ from itertools import permutations
 
 import numpy as np
 
-from slipstream.planner.order.ordering_problem import Floats, Graph, Ints, Problem
+from slipstream.array_types import Floats, Ints
+from slipstream.planner.order.ordering_problem import Graph, OrderingProblem
 from slipstream.schedule import Op
 from slipstream.simulator.numba_jit import compiled
 
 
-def makespan_bound(problem: Problem) -> float:
+def makespan_bound(problem: OrderingProblem) -> float:
     """The formula is that of `slipstream.planner.order.best_order.lower_bound`."""
     times = problem.seconds
     shortest = np.minimum(times[Op.B], times[Op.I])  # until the input gradient is there
@@ -28,7 +29,7 @@ def makespan_bound(problem: Problem) -> float:
     return float(_bound(graph, turns + problem.num_units, problem.activations, _bytes_under(problem)))
 
 
-def _bytes_under(problem: Problem) -> Floats:
+def _bytes_under(problem: OrderingProblem) -> Floats:
     """Per unit, the bytes its rank holds of all forwards that this unit's forward needs, and of its own.
 
     They are also the bytes of all the units whose backwards need this unit's backward.
@@ -164,13 +165,7 @@ def _turn_by_turn(graph: Graph, turns: Ints, apart: Floats, heads: Floats, tails
 
 
 def _memory_over_time(
-    graph: Graph,
-    here: Ints,
-    activations: Floats,
-    heads: Floats,
-    tails: Floats,
-    to_turn: Floats,
-    from_turn: Floats,
+    graph: Graph, here: Ints, activations: Floats, heads: Floats, tails: Floats, to_turn: Floats, from_turn: Floats
 ) -> float:
     """Bytes times seconds: a unit's bytes stay from its forward by way of its chain's turn to its backward's end."""
     num_units = len(activations)

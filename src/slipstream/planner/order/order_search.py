@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.planner.order.list_scheduling import place
 from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
 from slipstream.planner.order.makespan_bounds import makespan_bound
-from slipstream.planner.order.ordering_problem import Flags, Floats, Ints, Order, Problem
+from slipstream.planner.order.ordering_problem import Order, OrderingProblem
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, make_schedule, sending, split_backwards
 
 ROUNDING = 1e-9  # bytes and times are sums of floats
@@ -21,7 +22,7 @@ _MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 600, 15_000, 64  # enough for small proble
 _HEATS = (0.005, 0.001)
 
 
-def hand_written(problem: Problem) -> Iterator[Schedule]:
+def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
     """Every hand-written schedule for this placement, as it is and with its backwards split."""
     per_rank, rest = divmod(len(problem.placement), problem.num_ranks)
     counts = (problem.num_ranks, problem.num_microbatches, problem.num_slices, per_rank)
@@ -38,22 +39,22 @@ def hand_written(problem: Problem) -> Iterator[Schedule]:
             yield split_backwards(schedule)
 
 
-class Candidate(NamedTuple):
+class MeasuredOrder(NamedTuple):
     seconds: float
     order: Order
     split: Flags
 
 
-def measured(problem: Problem, schedule: Schedule) -> Candidate | None:
+def measure_order(problem: OrderingProblem, schedule: Schedule) -> MeasuredOrder | None:
     """The schedule as a candidate; None if it doesn't fit the memory."""
     order, split = problem.order(schedule)
     graph = problem.graph(split)
     if any(peak(graph, order, rank) > limit for rank, limit in enumerate(problem.limits)):
         return None
-    return Candidate(makespan(graph, start_times(graph, order)), order, split)
+    return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
 
 
-class _Rule(NamedTuple):
+class _PriorityRule(NamedTuple):
     """Which action list scheduling takes first, in numbers; see `place` for the last two.
 
     An action's priority is when it would start if its microbatch ran alone, `lag` periods later for every
@@ -68,18 +69,18 @@ class _Rule(NamedTuple):
     window: float = 0  # in mean times of an action
 
 
-class Search:
+class OrderSearch:
     """The best order so far, and the effort that is left."""
 
-    def __init__(self, problem: Problem, effort: float) -> None:
+    def __init__(self, problem: OrderingProblem, effort: float) -> None:
         self.problem, self.effort = problem, effort
         self.size = 3 * problem.num_units
         self.bound = makespan_bound(problem)
         self.random = np.random.default_rng(0)
         self.splittings = _splittings(problem)
         self.graphs = {name: problem.graph(split) for name, split in self.splittings.items()}
-        self.best = Candidate(np.inf, *problem.order(problem.whole))
-        self.rules: dict[_Rule, float] = {}
+        self.best = MeasuredOrder(np.inf, *problem.order(problem.whole))
+        self.rules: dict[_PriorityRule, float] = {}
         self._measure_times()
 
     def _measure_times(self) -> None:
@@ -103,10 +104,10 @@ class Search:
 
     def compare_hand_written(self) -> None:
         for schedule in [self.problem.whole, *hand_written(self.problem)]:
-            if candidate := measured(self.problem, schedule):
+            if candidate := measure_order(self.problem, schedule):
                 self._offer(candidate)
 
-    def _offer(self, candidate: Candidate) -> None:
+    def _offer(self, candidate: MeasuredOrder) -> None:
         if candidate.seconds < self.best.seconds * (1 - 1e-12):
             self.best = candidate
 
@@ -115,10 +116,10 @@ class Search:
         for lag, hurry, patience in product((0, 0.25, 0.5, 1, 2, 4), (-1, 0, 0.25, 0.5, 1, 2), (0.0, 0.5, 1.0)):
             for splitting in self.splittings:
                 if self.goes_on() and (splitting != "none" or patience == 0):
-                    rule = _Rule(splitting, lag, hurry, patience)
+                    rule = _PriorityRule(splitting, lag, hurry, patience)
                     self.rules[rule] = self._try(rule, self._priority(rule))
 
-    def _priority(self, rule: _Rule) -> Floats:
+    def _priority(self, rule: _PriorityRule) -> Floats:
         priority: Floats = (
             self.alone
             + rule.lag * self.period * self.microbatch
@@ -127,11 +128,11 @@ class Search:
         )
         return priority
 
-    def _try(self, rule: _Rule, priority: Floats) -> float:
+    def _try(self, rule: _PriorityRule, priority: Floats) -> float:
         graph = self.graphs[rule.splitting]
         order, start = place(graph, priority, rule.window * self.mean, rule.patience)
         self.effort -= self.size
-        candidate = Candidate(makespan(graph, start), order, self.splittings[rule.splitting])
+        candidate = MeasuredOrder(makespan(graph, start), order, self.splittings[rule.splitting])
         self._offer(candidate)
         return candidate.seconds
 
@@ -171,7 +172,7 @@ class Search:
             graph = self.problem.graph(split)
             found = anneal(graph, order, split, times[Op.B], halves, num_steps, heat, seed)
             self.effort -= num_steps * self.size / 2
-            self._offer(Candidate(*found))
+            self._offer(MeasuredOrder(*found))
 
     def join(self) -> None:
         """Make I and W that follow each other whole again where that costs nothing."""
@@ -193,7 +194,7 @@ class Search:
         after = np.flatnonzero((row[1:] >= 2 * self.problem.num_units) & (row[:-1] == row[1:] - self.problem.num_units))
         return [int(number) - self.problem.num_units for number in row[after]]
 
-    def _joined(self, units: list[int]) -> Candidate:
+    def _joined(self, units: list[int]) -> MeasuredOrder:
         split = self.best.split.copy()
         split[units] = False
         graph = self.problem.graph(split)
@@ -201,10 +202,10 @@ class Search:
         for rank, (row, length) in enumerate(zip(*self.best.order, strict=True)):
             kept = row[:length][graph.exists[row[:length]]]
             order.rows[rank, : len(kept)], order.lengths[rank] = kept, len(kept)
-        return Candidate(makespan(graph, start_times(graph, order)), order, split)
+        return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
 
 
-def _splittings(problem: Problem) -> dict[str, Flags]:
+def _splittings(problem: OrderingProblem) -> dict[str, Flags]:
     """Which backwards list scheduling splits."""
     none = np.zeros(problem.num_units, np.bool_)
     if not problem.split:

@@ -12,14 +12,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.schedule import Action, Channel, Op, Schedule, channel, predecessors, sending
 from slipstream.simulator import CostModel
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 
 class Graph(NamedTuple):
@@ -50,7 +46,7 @@ class Order(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class OrderingProblem:
     """All that must run, what it costs, and what memory each rank has; see `find_order` for the arguments."""
 
     placement: tuple[int, ...]

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from slipstream.planner.partition.layers_to_stages import partition_layers
 
-__all__ = [
-    "partition_layers",
-]
+__all__ = ["partition_layers"]

@@ -6,34 +6,33 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from slipstream.array_types import Floats, Ints
 
 _WORK = 20_000_000  # numbers written in one search, a few seconds at most
 
 
-class _Labels(NamedTuple):
+class _PartialPartitions(NamedTuple):
     """Ways to give the first layers to the first stages; one row each."""
 
-    layers: NDArray[np.int64]  # how many layers are given
-    costs: Array  # (n, ranks)
-    bytes: Array  # (n, ranks)
-    squares: Array  # of the stages' costs, summed
-    parent: NDArray[np.int64]  # row among the labels of the stage before
+    layers: Ints  # how many layers are given
+    costs: Floats  # (n, ranks)
+    bytes: Floats  # (n, ranks)
+    squares: Floats  # of the stages' costs, summed
+    parent: Ints  # row among the labels of the stage before
 
-    def take(self, rows: NDArray[np.int64]) -> _Labels:
+    def take(self, rows: Ints) -> _PartialPartitions:
         layers, costs, sizes, squares, parent = self
-        return _Labels(layers[rows], costs[rows], sizes[rows], squares[rows], parent[rows])
+        return _PartialPartitions(layers[rows], costs[rows], sizes[rows], squares[rows], parent[rows])
 
 
 def evenest_ranks(
-    stage_costs: Array,
-    stage_bytes: Array,
-    limits: Array,
+    stage_costs: Floats,
+    stage_bytes: Floats,
+    limits: Floats,
     placement: tuple[int, ...],
     start: list[int] | None,
-    offsets: Array | None = None,
+    offsets: Floats | None = None,
 ) -> list[int] | None:
     """The least largest cost of a rank, then the least sum of the ranks' squares, then of the stages' squares.
 
@@ -56,7 +55,7 @@ def evenest_ranks(
     num_stages, num_layers, num_ranks = len(placement), stage_costs.shape[1] - 1, len(limits)
     costs = np.zeros((1, num_ranks)) if offsets is None else offsets[None]
     zero = np.zeros(1, np.int64)
-    labels = _Labels(zero, costs, np.zeros((1, num_ranks)), np.zeros(1), zero)
+    labels = _PartialPartitions(zero, costs, np.zeros((1, num_ranks)), np.zeros(1), zero)
     best = _value(start, stage_costs, stage_bytes, limits, placement)
     width = max(300, _WORK // (num_stages * num_layers * num_ranks))
     history = []
@@ -83,7 +82,7 @@ def evenest_ranks(
 
 
 def _value(
-    counts: list[int] | None, stage_costs: Array, stage_bytes: Array, limits: Array, placement: tuple[int, ...]
+    counts: list[int] | None, stage_costs: Floats, stage_bytes: Floats, limits: Floats, placement: tuple[int, ...]
 ) -> tuple[float, float]:
     """(largest, sum of squares) of the ranks' costs; infinite where that doesn't fit."""
     if counts is None:
@@ -96,7 +95,7 @@ def _value(
     return float(costs.max()), float((costs**2).sum())
 
 
-def _extend(labels: _Labels, costs: Array, sizes: Array, rank: int, most: int) -> _Labels:
+def _extend(labels: _PartialPartitions, costs: Floats, sizes: Floats, rank: int, most: int) -> _PartialPartitions:
     """Every label with every count of layers for the next stage, up to `most` layers given."""
     counts = np.maximum(most - labels.layers, 0)
     parent = np.repeat(np.arange(len(counts)), counts)
@@ -105,10 +104,10 @@ def _extend(labels: _Labels, costs: Array, sizes: Array, rank: int, most: int) -
     added, total, held = costs[first, layers], labels.costs[parent], labels.bytes[parent]
     total[:, rank] += added
     held[:, rank] += sizes[first, layers]
-    return _Labels(layers, total, held, labels.squares[parent] + added**2, parent)
+    return _PartialPartitions(layers, total, held, labels.squares[parent] + added**2, parent)
 
 
-def _bounds(costs: Array, open_ranks: list[int], left: Array) -> tuple[Array, Array]:
+def _bounds(costs: Floats, open_ranks: list[int], left: Floats) -> tuple[Floats, Floats]:
     """What the largest rank and the sum of squares come to at least, with `left` spread over the open ranks."""
     fixed = np.delete(costs, open_ranks, axis=1)
     highest, squares = fixed.max(axis=1, initial=-inf), (fixed**2).sum(axis=1)
@@ -122,8 +121,8 @@ def _bounds(costs: Array, open_ranks: list[int], left: Array) -> tuple[Array, Ar
 
 
 def _promising(
-    labels: _Labels, highest: Array, squares: Array, evenness: Array, best: tuple[float, float]
-) -> NDArray[np.int64]:
+    labels: _PartialPartitions, highest: Floats, squares: Floats, evenness: Floats, best: tuple[float, float]
+) -> Ints:
     """The rows worth following, the lowest bounds first, one for each state."""
     slack = 1 + 1e-12  # sums in another order may round differently
     below = highest * slack < best[0]
@@ -137,8 +136,8 @@ def _promising(
     return rows[np.sort(first)]
 
 
-def _rounded(values: Array) -> Array:
+def _rounded(values: Floats) -> Floats:
     """To ten significant digits of the largest."""
     scale = np.abs(values).max(initial=0) * 1e-10
-    rounded: Array = np.round(values / scale) * scale if scale else values
+    rounded: Floats = np.round(values / scale) * scale if scale else values
     return rounded

@@ -7,12 +7,11 @@ from itertools import pairwise
 from math import inf
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
 from slipstream.planner.partition.layers_to_ranks import evenest_ranks
-
-Array = NDArray[np.float64]
 
 
 def partition_layers(
@@ -61,7 +60,9 @@ def partition_layers(
     return found
 
 
-def _partition(stage_costs: Array, stage_bytes: Array, limits: Array, placement: tuple[int, ...]) -> list[int] | None:
+def _partition(
+    stage_costs: Floats, stage_bytes: Floats, limits: Floats, placement: tuple[int, ...]
+) -> list[int] | None:
     """The best counts of layers, or None where no partition fits."""
     one_stage_a_rank = len(set(placement)) == len(placement)
     allowed = np.where(stage_bytes <= limits[list(placement), None, None], stage_costs, inf)
@@ -83,7 +84,7 @@ def _check(costs: Sequence[float], num_layers: int, num_stages: int, placement: 
         )
 
 
-def _stage_costs(per_layer: Array) -> Array:
+def _stage_costs(per_layer: Floats) -> Floats:
     """(num_stages, L) -> (num_stages, L+1, L+1): [g, a, b] is what layers a to b-1 cost on stage g (b > a)."""
     sums = np.concatenate([np.zeros((len(per_layer), 1)), np.cumsum(per_layer, axis=1)], axis=1)
     num_cuts = sums.shape[1]
@@ -97,7 +98,7 @@ def _memory(
     num_layers: int,
     num_stages: int,
     num_ranks: int,
-) -> tuple[Array, Array]:
+) -> tuple[Floats, Floats]:
     if memory is None or memory_limit is None:
         raise SlipstreamError("memory and memory_limit go together: bytes per layer, and how many a rank has.")
     rows = np.asarray(memory, float)
@@ -114,7 +115,7 @@ def _memory(
     return _stage_costs(np.broadcast_to(rows, (num_stages, num_layers))), np.broadcast_to(limits, (num_ranks,))
 
 
-def _slowest(stage_costs: Array) -> Array:
+def _slowest(stage_costs: Floats) -> Floats:
     """(num_stages, L+1): the least possible largest cost of layers a.. on stages g.. ."""
     slowest = stage_costs[:, :, -1].copy()  # all the rest on one stage; right for the last stage
     for stage in range(len(stage_costs) - 2, -1, -1):
@@ -122,7 +123,7 @@ def _slowest(stage_costs: Array) -> Array:
     return slowest
 
 
-def _evenest_stages(stage_costs: Array) -> list[int] | None:
+def _evenest_stages(stage_costs: Floats) -> list[int] | None:
     """The least sum of squares among the partitions with the least largest stage: with the mean fixed, the variance."""
     limit = _slowest(stage_costs)[0, 0]
     if limit == inf:
@@ -130,7 +131,7 @@ def _evenest_stages(stage_costs: Array) -> list[int] | None:
     limit *= 1 + 1e-12  # sums in another order may round differently
     squares = np.where(stage_costs <= limit, stage_costs, inf) ** 2
     rest = squares[-1, :, -1]
-    cuts: list[NDArray[np.int64]] = []
+    cuts: list[Ints] = []
     for stage in range(len(stage_costs) - 2, -1, -1):
         sums = squares[stage] + rest
         cuts.append(sums.argmin(axis=1))
@@ -141,7 +142,7 @@ def _evenest_stages(stage_costs: Array) -> list[int] | None:
     return [b - a for a, b in pairwise([*bounds, stage_costs.shape[1] - 1])]
 
 
-def _explain_memory(stage_bytes: Array, limits: Array, placement: tuple[int, ...]) -> str:
+def _explain_memory(stage_bytes: Floats, limits: Floats, placement: tuple[int, ...]) -> str:
     """Which rank lacks how much where the worst lack is smallest."""
     of_stage = limits[list(placement)]
     num_stages, num_layers = len(placement), stage_bytes.shape[1] - 1
@@ -174,7 +175,7 @@ def _explain_memory(stage_bytes: Array, limits: Array, placement: tuple[int, ...
     )
 
 
-def _least_lack(lack: Array) -> list[int]:
+def _least_lack(lack: Floats) -> list[int]:
     """The partition whose worst lack is smallest."""
     least = _slowest(lack)
     first, counts = 0, []

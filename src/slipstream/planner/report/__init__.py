@@ -4,7 +4,4 @@ from __future__ import annotations
 
 from slipstream.planner.report.wording import bytes_text, configuration_text
 
-__all__ = [
-    "bytes_text",
-    "configuration_text",
-]
+__all__ = ["bytes_text", "configuration_text"]

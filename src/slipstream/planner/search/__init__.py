@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.planner.search.configurations import Options
-from slipstream.planner.search.plan_search import search
+from slipstream.planner.search.plan_search import search_plans
+from slipstream.planner.search.plan_space import PlanOptions
 
-__all__ = [
-    "Options",
-    "search",
-]
+__all__ = ["PlanOptions", "search_plans"]

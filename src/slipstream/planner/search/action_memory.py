@@ -7,14 +7,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from slipstream.planner.plans import Configuration
-from slipstream.planner.search.configurations import Space
-from slipstream.planner.search.step_bounds import Cut, StageTimes
+from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.step_bounds import PlacedPartition, StageTimes
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, Unit
 
 
 def memory_table(
-    space: Space, configuration: Configuration, cut: Cut, times: StageTimes, schedule: Schedule
+    space: PlanSpace, configuration: Configuration, cut: PlacedPartition, times: StageTimes, schedule: Schedule
 ) -> MemoryTable:
     c, state = configuration, space.source.state
     costs = space.costs(c.tensor_parallel, c.microbatch_size)
@@ -57,7 +57,7 @@ class _OfSlice(NamedTuple):
 
 
 def _footprints(
-    space: Space, configuration: Configuration, slices: tuple[int, ...], layers: range, ops: frozenset[Op]
+    space: PlanSpace, configuration: Configuration, slices: tuple[int, ...], layers: range, ops: frozenset[Op]
 ) -> Iterator[_OfSlice]:
     """Of one stage, for `ops`; whether a slice is recomputed or moved to the host is up to the schedule."""
     c = configuration

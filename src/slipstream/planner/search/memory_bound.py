@@ -11,12 +11,12 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from slipstream.planner.search.schedule_cache import written
-from slipstream.planner.search.step_bounds import Array, Cut
+from slipstream.array_types import Flags, Floats, Ints
+from slipstream.planner.search.schedule_cache import cached_schedule
+from slipstream.planner.search.step_bounds import PlacedPartition
 from slipstream.schedule import NARROWEST_WINDOW, Op
-from slipstream.simulator.compiled_simulation import OPS, ActionArrays, Ints
+from slipstream.simulator.compiled_simulation import OPS, ActionArrays
 
 _F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _OFFLOAD = OPS.index(Op.OFFLOAD)
@@ -24,25 +24,27 @@ _NOT_AWAY = 4  # slices of a rank
 
 
 @dataclass(frozen=True)
-class Row:
+class RankActions:
     """One rank's actions as arrays."""
 
     op: Ints
     stage: Ints
     slice: Ints
-    opens: NDArray[np.bool_]  # the first forward of a microbatch on the stage
-    closes: NDArray[np.bool_]  # the last B or I of one
-    reduces: NDArray[np.bool_]  # the stage's first B or W
+    opens: Flags  # the first forward of a microbatch on the stage
+    closes: Flags  # the last B or I of one
+    reduces: Flags  # the stage's first B or W
 
 
 @lru_cache(maxsize=256)
-def rows(name: str, num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int) -> tuple[Row, ...]:
+def rank_actions(
+    name: str, num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int
+) -> tuple[RankActions, ...]:
     """The actions of a schedule by name."""
-    arrays = written(name, num_ranks, num_microbatches, num_slices, stages_per_rank).arrays
+    arrays = cached_schedule(name, num_ranks, num_microbatches, num_slices, stages_per_rank).arrays
     return tuple(_row(arrays, rank) for rank in range(num_ranks))
 
 
-def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Array:
+def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floats:
     """Bytes of every rank's buffers for messages, at least (see `slipstream.simulator.memory_account.pool_bytes`).
 
     What a forward received stays until its slice's backward is done, unless it is moved to the host; and the last few
@@ -64,12 +66,12 @@ def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Arra
     return np.array(most) * min(message_bytes)
 
 
-def _row(all_ranks: ActionArrays, rank: int) -> Row:
+def _row(all_ranks: ActionArrays, rank: int) -> RankActions:
     here = slice(*all_ranks.firsts[rank : rank + 2])
     op, stage, chain = all_ranks.op[here], all_ranks.stage[here], all_ranks.microbatch[here]
     chain = stage * (chain.max() + 1) + chain
     backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
-    return Row(
+    return RankActions(
         op,
         stage,
         all_ranks.slice[here],
@@ -79,7 +81,7 @@ def _row(all_ranks: ActionArrays, rank: int) -> Row:
     )
 
 
-def _firsts(key: Ints, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _firsts(key: Ints, among: Flags) -> Flags:
     """The first entry of every key, of those among which it is looked for."""
     places = np.flatnonzero(among)
     first = np.zeros(len(key), bool)
@@ -88,30 +90,30 @@ def _firsts(key: Ints, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryBound:
     """Bytes of activations, keys, values and gradients."""
 
-    whole: Array  # (stage, slice), all that F leaves
-    kept: Array  # the same, where the slice is recomputed
-    context: Array  # per stage, of one microbatch
-    gradients: Array  # per stage
+    whole: Floats  # (stage, slice), all that F leaves
+    kept: Floats  # the same, where the slice is recomputed
+    context: Floats  # per stage, of one microbatch
+    gradients: Floats  # per stage
     offloads: bool  # whether activations may be away until their backward; what I leaves for W never is
 
-    def peaks(self, name: str, cut: Cut, num_microbatches: int, num_slices: int) -> Array:
+    def peaks(self, name: str, cut: PlacedPartition, num_microbatches: int, num_slices: int) -> Floats:
         """Of every rank at its worst moment, at least."""
         stages_per_rank = len(cut.placement) // cut.num_ranks
-        each = rows(name, cut.num_ranks, num_microbatches, num_slices, stages_per_rank)
+        each = rank_actions(name, cut.num_ranks, num_microbatches, num_slices, stages_per_rank)
         return np.array([self.peak(row) for row in each])
 
-    def away(self, name: str, cut: Cut, num_microbatches: int, num_slices: int) -> float:
+    def away(self, name: str, cut: PlacedPartition, num_microbatches: int, num_slices: int) -> float:
         """The most on one rank's host, at least: what is between forward and backward, but for a few slices.
 
         Those are about to be needed, or have a backward that follows too soon.
         """
-        kept = Held(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
+        kept = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
         return float(kept.peaks(name, cut, num_microbatches, num_slices).max() - _NOT_AWAY * self.kept.max())
 
-    def peak(self, row: Row) -> float:
+    def peak(self, row: RankActions) -> float:
         whole, kept = self.whole[row.stage, row.slice], self.kept[row.stage, row.slice]
         backward, last = (row.op == _B) | (row.op == _I), (row.op == _B) | (row.op == _W)
         if self.offloads:

@@ -9,17 +9,17 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plans import Configuration
 from slipstream.planner.report import bytes_text, configuration_text
-from slipstream.planner.search.configurations import Options, Space
-from slipstream.planner.search.simulated_configuration import Candidate, may_fit
+from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
+from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit
 
 _SMALLEST = 8  # configurations whose memory is counted in full
 _MOST_NODES = 64  # times as many as there are
 
 
-def explain_misfit(space: Space, num_configurations: int) -> SlipstreamError:
+def explain_misfit(space: PlanSpace, num_configurations: int) -> SlipstreamError:
     """The error for a search in which every one of the configurations is too large."""
     peak, rank, configuration = min(
-        (_fullest(Candidate.of(space, each)) for each in _smallest(space)), key=lambda found: found[0]
+        (_fullest(SimulatedConfiguration.of(space, each)) for each in _smallest(space)), key=lambda found: found[0]
     )
     change = next(_changes(space), "use a device with more memory, or a smaller model")
     return SlipstreamError(
@@ -29,7 +29,7 @@ def explain_misfit(space: Space, num_configurations: int) -> SlipstreamError:
     )
 
 
-def _smallest(space: Space) -> list[Configuration]:
+def _smallest(space: PlanSpace) -> list[Configuration]:
     """By their bounds, where all that saves memory is used unless the options say otherwise."""
     sizes = space.source.microbatch_sizes() or (1,)
     saving: dict[str, Any] = {
@@ -39,18 +39,18 @@ def _smallest(space: Space) -> list[Configuration]:
         "num_slices": (1, 8) if space.longest >= space.seq_len else None,
     }
     unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
-    saving_space = Space(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
+    saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
     found = sorted((size, number, c) for number, (_, size, c) in enumerate(saving_space.bounded()))
     return [configuration for _, _, configuration in found[:_SMALLEST]]
 
 
-def _fullest(candidate: Candidate) -> tuple[float, int, Configuration]:
+def _fullest(candidate: SimulatedConfiguration) -> tuple[float, int, Configuration]:
     """Bytes of the fullest rank, and which it is."""
     peaks = candidate.peaks()
     return max(peaks), peaks.index(max(peaks)), candidate.configuration
 
 
-def _changes(space: Space) -> Iterator[str]:
+def _changes(space: PlanSpace) -> Iterator[str]:
     """What would fit, the cheapest first: more choices, more of the device's memory, more nodes, fewer tokens."""
     options, source = space.options, space.source
     for choice in (each.name for each in fields(Configuration)):
@@ -60,17 +60,17 @@ def _changes(space: Space) -> Iterator[str]:
     if options.memory_limit is not None and _fitting(replace(options, memory_limit=None), space):
         yield f"allow all {bytes_text(source.memory)} of a device's memory"
     for more in source.larger(_MOST_NODES):
-        found = _fitting(options, Space(more, space.seq_len, space.global_batch, options))
+        found = _fitting(options, PlanSpace(more, space.seq_len, space.global_batch, options))
         if found is not None:
             yield f"{more.num_devices} devices instead of {source.num_devices} ({configuration_text(found)})"
     length = space.seq_len // 2
     while length >= 256:
-        if _fitting(options, Space(source, length, space.global_batch, options)):
+        if _fitting(options, PlanSpace(source, length, space.global_batch, options)):
             yield f"sequences of {length} tokens"
         length //= 2
 
 
-def _fitting(options: Options, space: Space) -> Configuration | None:
+def _fitting(options: PlanOptions, space: PlanSpace) -> Configuration | None:
     """One that fits, of the smallest."""
-    other = Space(space.source, space.seq_len, space.global_batch, options)
-    return next((c for c in _smallest(other) if may_fit(other, c) and Candidate.of(other, c).fits()), None)
+    other = PlanSpace(space.source, space.seq_len, space.global_batch, options)
+    return next((c for c in _smallest(other) if may_fit(other, c) and SimulatedConfiguration.of(other, c).fits()), None)

@@ -12,17 +12,17 @@ from itertools import islice
 from math import inf
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import Source
+from slipstream.planner.costs import CostSource
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
-from slipstream.planner.search.configurations import Options, Space
-from slipstream.planner.search.memory_bound import rows
+from slipstream.planner.search.memory_bound import rank_actions
 from slipstream.planner.search.memory_shortfall import explain_misfit
-from slipstream.planner.search.schedule_cache import written
-from slipstream.planner.search.simulated_configuration import Candidate, may_fit, predict
+from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
+from slipstream.planner.search.schedule_cache import cached_schedule
+from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.simulator import simulate
 
-Progress = Callable[[str, int, int], None]  # what, how many, of how many (0: not known)
-Bounded = tuple[float, Configuration]
+ProgressReport = Callable[[str, int, int], None]  # what, how many, of how many (0: not known)
+BoundedConfiguration = tuple[float, Configuration]
 
 _SAVINGS = {"none": 0, "selective": 1, "full": 2}
 _EVERY = 5000  # configurations between two reports of progress
@@ -42,20 +42,20 @@ def _working_memory() -> Iterator[None]:
     try:
         yield
     finally:
-        written.cache_clear()
-        rows.cache_clear()
+        cached_schedule.cache_clear()
+        rank_actions.cache_clear()
         if was_enabled:
             gc.enable()
 
 
 @_working_memory()
-def search(
-    source: Source,
+def search_plans(
+    source: CostSource,
     seq_len: int,
     global_batch: int,
     *,
-    options: Options | None = None,
-    progress: Progress | None = None,
+    options: PlanOptions | None = None,
+    progress: ProgressReport | None = None,
 ) -> Plan:
     """The best plans for training on `global_batch` sequences of `seq_len` tokens a step.
 
@@ -67,15 +67,15 @@ def search(
             which rank, and the cheapest change with which it would fit.
     """
     began = time.perf_counter()
-    options = options or Options()
+    options = options or PlanOptions()
     report = progress or (lambda *_: None)
-    space = Space(source, seq_len, global_batch, options)
+    space = PlanSpace(source, seq_len, global_batch, options)
     fitting, num_all = _bounds(space, report)
-    run = _Search(space, fitting, options, report)
+    run = _PlanSearch(space, fitting, options, report)
     best, alternatives = run.settle()
     if not best:
         raise explain_misfit(space, num_all)
-    candidate = Candidate.of(space, best[0].configuration)
+    candidate = SimulatedConfiguration.of(space, best[0].configuration)
     return Plan(
         model=source.name,
         cluster=source.hardware,
@@ -95,12 +95,12 @@ def search(
     )
 
 
-def _bounds(space: Space, report: Progress) -> tuple[list[Bounded], int]:
+def _bounds(space: PlanSpace, report: ProgressReport) -> tuple[list[BoundedConfiguration], int]:
     """The configurations that may fit, the most promising first, and how many there are in all.
 
     Of equally promising ones, those come first that save memory in the ways that cost least.
     """
-    fitting: list[Bounded] = []
+    fitting: list[BoundedConfiguration] = []
     number = 0
     for number, (seconds, size, configuration) in enumerate(space.bounded(), start=1):
         if size <= space.memory:
@@ -114,11 +114,11 @@ def _bounds(space: Space, report: Progress) -> tuple[list[Bounded], int]:
 
 
 @dataclass
-class _Search:
-    space: Space
-    fitting: list[Bounded]
-    options: Options
-    report: Progress
+class _PlanSearch:
+    space: PlanSpace
+    fitting: list[BoundedConfiguration]
+    options: PlanOptions
+    report: ProgressReport
     seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of what fits
     too_large: set[Configuration] = field(default_factory=set)
     num_simulated: int = 0
@@ -175,7 +175,7 @@ class _Search:
         found = self.seconds[configuration] = candidate.step_seconds()
         return found
 
-    def _cut(self, configuration: Configuration) -> Candidate:
+    def _cut(self, configuration: Configuration) -> SimulatedConfiguration:
         c = configuration
         self.num_cut += 1
         self.num_units += (
@@ -184,7 +184,7 @@ class _Search:
             * c.num_slices
             * self.space.num_microbatches(c.data_parallel, c.microbatch_size)
         )
-        return Candidate.of(self.space, configuration)
+        return SimulatedConfiguration.of(self.space, configuration)
 
     def predictions(self, count: int) -> Iterator[Prediction]:
         """The best so many, best first; those whose messages don't fit as well are dropped."""
@@ -198,7 +198,7 @@ class _Search:
 
     def prediction(self, configuration: Configuration) -> Prediction | None:
         if configuration not in self.known:
-            self.known[configuration] = predict(Candidate.of(self.space, configuration))
+            self.known[configuration] = predict(SimulatedConfiguration.of(self.space, configuration))
         found = self.known[configuration]
         if found.peak_memory <= self.space.memory:
             return found
@@ -245,7 +245,7 @@ def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
                     yield other
 
 
-def _nothing_divides(space: Space) -> SlipstreamError:
+def _nothing_divides(space: PlanSpace) -> SlipstreamError:
     source, options = space.source, space.options
     given = {each.name: getattr(options, each.name) for each in fields(Configuration)}
     allowed = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in given.items() if values is not None)

@@ -12,7 +12,7 @@ _KEPT = 32  # schedules; a large one takes 30 MB
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class CachedSchedule:
     """A schedule of compute actions, R, OFFLOAD and RELOAD, and the same as arrays."""
 
     schedule: Schedule
@@ -23,7 +23,7 @@ class Written:
 
 
 @lru_cache(maxsize=_KEPT)
-def written(
+def cached_schedule(
     name: str,
     num_ranks: int,
     num_microbatches: int,
@@ -31,11 +31,11 @@ def written(
     stages_per_rank: int,
     recompute: bool = False,
     offload: float = 0.0,
-) -> Written:
+) -> CachedSchedule:
     """A schedule by name, the backwards split that send their result."""
     plain = name, num_ranks, num_microbatches, num_slices, stages_per_rank
     if offload:
-        return Written(add_offload(written(*plain, recompute).schedule, offload))
+        return CachedSchedule(add_offload(cached_schedule(*plain, recompute).schedule, offload))
     if recompute:
-        return Written(add_recompute(written(*plain).schedule))
-    return Written(split_backwards(make_schedule(*plain)))
+        return CachedSchedule(add_recompute(cached_schedule(*plain).schedule))
+    return CachedSchedule(split_backwards(make_schedule(*plain)))

@@ -10,37 +10,38 @@ from itertools import product
 
 import numpy as np
 
+from slipstream.array_types import Floats
 from slipstream.planner.plans import Configuration, Prediction
 from slipstream.planner.search.action_memory import memory_table
-from slipstream.planner.search.configurations import Space
-from slipstream.planner.search.memory_bound import Held, least_messages
-from slipstream.planner.search.schedule_cache import Written, written
-from slipstream.planner.search.step_bounds import Array, Cut, StageTimes
+from slipstream.planner.search.memory_bound import MemoryBound, least_messages
+from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.schedule_cache import CachedSchedule, cached_schedule
+from slipstream.planner.search.step_bounds import PlacedPartition, StageTimes
 from slipstream.schedule import Action, Op, Schedule
 from slipstream.simulator import CostModel, Kind, MemoryTable, RankMemory, Unit, memory_of
 from slipstream.simulator.compiled_simulation import OPS
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SimulatedConfiguration:
     """A configuration with its layers and tokens cut, and what its actions cost."""
 
-    space: Space
+    space: PlanSpace
     configuration: Configuration
-    cut: Cut
+    cut: PlacedPartition
     times: StageTimes
-    written: Written  # its schedule
+    cached: CachedSchedule
     cost: CostModel
     table: MemoryTable
 
     @classmethod
-    def of(cls, space: Space, configuration: Configuration) -> Candidate:
+    def of(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
         c = configuration
         cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
         times = space.times(c.tensor_parallel, c.microbatch_size, cut, c.num_slices)
         num_microbatches = space.num_microbatches(c.data_parallel, c.microbatch_size)
         shape = c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank
-        found = written(*shape, c.recompute != "none", c.offload)
+        found = cached_schedule(*shape, c.recompute != "none", c.offload)
         costs = space.costs(c.tensor_parallel, c.microbatch_size)
         cost = costs.cost(_seconds(times, c.recompute), times.slices, c.data_parallel)
         return cls(space, c, cut, times, found, cost, memory_table(space, c, cut, times, found.schedule))
@@ -48,7 +49,7 @@ class Candidate:
     @property
     def schedule(self) -> Schedule:
         """Compute actions, R, OFFLOAD and RELOAD; backwards split as a Pipeline does."""
-        return self.written.schedule
+        return self.cached.schedule
 
     def fits(self) -> bool:
         """Whether every device and its host have room, with the fewest buffers for messages that may be needed."""
@@ -57,7 +58,7 @@ class Candidate:
 
     def peaks(self) -> list[float]:
         """Bytes of every rank, at least: how many buffers messages need, only the lowered schedule tells."""
-        messages = least_messages(self.written.arrays, self.table.message_bytes)
+        messages = least_messages(self.cached.arrays, self.table.message_bytes)
         return [peak + buffers for (peak, _), buffers in zip(self._held, messages, strict=True)]
 
     @property
@@ -69,22 +70,22 @@ class Candidate:
         return [_peaks(row, self) for row in self.schedule.actions]
 
     @cached_property
-    def run(self) -> tuple[Array, Array]:
+    def run(self) -> tuple[Floats, Floats]:
         """When each of its actions ends, and how long it takes."""
-        return self.written.arrays.ends(self.cost)
+        return self.cached.arrays.ends(self.cost)
 
     def step_seconds(self) -> float:
         return _step(self)[0]
 
 
-def may_fit(space: Space, configuration: Configuration) -> bool:
+def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
     """A quick test that only what is too large fails, messages and the gradients of keys and values aside."""
     c, state = configuration, space.source.state
     cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
     slices = np.array(space.slices(c.tensor_parallel, c.microbatch_size, c.num_slices)) / space.seq_len
     sizes = space.sizes(c.tensor_parallel, c.microbatch_size, cut)
     per_parameter = state.weights + state.optimizer / c.optimizer_shards
-    held = Held(
+    held = MemoryBound(
         whole=np.outer(sizes.of_stages["none"], slices),
         kept=np.outer(sizes.of_stages[c.recompute], slices),
         context=sizes.context_of_stages,
@@ -106,7 +107,7 @@ def _seconds(times: StageTimes, recompute: str) -> dict[tuple[int, int, Op], flo
     return {(g, s, op): float(t[g, s]) for op, t in tables.items() for g, s in product(range(stages), range(slices))}
 
 
-def _peaks(row: Sequence[Action], candidate: Candidate) -> tuple[float, float]:
+def _peaks(row: Sequence[Action], candidate: SimulatedConfiguration) -> tuple[float, float]:
     """The most bytes that a rank holds, messages aside, and the most it has on the host."""
     table, schedule = candidate.table, candidate.schedule
     stages = {action.stage for action in row}  # those without gradients yet
@@ -138,7 +139,7 @@ def _peaks(row: Sequence[Action], candidate: Candidate) -> tuple[float, float]:
     return peak, most_away
 
 
-def predict(candidate: Candidate) -> Prediction:
+def predict(candidate: SimulatedConfiguration) -> Prediction:
     """What the configuration does, from its simulation, with all that its ranks hold."""
     space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
     step, causes = _step(candidate)
@@ -161,13 +162,13 @@ def predict(candidate: Candidate) -> Prediction:
     )
 
 
-def _step(candidate: Candidate) -> tuple[float, dict[str, float]]:
+def _step(candidate: SimulatedConfiguration) -> tuple[float, dict[str, float]]:
     """Seconds of the step, optimizer included, and where they go on the rank that ends last."""
     c = candidate.configuration
     tails = candidate.space.tails(
         c.tensor_parallel, c.microbatch_size, candidate.cut, c.data_parallel, c.optimizer_shards
     )
-    ends = candidate.run[0][candidate.written.arrays.firsts[1:] - 1]
+    ends = candidate.run[0][candidate.cached.arrays.firsts[1:] - 1]
     rank = int(np.argmax(ends + tails.total))
     causes = _causes(candidate, rank, float(ends[rank]))
     causes |= {"gradient reduction": float(tails.gradients[rank]), "optimizer": float(tails.optimizer[rank])}
@@ -181,9 +182,9 @@ def _by_kind(memory: RankMemory) -> dict[Kind, float]:
     return {kind: size for kind, size in during.items() if size}
 
 
-def _causes(candidate: Candidate, rank: int, end: float) -> dict[str, float]:
+def _causes(candidate: SimulatedConfiguration, rank: int, end: float) -> dict[str, float]:
     """Where one rank's time until its last action goes."""
-    arrays = candidate.written.arrays
+    arrays = candidate.cached.arrays
     here = slice(*arrays.firsts[rank : rank + 2])
     op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], candidate.run[1][here]
     chosen = {each: op == OPS.index(each) for each in (Op.F, Op.B, Op.I, Op.R)}
@@ -196,7 +197,9 @@ def _causes(candidate: Candidate, rank: int, end: float) -> dict[str, float]:
     return found | {"waiting": end - work - recomputed}
 
 
-def _with_host(candidate: Candidate, step: float, causes: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+def _with_host(
+    candidate: SimulatedConfiguration, step: float, causes: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
     """The step is no shorter than the way of all that is offloaded, to the host and back at the same time."""
     host, c = candidate.space.source.host(), candidate.configuration
     if not c.offload or host is None:

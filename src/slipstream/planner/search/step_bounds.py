@@ -8,16 +8,14 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from slipstream.array_types import Flags, Floats
 from slipstream.planner.costs import StateBytes
 from slipstream.schedule import Op
 
-Array = NDArray[np.float64]
-
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class PlacedPartition:
     """Layers and their ranks."""
 
     placement: tuple[int, ...]
@@ -37,11 +35,11 @@ class Cut:
         return [self.placement.index(rank) for rank in range(self.num_ranks)]
 
     @cached_property
-    def sends_back(self) -> NDArray[np.bool_]:
+    def sends_back(self) -> Flags:
         """Of every stage, whether the one before is on another rank."""
         return np.array([False, *(a != b for a, b in pairwise(self.placement))])
 
-    def per_rank(self, values: Sequence[float] | Array) -> Array:
+    def per_rank(self, values: Sequence[float] | Floats) -> Floats:
         """Sums over the stages of each rank."""
         return np.bincount(self.placement, values, self.num_ranks).astype(np.float64)
 
@@ -50,37 +48,37 @@ class Cut:
 class RankSizes:
     """Of every rank: its parameters, and the bytes of one microbatch's keys and values and of what its F leave."""
 
-    parameters: Array
-    context: Array
-    kept: dict[str, Array]  # by kind of recomputation
-    largest: Array  # of the largest of the rank's stages, where nothing is recomputed
-    of_stages: dict[str, Array]  # `kept`, per stage
-    context_of_stages: Array
-    parameters_of_stages: Array
+    parameters: Floats
+    context: Floats
+    kept: dict[str, Floats]  # by kind of recomputation
+    largest: Floats  # of the largest of the rank's stages, where nothing is recomputed
+    of_stages: dict[str, Floats]  # `kept`, per stage
+    context_of_stages: Floats
+    parameters_of_stages: Floats
 
 
 @dataclass(frozen=True)
 class StageTimes:
     """Seconds of each (stage, slice)."""
 
-    forward: Array
-    backward: Array  # in one; not always as long as its two halves together
-    input_gradient: Array
-    weight_gradient: Array
-    replay: dict[str, Array]  # by kind of recomputation
-    reduce: dict[Op, Array]  # what of F and I are all-reduces between tensor-parallel ranks
+    forward: Floats
+    backward: Floats  # in one; not always as long as its two halves together
+    input_gradient: Floats
+    weight_gradient: Floats
+    replay: dict[str, Floats]  # by kind of recomputation
+    reduce: dict[Op, Floats]  # what of F and I are all-reduces between tensor-parallel ranks
     slices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Tails:
+class TailSeconds:
     """Of every rank, seconds after its last action."""
 
-    gradients: Array  # their reduction between the replicas
-    optimizer: Array
+    gradients: Floats  # their reduction between the replicas
+    optimizer: Floats
 
     @cached_property
-    def total(self) -> Array:
+    def total(self) -> Floats:
         return self.gradients + self.optimizer
 
 
@@ -88,12 +86,12 @@ class Tails:
 class Shared:
     """What the configurations share that differ only in how they save memory."""
 
-    cut: Cut
+    cut: PlacedPartition
     times: StageTimes
     sizes: RankSizes
     state: StateBytes
     host: tuple[float, float] | None  # bytes per second to it, and its bytes
-    tails: dict[bool, Tails]  # by whether the optimizer is sharded
+    tails: dict[bool, TailSeconds]  # by whether the optimizer is sharded
     num_microbatches: int
     data_parallel: int
     splits: bool  # whether all backwards are I and W; else those that send their result to another rank are
@@ -106,7 +104,7 @@ class Bounds:
         self._shared = shared
         self._seconds: dict[tuple[str, float, bool], float] = {}
         self._bytes: dict[tuple[str, float, bool], float] = {}
-        self._ends: dict[str, Array] = {}  # by kind of recomputation
+        self._ends: dict[str, Floats] = {}  # by kind of recomputation
 
     def seconds(self, recompute: str, offload: float, shard: bool) -> float:
         """The longest of the ranks' times: what must come before their first stage's first forward, their work, what
@@ -122,7 +120,7 @@ class Bounds:
             self._seconds[key] = max(ends, self._copied(recompute, offload))
         return self._seconds[key]
 
-    def _ranks_end(self, recompute: str) -> Array:
+    def _ranks_end(self, recompute: str) -> Floats:
         """Of every rank, its last action at the soonest."""
         times, cut = self._shared.times, self._shared.cut
         replay = times.replay[recompute].copy()
@@ -164,6 +162,6 @@ class Bounds:
         return self._bytes[key]
 
 
-def _before(seconds: Array) -> Array:
+def _before(seconds: Floats) -> Floats:
     """The sum of all entries before each."""
     return np.concatenate([[0.0], np.cumsum(seconds)[:-1]])

@@ -7,13 +7,13 @@ from itertools import accumulate
 from math import inf
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.slicing.equal_stages import Slicing
+from slipstream.planner.slicing.equal_stage_slicing import Slicing
 from slipstream.planner.slicing.equal_time_cuts import equal_time_slices
 from slipstream.schedule import COMMUNICATION, Op, Schedule
 from slipstream.simulator import CostModel, TableCost, simulate
 
-Candidate = Callable[[tuple[int, ...]], tuple[Schedule, CostModel]]
-StageTime = Callable[[int, Op, int, int], float]  # (stage, op, slice_length, context_length) -> seconds
+ScheduleForSlices = Callable[[tuple[int, ...]], tuple[Schedule, CostModel]]
+ActionTime = Callable[[int, Op, int, int], float]  # (stage, op, slice_length, context_length) -> seconds
 
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)  # of attention, for the cuts to start from
 _STARTS = 3  # counts of slices that are improved
@@ -22,7 +22,7 @@ _STARTS = 3  # counts of slices that are improved
 def cost_of_slices(
     schedule: Schedule,
     slices: tuple[int, ...],
-    time: StageTime,
+    time: ActionTime,
     *,
     bytes_per_token: float = 0,
     latency: float = 0,
@@ -48,7 +48,7 @@ def cost_of_slices(
 
 
 def slice_for_schedule(
-    candidate: Candidate,
+    candidate: ScheduleForSlices,
     length: int,
     *,
     granularity: int = 1,
@@ -72,7 +72,7 @@ def slice_for_schedule(
         max_slices: the largest count tried.
         max_simulations: a simulation takes milliseconds in proportion to the schedule's actions.
     """
-    search = _Search(candidate, length, granularity, min_slice or 1, max_slices, max_simulations)
+    search = _SliceSearch(candidate, length, granularity, min_slice or 1, max_slices, max_simulations)
     if not search.allowed((length,)):
         raise SlipstreamError(
             f"length={length}, granularity={granularity}, min_slice={min_slice}, max_slices={max_slices}: all are 1 or "
@@ -84,11 +84,17 @@ def slice_for_schedule(
     return Slicing(search.best, search.seconds(search.best))
 
 
-class _Search:
+class _SliceSearch:
     """A local search that remembers what it has simulated."""
 
     def __init__(
-        self, candidate: Candidate, length: int, granularity: int, min_slice: int, max_slices: int, max_simulations: int
+        self,
+        candidate: ScheduleForSlices,
+        length: int,
+        granularity: int,
+        min_slice: int,
+        max_slices: int,
+        max_simulations: int,
     ) -> None:
         self.candidate, self.length, self.granularity = candidate, length, granularity
         self.min_slice, self.max_slices, self.max_simulations = min_slice, max_slices, max_simulations

@@ -8,18 +8,17 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from slipstream.planner.slicing.time_table import Array, TimeTable
+from slipstream.array_types import Floats, Ints
+from slipstream.planner.slicing.time_table import TimeTable
 
-Ints = NDArray[np.int64]
 NUMBA_PAYS_FROM = 200  # cuts: below, NumPy is done before Numba is imported
 
 # (times, floors, weight, limits) -> per cut the least sum and the cut before it; per time `above` and `maxima`
-Search = Callable[[Array, Array, Array, Array], tuple[Array, Ints, Array, Array]]
+PathSearch = Callable[[Floats, Floats, Floats, Floats], tuple[Floats, Ints, Floats, Floats]]
 
 
-class Path(NamedTuple):
+class CutPath(NamedTuple):
     """The best cuts under the limits; `total` is infinite where none keep to them."""
 
     total: float
@@ -33,7 +32,7 @@ class Path(NamedTuple):
         return tuple(_backwards(self.previous))[::-1] if self.total < inf else ()
 
 
-def shortest_path(table: TimeTable, limits: tuple[float, ...], search: Search | None = None) -> Path:
+def shortest_path(table: TimeTable, limits: tuple[float, ...], search: PathSearch | None = None) -> CutPath:
     """Cut the sequence so that the sum of times is least and no slice takes more than the limits (one for each time).
 
     Among equal sums, each cut takes the longest slice before it, so that both searches give the same cuts.
@@ -41,7 +40,7 @@ def shortest_path(table: TimeTable, limits: tuple[float, ...], search: Search | 
     if search is None:
         search = search_compiled() if len(table.bounds) > NUMBA_PAYS_FROM else search_numpy
     best, previous, above, maxima = search(table.times, table.floors, table.weight, np.array(limits, float))
-    return Path(float(best[-1]), tuple(maxima.tolist()), tuple(above.tolist()), previous)
+    return CutPath(float(best[-1]), tuple(maxima.tolist()), tuple(above.tolist()), previous)
 
 
 def _backwards(previous: Ints) -> list[int]:
@@ -53,7 +52,7 @@ def _backwards(previous: Ints) -> list[int]:
     return cuts
 
 
-def search_numpy(times: Array, floors: Array, weight: Array, limits: Array) -> tuple[Array, Ints, Array, Array]:
+def search_numpy(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> tuple[Floats, Ints, Floats, Floats]:
     """Every cut looks back at all earlier ones at once: the inner line of the paper's Algorithm 1."""
     over = times > limits[:, None, None]
     above = np.where(over, times, inf).min(axis=(1, 2))
@@ -73,7 +72,7 @@ def search_numpy(times: Array, floors: Array, weight: Array, limits: Array) -> t
 
 
 @cache
-def search_compiled() -> Search:
+def search_compiled() -> PathSearch:
     """The same as machine code, or `search_numpy` where Numba can't be imported."""
     try:
         from slipstream.planner.slicing.shortest_path_compiled import search

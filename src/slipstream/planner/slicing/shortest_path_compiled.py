@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.planner.slicing.shortest_path import Ints
-from slipstream.planner.slicing.time_table import Array
+from slipstream.array_types import Floats, Ints
 from slipstream.simulator.numba_jit import compiled
 
 
 @compiled
-def search(times: Array, floors: Array, weight: Array, limits: Array) -> tuple[Array, Ints, Array, Array]:
+def search(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> tuple[Floats, Ints, Floats, Floats]:
     """The same as `search_numpy`, looking only at slices that start late enough to keep to the limits."""
     n = len(weight) - 1
     best = np.full(n + 1, np.inf)

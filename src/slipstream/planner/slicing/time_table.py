@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
 
-Array = NDArray[np.float64]
 SliceTime = Callable[[Any, Any], Any] | ArrayLike
 
 MAX_CUTS = 8192  # a table of 0.5 GiB; the search reads it a hundred times
@@ -27,17 +27,17 @@ class TimeTable:
     no such slice.
     """
 
-    bounds: NDArray[np.int64]  # (n+1,) tokens, from 0 to the sequence's length
-    times: Array  # (D, n+1, n+1)
+    bounds: Ints  # (n+1,) tokens, from 0 to the sequence's length
+    times: Floats  # (D, n+1, n+1)
 
     @cached_property
-    def weight(self) -> Array:
+    def weight(self) -> Floats:
         """(n+1, n+1): what is summed over the slices."""
-        total: Array = self.times[0] if len(self.times) == 1 else self.times.sum(axis=0)
+        total: Floats = self.times[0] if len(self.times) == 1 else self.times.sum(axis=0)
         return total
 
     @cached_property
-    def floors(self) -> Array:
+    def floors(self) -> Floats:
         """The least time among the slices that end where this one does and start no later.
 
         Where that is over a limit, so are all of those slices: the search doesn't look at them one by one.
@@ -54,7 +54,7 @@ class TimeTable:
         return tuple(int(tokens) for tokens in np.diff(self.bounds[list(cuts)]))
 
 
-def cut_positions(length: int, granularity: int) -> NDArray[np.int64]:
+def cut_positions(length: int, granularity: int) -> Ints:
     """0, granularity, 2·granularity, ... and the length, where a shorter slice may end."""
     if length < 1 or granularity < 1:
         raise SlipstreamError(f"length={length}, granularity={granularity}: both are tokens, 1 or more.")
@@ -91,7 +91,7 @@ def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_sl
     return TimeTable(bounds, tables)
 
 
-def _evaluate(time: SliceTime, bounds: NDArray[np.int64], granularity: int) -> Array:
+def _evaluate(time: SliceTime, bounds: Ints, granularity: int) -> Floats:
     if not callable(time):
         return _from_array(time, bounds, granularity)
     n = len(bounds) - 1
@@ -106,7 +106,7 @@ def _evaluate(time: SliceTime, bounds: NDArray[np.int64], granularity: int) -> A
     return table
 
 
-def _seconds(time: Callable[[Any, Any], Any], lengths: NDArray[np.int64], contexts: NDArray[np.int64]) -> Array:
+def _seconds(time: Callable[[Any, Any], Any], lengths: Ints, contexts: Ints) -> Floats:
     """The times of all these slices, asked for one by one where the function doesn't take arrays."""
     try:
         seconds = time(lengths, contexts)
@@ -117,7 +117,7 @@ def _seconds(time: Callable[[Any, Any], Any], lengths: NDArray[np.int64], contex
     return np.asarray(seconds, float)
 
 
-def _from_array(values: ArrayLike, bounds: NDArray[np.int64], granularity: int) -> Array:
+def _from_array(values: ArrayLike, bounds: Ints, granularity: int) -> Floats:
     array = np.asarray(values, float)
     n = len(bounds) - 1
     if array.ndim != 2 or min(array.shape) < n or len(array) < n + 1 or bounds[-1] != n * granularity:

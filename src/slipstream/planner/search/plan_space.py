@@ -9,11 +9,12 @@ from itertools import product
 
 import numpy as np
 
+from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import Source, StageCosts
+from slipstream.planner.costs import CostSource, StageCosts
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
-from slipstream.planner.search.step_bounds import Array, Bounds, Cut, RankSizes, Shared, StageTimes, Tails
+from slipstream.planner.search.step_bounds import Bounds, PlacedPartition, RankSizes, Shared, StageTimes, TailSeconds
 from slipstream.planner.slicing import equal_time_slices
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
 
@@ -27,7 +28,7 @@ _SCHEDULES = tuple(name for name in GENERATORS if name != "gpipe")  # 1f1b is as
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """What a plan may choose from; None: whatever divides. Raises SlipstreamError in the search for what can't be."""
 
     tensor_parallel: tuple[int, ...] | None = None
@@ -49,21 +50,21 @@ class Options:
         return values is None or value in values
 
 
-class Space:
+class PlanSpace:
     """The configurations of one search, and what their stages cost; costs that many share are computed once."""
 
-    def __init__(self, source: Source, seq_len: int, global_batch: int, options: Options) -> None:
+    def __init__(self, source: CostSource, seq_len: int, global_batch: int, options: PlanOptions) -> None:
         self.source, self.seq_len, self.global_batch, self.options = source, seq_len, global_batch, options
         _check_known(source, options)
         self.memory = source.memory if options.memory_limit is None else options.memory_limit
         self.shortest, self.longest = source.slice_range(seq_len)
         self._costs: dict[tuple[int, int], StageCosts] = {}
-        self._cuts: dict[tuple[int, int, tuple[int, ...]], Cut] = {}
+        self._cuts: dict[tuple[int, int, tuple[int, ...]], PlacedPartition] = {}
         self._times: dict[tuple[object, ...], StageTimes] = {}
-        self._rows: dict[tuple[object, ...], Array] = {}
+        self._rows: dict[tuple[object, ...], Floats] = {}
         self._kinds: dict[range, tuple[object, ...]] = {}
         self._shares: dict[tuple[int, int], float] = {}
-        self._tails: dict[tuple[object, ...], Tails] = {}
+        self._tails: dict[tuple[object, ...], TailSeconds] = {}
         self._sizes: dict[tuple[object, ...], RankSizes] = {}
 
     def num_microbatches(self, data: int, size: int) -> int:
@@ -119,14 +120,16 @@ class Space:
             self._costs[tensor, size] = self.source.costs(tensor, size)
         return self._costs[tensor, size]
 
-    def cut(self, tensor: int, size: int, pipeline: int, stages_per_rank: int, schedule: str) -> Cut:
+    def cut(self, tensor: int, size: int, pipeline: int, stages_per_rank: int, schedule: str) -> PlacedPartition:
         """Layers to stages, the slowest rank as fast as can be by the time of whole sequences."""
         placement = _placement(schedule, pipeline, stages_per_rank)
         key = (tensor, size, placement)
         if key not in self._cuts:
             weights = self._layer_seconds(tensor, size)
             ranks = placement if len(weights) <= _MOST_LAYERS else None
-            self._cuts[key] = Cut(placement, tuple(partition_layers(weights, len(placement), placement=ranks)))
+            self._cuts[key] = PlacedPartition(
+                placement, tuple(partition_layers(weights, len(placement), placement=ranks))
+            )
         return self._cuts[key]
 
     def _layer_seconds(self, tensor: int, size: int) -> list[float]:
@@ -160,7 +163,7 @@ class Space:
         )
         return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
 
-    def times(self, tensor: int, size: int, cut: Cut, count: int) -> StageTimes:
+    def times(self, tensor: int, size: int, cut: PlacedPartition, count: int) -> StageTimes:
         key = (tensor, size, cut, count)
         if key not in self._times:
             slices = self.slices(tensor, size, count)
@@ -172,7 +175,7 @@ class Space:
             self._times[key] = StageTimes(forward, backward, inputs, weights, replay, reduce, slices)
         return self._times[key]
 
-    def _row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Array:
+    def _row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Floats:
         """F, B, I, W, the all-reduces of F and I, and R of each kind, of one stage; equal stages are computed once."""
         key = (tensor, size, self.kinds_of(layers), slices)
         if key not in self._rows:
@@ -194,17 +197,17 @@ class Space:
             self._kinds[layers] = counts, layers.start == 0, layers.stop == len(self.source.kinds)
         return self._kinds[layers]
 
-    def tails(self, tensor: int, size: int, cut: Cut, data: int, shards: int) -> Tails:
+    def tails(self, tensor: int, size: int, cut: PlacedPartition, data: int, shards: int) -> TailSeconds:
         key = (tensor, cut, data, shards)
         if key not in self._tails:
             costs = self.costs(tensor, size)
-            self._tails[key] = Tails(
+            self._tails[key] = TailSeconds(
                 cut.per_rank([costs.gradient_seconds(layers, data) for layers in cut.stages]),
                 cut.per_rank([costs.optimizer_seconds(layers, shards) for layers in cut.stages]),
             )
         return self._tails[key]
 
-    def sizes(self, tensor: int, size: int, cut: Cut) -> RankSizes:
+    def sizes(self, tensor: int, size: int, cut: PlacedPartition) -> RankSizes:
         key = (tensor, size, cut)
         if key not in self._sizes:
             costs, length = self.costs(tensor, size), self.seq_len
@@ -235,7 +238,7 @@ class Space:
         for mesh in self.meshes():
             tensor, pipeline, data, size = mesh
             for stages_per_rank, names in self.shapes(pipeline, self.num_microbatches(data, size)):
-                known: dict[tuple[Cut, int, bool], Bounds] = {}
+                known: dict[tuple[PlacedPartition, int, bool], Bounds] = {}
                 for name, count in product(names, self.slice_counts(pipeline)):
                     cut = self.cut(tensor, size, pipeline, stages_per_rank, name)
                     key = (cut, count, name in _SPLIT)
@@ -246,7 +249,7 @@ class Space:
                         configuration = Configuration(*mesh[:3], stages_per_rank, name, size, count, *way)
                         yield bounds.seconds(*way), bounds.bytes(*way), configuration
 
-    def _bounds(self, tensor: int, data: int, size: int, cut: Cut, count: int, splits: bool) -> Bounds:
+    def _bounds(self, tensor: int, data: int, size: int, cut: PlacedPartition, count: int, splits: bool) -> Bounds:
         return Bounds(
             Shared(
                 cut=cut,
@@ -269,7 +272,7 @@ class Space:
         return list(product(recomputations, offloads, shards))
 
 
-def _check_known(source: Source, options: Options) -> None:
+def _check_known(source: CostSource, options: PlanOptions) -> None:
     """What a source has no times for isn't planned as if it took none."""
     unknown = [what for what in options.recompute or () if what not in source.recomputations]
     if unknown:

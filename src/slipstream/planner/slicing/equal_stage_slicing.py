@@ -7,7 +7,7 @@ from math import inf, nextafter
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.slicing.branch_and_bound import minimize
-from slipstream.planner.slicing.shortest_path import Path, shortest_path
+from slipstream.planner.slicing.shortest_path import CutPath, shortest_path
 from slipstream.planner.slicing.time_table import SliceTime, TimeTable, time_table
 
 
@@ -20,7 +20,7 @@ class Slicing:
 
 
 @dataclass(frozen=True)
-class Tradeoff:
+class SlicingTradeoff:
     """A slicing of which no other has both a smaller sum of times and a faster slowest slice."""
 
     slices: tuple[int, ...]
@@ -76,7 +76,7 @@ def check_counts(num_stages: int, num_microbatches: int = 1) -> None:
         raise SlipstreamError(f"num_stages={num_stages}, num_microbatches={num_microbatches}: both are 1 or more.")
 
 
-def check_allowed(path: Path, length: int) -> None:
+def check_allowed(path: CutPath, length: int) -> None:
     if path.total == inf:
         raise SlipstreamError(
             f"No way to cut {length} tokens has finite times only. Allow other slices: a smaller granularity or "
@@ -86,7 +86,7 @@ def check_allowed(path: Path, length: int) -> None:
 
 def slicing_frontier(
     t: SliceTime, length: int, granularity: int = 1, min_slice: int | None = None, *, slowest: float = inf
-) -> list[Tradeoff]:
+) -> list[SlicingTradeoff]:
     """Every trade between the sum of times and the slowest slice that is worth making, the least sum first.
 
     The best slicing for any number of stages and microbatches is among them: min(f.latency(K, M) for f in frontier).
@@ -94,7 +94,7 @@ def slicing_frontier(
     """
     table = time_table([t], length, granularity, min_slice)
     check_allowed(shortest_path(table, (inf,)), length)
-    frontier: list[Tradeoff] = []
+    frontier: list[SlicingTradeoff] = []
     while (path := shortest_path(table, (slowest,))).total < inf:
         if frontier and frontier[-1].total == path.total:
             frontier.pop()  # as little in all, and a faster slowest slice
@@ -103,5 +103,5 @@ def slicing_frontier(
     return frontier
 
 
-def _tradeoff(path: Path, table: TimeTable) -> Tradeoff:
-    return Tradeoff(table.lengths(path.cuts), path.total, path.maxima[0])
+def _tradeoff(path: CutPath, table: TimeTable) -> SlicingTradeoff:
+    return SlicingTradeoff(table.lengths(path.cuts), path.total, path.maxima[0])

@@ -8,18 +8,18 @@ from itertools import pairwise
 from math import inf, nextafter
 
 import numpy as np
-from numpy.typing import NDArray
 
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.planner.slicing.branch_and_bound import minimize
-from slipstream.planner.slicing.equal_stages import Slicing, check_allowed
+from slipstream.planner.slicing.equal_stage_slicing import Slicing, check_allowed
 from slipstream.planner.slicing.shortest_path import shortest_path
-from slipstream.planner.slicing.time_table import Array, SliceTime, TimeTable, time_table
+from slipstream.planner.slicing.time_table import SliceTime, TimeTable, time_table
 
 _WORK = 15_000_000  # stage times added up in one search: a second or two
 
 
 @dataclass(frozen=True)
-class BoundedSlicing(Slicing):
+class SlicingWithBound(Slicing):
     """A slicing, and what no slicing can beat."""
 
     lower_bound: float
@@ -32,7 +32,7 @@ class BoundedSlicing(Slicing):
 
 def slice_for_stages(
     times: Sequence[SliceTime], length: int, granularity: int = 1, min_slice: int | None = None
-) -> BoundedSlicing:
+) -> SlicingWithBound:
     """The slices with the least latency on stages with times of their own.
 
     Slice i leaves stage k at C(k,i) = max(C(k-1,i), C(k,i-1)) + t_k(i); the latency is the last of these, which is
@@ -50,9 +50,9 @@ def slice_for_stages(
     table = time_table(times, length, granularity, min_slice)
     num_cuts = len(table.bounds) - 1
     start = _good_cuts(table, length)
-    search = _Search(table, _latency(table, start), width=max(16, _WORK // (num_cuts**2 * len(times))))
+    search = _LabelSearch(table, _latency(table, start), width=max(16, _WORK // (num_cuts**2 * len(times))))
     latency, cuts = min((_latency(table, start), start), search.run())
-    return BoundedSlicing(table.lengths(cuts), latency, min(latency, max(search.dropped, _bound_of_fastest(table))))
+    return SlicingWithBound(table.lengths(cuts), latency, min(latency, max(search.dropped, _bound_of_fastest(table))))
 
 
 def _latency(table: TimeTable, cuts: Sequence[int]) -> float:
@@ -70,10 +70,10 @@ def _bound_of_fastest(table: TimeTable) -> float:
     return path.total + others * path.maxima[0]
 
 
-def _after_slice(done: Array, seconds: Array) -> Array:
+def _after_slice(done: Floats, seconds: Floats) -> Floats:
     """The recurrence: when each stage (last axis) is done with one slice more."""
-    out: Array = np.empty(np.broadcast_shapes(done.shape, seconds.shape))
-    arrival: Array = np.zeros(())
+    out: Floats = np.empty(np.broadcast_shapes(done.shape, seconds.shape))
+    arrival: Floats = np.zeros(())
     for stage in range(done.shape[-1]):
         arrival = np.maximum(arrival, done[..., stage]) + seconds[..., stage]
         out[..., stage] = arrival
@@ -92,7 +92,7 @@ def _good_cuts(table: TimeTable, length: int) -> tuple[int, ...]:
     return best[1]
 
 
-class _Search:
+class _LabelSearch:
     """Labels at every cut: when each stage is done with everything to the left of it."""
 
     def __init__(self, table: TimeTable, best: float, width: int) -> None:
@@ -101,7 +101,7 @@ class _Search:
         self.n = len(table.bounds) - 1
         self.rest = self._remaining()
 
-    def _remaining(self) -> Array:
+    def _remaining(self) -> Floats:
         """(n, K): the least time stage k needs for what is right of a cut, and the last slice after it."""
         rest = np.zeros((self.n + 1, self.times.shape[-1]))
         tail = np.cumsum(self.times[self.n, :, ::-1], axis=-1)[:, ::-1]  # [start, k]: the last slice on stages k...
@@ -112,9 +112,9 @@ class _Search:
 
     def run(self) -> tuple[float, tuple[int, ...]]:
         stages = self.times.shape[-1]
-        waiting: list[list[tuple[Array, Array, NDArray[np.int64]]]] = [[] for _ in range(self.n + 1)]
+        waiting: list[list[tuple[Floats, Floats, Ints]]] = [[] for _ in range(self.n + 1)]
         waiting[0] = [(np.zeros((1, stages)), np.zeros(1), np.full((1, 2), -1))]
-        parents: list[NDArray[np.int64]] = []  # per cut and label: the cut before, and the label there
+        parents: list[Ints] = []  # per cut and label: the cut before, and the label there
         for cut in range(self.n):
             labels, parent = self._select(waiting[cut])
             waiting[cut] = []
@@ -134,7 +134,7 @@ class _Search:
         return self._best_cuts(waiting[self.n], parents)
 
     def _best_cuts(
-        self, arrived: list[tuple[Array, Array, NDArray[np.int64]]], parents: list[NDArray[np.int64]]
+        self, arrived: list[tuple[Floats, Floats, Ints]], parents: list[Ints]
     ) -> tuple[float, tuple[int, ...]]:
         if not arrived:
             return inf, ()
@@ -147,7 +147,7 @@ class _Search:
             cut, label = parents[cut][label]
         return float(latencies[index]), tuple(reversed(cuts))
 
-    def _select(self, waiting: list[tuple[Array, Array, NDArray[np.int64]]]) -> tuple[Array, NDArray[np.int64]]:
+    def _select(self, waiting: list[tuple[Floats, Floats, Ints]]) -> tuple[Floats, Ints]:
         """The labels at a cut that may still lead to the best slicing; at most `width`, the lowest bounds first."""
         if not waiting:
             return np.zeros((0, self.times.shape[-1])), np.zeros((0, 2), np.int64)
@@ -168,14 +168,14 @@ class _Search:
         return labels[kept], origins[kept]
 
 
-def _dominated(labels: Array, others: Array) -> NDArray[np.bool_]:
+def _dominated(labels: Floats, others: Floats) -> Flags:
     """Which labels leave no stage earlier than some other one does."""
-    no_later: NDArray[np.bool_] = np.all(others[None] <= labels[:, None], axis=-1)
+    no_later: Flags = np.all(others[None] <= labels[:, None], axis=-1)
     return np.array(no_later.any(axis=1), bool)
 
 
-def _dominated_within(labels: Array) -> NDArray[np.bool_]:
+def _dominated_within(labels: Floats) -> Flags:
     """The same within one set; of equal labels the first stays."""
-    below: NDArray[np.bool_] = np.all(labels[None] <= labels[:, None], axis=-1)
+    below: Flags = np.all(labels[None] <= labels[:, None], axis=-1)
     below &= ~(below.T & np.triu(np.ones_like(below)))
     return np.array(below.any(axis=1), bool)

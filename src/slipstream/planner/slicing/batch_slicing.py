@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.slicing.branch_and_bound import minimize
-from slipstream.planner.slicing.equal_stages import Slicing, check_counts, slice_tokens
-from slipstream.planner.slicing.shortest_path import Path, shortest_path
+from slipstream.planner.slicing.equal_stage_slicing import Slicing, check_counts, slice_tokens
+from slipstream.planner.slicing.shortest_path import CutPath, shortest_path
 from slipstream.planner.slicing.time_table import SliceTime, TimeTable, time_table
 
 BatchTime = Callable[[int, Any, Any], Any]  # (num_sequences, slice_length, context_length) -> seconds
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class SlicedMicrobatch:
     """Some sequences that go through the pipeline together, in slices of these lengths."""
 
     num_sequences: int
@@ -28,7 +28,7 @@ class Microbatch:
 class BatchSlicing:
     """The microbatches, largest first, and the seconds they are predicted to take."""
 
-    microbatches: tuple[Microbatch, ...]
+    microbatches: tuple[SlicedMicrobatch, ...]
     latency: float
 
 
@@ -90,7 +90,7 @@ def slice_batch(
             f"No way to cut a batch of {batch} sequences of {length} tokens has finite times only. Allow smaller "
             "slices or microbatches."
         )
-    microbatches = tuple(Microbatch(b, tables[b - 1].lengths(found.paths[b - 1].cuts)) for b in found.sizes)
+    microbatches = tuple(SlicedMicrobatch(b, tables[b - 1].lengths(found.paths[b - 1].cuts)) for b in found.sizes)
     return BatchSlicing(microbatches, found.total + (num_stages - 1) * found.maxima[0])
 
 
@@ -112,7 +112,7 @@ def slice_batch_with_flushes(
         slice_tokens(time, length, num_stages, granularity, min_slice) for time in _times(t, batch, max_sequences)
     ]
     sizes = split_batch([slicing.latency for slicing in slicings], batch)
-    microbatches = tuple(Microbatch(b, slicings[b - 1].slices) for b in sizes)
+    microbatches = tuple(SlicedMicrobatch(b, slicings[b - 1].slices) for b in sizes)
     return BatchSlicing(microbatches, sum(slicings[b - 1].latency for b in sizes))
 
 
@@ -128,22 +128,22 @@ def _times(t: BatchTime, batch: int, max_sequences: int | None) -> list[SliceTim
     return [of(num_sequences) for num_sequences in range(1, largest + 1)]
 
 
-class _Split(NamedTuple):
+class _BatchSplit(NamedTuple):
     """The best division of the batch when no slice may be slower than a limit."""
 
     total: float
     maxima: tuple[float, ...]
     above: tuple[float, ...]
     sizes: list[int]
-    paths: list[Path]  # of microbatches of 1, 2, ... sequences
+    paths: list[CutPath]  # of microbatches of 1, 2, ... sequences
 
 
-def _split_within(tables: list[TimeTable], batch: int, limits: tuple[float, ...]) -> _Split:
+def _split_within(tables: list[TimeTable], batch: int, limits: tuple[float, ...]) -> _BatchSplit:
     paths = [shortest_path(table, limits) for table in tables]
     above = min(path.above for path in paths)
     try:
         sizes = split_batch([path.total for path in paths], batch)
     except SlipstreamError:
-        return _Split(inf, (0.0,), above, [], paths)
+        return _BatchSplit(inf, (0.0,), above, [], paths)
     used = [paths[b - 1] for b in sizes]
-    return _Split(sum(path.total for path in used), max(path.maxima for path in used), above, sizes, paths)
+    return _BatchSplit(sum(path.total for path in used), max(path.maxima for path in used), above, sizes, paths)
