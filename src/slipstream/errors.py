@@ -1,4 +1,9 @@
-"""The exceptions that the command line prints: what a user can put right, and a rank that failed."""
+"""The exceptions that the command line prints without a traceback, and the hint for a misspelt name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class SlipstreamError(ValueError):
@@ -6,4 +11,16 @@ class SlipstreamError(ValueError):
 
 
 class RankFailedError(RuntimeError):
-    """A rank ended early; the message names it and its cause."""
+    """A rank ended early; the message names the rank and the cause."""
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Returns the end of a sentence that says `name` is unknown: "; did you mean 'gpipe'?", or "." if none is similar.
+
+    Args:
+        name: what was given.
+        known: the allowed names, in lower case.
+        prefix: written before the suggested name, such as the section of a configuration key.
+    """
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {prefix + near[0]!r}?" if near else "."

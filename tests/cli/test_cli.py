@@ -47,7 +47,7 @@ def test_bad_input_ends_with_its_message_and_code_2(tmp_path: Path) -> None:
     )
     result = slipstream("train", config, "--training.stepz=3")
     assert result.returncode == 2
-    assert result.stderr.splitlines() == ["error: unknown key training.stepz; did you mean training.steps?"]
+    assert result.stderr.splitlines() == ["error: unknown key training.stepz; did you mean 'training.steps'?"]
     result = slipstream("train", config, "--pipeline.num_ranks=64", "--pipeline.slices=2")
     assert result.returncode == 2
     assert result.stderr.startswith("error: pipeline.num_ranks=64 is more than the model's 32 layers")

@@ -19,10 +19,10 @@ from slipstream.cli.plan import plan as command
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
 from slipstream.planner.costs import load_profile
-from slipstream.planner.report.wording import count_text, seconds_text
 from slipstream.planning.plan_file import plan_settings, write_plan_file
 from slipstream.planning.plan_model import make_options, model_section
 from slipstream.training.config import load_config
+from slipstream.units import count_text, seconds_text
 from support.architectures import llama
 from support.hand_made_plan import MODEL, make_plan
 from support.timeouts import LIMIT
@@ -256,7 +256,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
         ({"dtype": "float16"}, "dtype='float16' has no peak on small: use bfloat16, float32"),
         ({"dtype": "fp8"}, "dtype='fp8' has no peak"),
         ({"schedule": "1f2b"}, "schedule='1f2b' isn't known; did you mean '1f1b'"),
-        ({"recompute": "half"}, "recompute='half' isn't known; did you mean 'full'"),
+        ({"recompute": "half"}, "recompute='half' isn't known. Choose one of none, selective, full"),
         ({"tensor_parallel": "two"}, "--tensor-parallel=two can't be read"),
         ({"tensor_parallel": "0"}, "tensor_parallel=0: give a whole number of 1 or more"),
         ({"shard_optimizer": "maybe"}, "'maybe' is neither yes nor no"),

@@ -125,7 +125,7 @@ def test_a_schedule_by_name_is_the_generators() -> None:
         ("1f2b", 1, "schedule='1f2b' is not known; did you mean '1f1b'? Choose one of gpipe, 1f1b, "),
         ("ZB-V", 2, "schedule='ZB-V' is not known; did you mean 'zb-v'?"),
         ("interleaved", 2, "did you mean 'interleaved-1f1b'?"),
-        ("?", 1, "schedule='?' is not known; Choose one of gpipe, "),
+        ("?", 1, "schedule='?' is not known. Choose one of gpipe, "),
         ("gpipe", 2, "stages_per_rank=2, but the schedule 'gpipe' has exactly 1. Give stages_per_rank=1, "),
         ("1f1b", 3, "or a schedule that can have 3: interleaved-1f1b, breadth-first."),
         ("v-min", 1, "stages_per_rank=1, but the schedule 'v-min' has exactly 2. Give stages_per_rank=2"),

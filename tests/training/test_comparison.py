@@ -20,7 +20,7 @@ def test_a_run_that_was_gone_on_with_counts_its_own_steps_only(tmp_path: Path) -
     output.metrics.write_text(start(4, 3.0) + start(2, 0.5))
     output.comparison.write_text(json.dumps({"unsliced": 0.75, "sliced": 1.0}))
     assert compare(output) == (
-        "2 ranks: 500 ms per step; one process: unsliced 750 ms, sliced 1000 ms\n"
+        "2 ranks: 500 ms per step; one process: unsliced 750 ms, sliced 1.00 s\n"
         "1.50x the best single process (unsliced)"
     )
     assert json.loads(output.comparison.read_text())["num_ranks"] == 2

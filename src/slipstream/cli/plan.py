@@ -180,7 +180,8 @@ def _memory(plan: Plan) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from slipstream.planner.report.wording import bytes_text, memory_text
+    from slipstream.planner.report.wording import memory_text
+    from slipstream.units import bytes_text
 
     best = plan.best
     table = Table(f"memory of rank {best.fullest_rank}", memory_text(best), box=SIMPLE_HEAD, pad_edge=False)

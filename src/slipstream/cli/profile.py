@@ -92,6 +92,7 @@ def _table(profile: Profile) -> Table:
 
 def _remarks(profile: Profile) -> list[str]:
     from slipstream.profiler.run import TOLERANCE
+    from slipstream.units import bytes_text, seconds_text
 
     lines = [f"error at points not used in the fit: {profile.error:.2%} on average"]
     if profile.error > TOLERANCE:
@@ -104,8 +105,7 @@ def _remarks(profile: Profile) -> list[str]:
         )
     if profile.link is not None:
         link = profile.link
-        lines.append(
-            f"link ({link.backend}): latency {link.latency * 1e6:.0f} us, bandwidth {link.bandwidth / 1e9:.2f} GB/s"
-        )
-    lines.append(f"optimizer: {profile.optimizer_seconds * 1e9:.3f} ns per parameter")
+        speed = f"latency {seconds_text(link.latency)}, bandwidth {bytes_text(link.bandwidth)}/s"
+        lines.append(f"link ({link.backend}): {speed}")
+    lines.append(f"optimizer: {seconds_text(profile.optimizer_seconds)} per parameter")
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, did_you_mean
 
 if TYPE_CHECKING:
     from slipstream.schedule import Schedule
@@ -119,9 +118,8 @@ class _Setting:
         from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
 
         if name not in GENERATORS:
-            near = difflib.get_close_matches(name.lower(), GENERATORS, n=1, cutoff=0.3)
             raise SlipstreamError(
-                f"there is no schedule or file {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} Choose one of "
+                f"there is no schedule or file {name!r}{did_you_mean(name, GENERATORS)} Choose one of "
                 f"{', '.join(GENERATORS)}, or name a schedule's text file or the timeline.json of a run."
             )
         default = 2 if 2 in STAGES_PER_RANK[name] else 1
@@ -159,7 +157,8 @@ def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
 
 
 def _show(shown: tuple[Timeline, ...], output: Path | None) -> None:
-    from slipstream.timeline import draw_timelines, save_trace, time_unit
+    from slipstream.timeline import draw_timelines, save_trace
+    from slipstream.units import duration_unit
 
     if output is not None and output.suffix == ".json":
         save_trace(output, *shown)
@@ -172,7 +171,7 @@ def _show(shown: tuple[Timeline, ...], output: Path | None) -> None:
         print("\n" * (index > 0), end="")
         if output is None:
             print(_text(timeline, longest if len(shown) > 1 else 0, columns))
-        per_second, unit = time_unit(timeline.makespan)
+        per_second, unit = duration_unit(timeline.makespan)
         print(f"{timeline.title}: {timeline.makespan * per_second:.4g} {unit}, {timeline.idle_fraction:.1%} idle")
         print(_table(timeline))
 
@@ -188,9 +187,10 @@ def _text(timeline: Timeline, longest: float, columns: int) -> str:
 
 def _table(timeline: Timeline) -> str:
     """Per rank: busy, idle by cause, and peak memory where it is known."""
-    from slipstream.timeline import Cause, idle_by_cause, time_unit
+    from slipstream.timeline import Cause, idle_by_cause
+    from slipstream.units import duration_unit
 
-    per_second, unit = time_unit(timeline.makespan)
+    per_second, unit = duration_unit(timeline.makespan)
     waited = idle_by_cause(timeline)
     causes = [cause for cause in Cause if any(cause in idle for idle in waited)]
     peaks = timeline.peak_memory if any(timeline.peak_memory) else ()

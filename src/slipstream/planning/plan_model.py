@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -13,7 +12,7 @@ import torch
 import yaml
 from transformers import PretrainedConfig
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.model import check_length, config_from_settings, load_config
 from slipstream.planner import Plan
 from slipstream.planner.costs import (
@@ -206,7 +205,8 @@ def make_options(**values: Any) -> PlanOptions:
     names = [field.name for field in fields(PlanOptions)]
     for name in values:
         if name not in names:
-            raise SlipstreamError(f"there is no option {name!r}; did you mean {_nearest(name, names)!r}?")
+            known = ", ".join(names)
+            raise SlipstreamError(f"there is no option {name!r}{did_you_mean(name, names)} The options are {known}.")
     given = {name: value for name, value in values.items() if value is not None}
     return PlanOptions(**{name: _checked(name, value) for name, value in given.items()})
 
@@ -226,7 +226,7 @@ def _checked_one(name: str, value: Any) -> Any:
     if name in _NAMES and value not in _NAMES[name]:
         known = ", ".join(_NAMES[name])
         raise SlipstreamError(
-            f"{name}={value!r} isn't known; did you mean {_nearest(str(value), _NAMES[name])!r}? Choose of {known}."
+            f"{name}={value!r} isn't known{did_you_mean(str(value), _NAMES[name])} Choose one of {known}."
         )
     if name == "offload" and not (isinstance(value, (int, float)) and 0 <= value <= 1):
         raise SlipstreamError(f"offload={value!r}: give the share of slices that is offloaded, 0 to 1.")
@@ -246,7 +246,3 @@ def _memory(value: Any) -> float:
         meant = f": type {value:g}e9 if gigabytes were meant" if isinstance(value, (int, float)) and value > 0 else ""
         raise SlipstreamError(f"memory_limit={value!r} is implausible, it is in bytes{meant}.")
     return float(value)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    return difflib.get_close_matches(name, known, n=1, cutoff=0)[0]

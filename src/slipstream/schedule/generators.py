@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 
+from slipstream.errors import did_you_mean
 from slipstream.schedule.action import Action, Schedule, ScheduleError
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
 from slipstream.schedule.rows import backwards, check_counts, forwards, in_turn
@@ -105,10 +105,9 @@ def check_name(name: str, besides: Sequence[str] = ()) -> None:
     """Raises ScheduleError, with the nearest name, for one that is neither in `GENERATORS` nor among `besides`."""
     names = (*GENERATORS, *besides)
     if name not in names:
-        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3)
         raise ScheduleError(
-            f"schedule={name!r} is not known; {'did you mean ' + repr(near[0]) + '? ' if near else ''}"
-            f"Choose one of {', '.join(names)}, or pass a Schedule."
+            f"schedule={name!r} is not known{did_you_mean(name, names)} Choose one of {', '.join(names)}, or pass a "
+            "Schedule."
         )
 
 

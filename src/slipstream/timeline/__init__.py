@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.timeline.chrome_trace import chrome_trace, load_trace, save_trace
 from slipstream.timeline.idle_causes import Cause, Wait, find_waits, idle_by_cause
 from slipstream.timeline.picture import draw_timelines
-from slipstream.timeline.spans import Message, Span, Timeline, time_unit
+from slipstream.timeline.spans import Message, Span, Timeline
 from slipstream.timeline.window import TimelineWindow
 
 __all__ = [
@@ -21,5 +21,4 @@ __all__ = [
     "idle_by_cause",
     "load_trace",
     "save_trace",
-    "time_unit",
 ]

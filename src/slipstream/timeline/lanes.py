@@ -10,11 +10,11 @@ from slipstream.schedule import COMMUNICATION, Action, Op
 from slipstream.timeline import colors as palette
 from slipstream.timeline.idle_causes import Cause, find_waits
 from slipstream.timeline.spans import Timeline
+from slipstream.units import BYTE_UNITS, bytes_unit
 
 # A lane is one unit high, its middle at the rank's number: actions from _TOP to _BOTTOM, transfers beneath.
 _TOP, _BOTTOM, _STRIPE, _GAP, _BAR = -0.38, 0.36, 0.1, 0.03, 0.07
 _SMALLEST = 5.5  # points: a smaller number is not written
-_BYTES = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,13 @@ class MemoryScale:
         most = float(max(peaks, default=0))
         if unit != "B":
             return cls(1.0, unit, most, name)
-        power = next((power for power in range(len(_BYTES)) if most < 1000 ** (power + 1)), len(_BYTES) - 1)
-        return cls(1000.0**power, _BYTES[power], most, name)
+        return cls(*bytes_unit(most), most, name)
 
     def at(self, size: float) -> float:
         return float(size) / self.size
 
     def text(self, size: float) -> str:
-        return f"{self.at(size):.3g}{f' {self.unit}' if self.unit in _BYTES else ''}"
+        return f"{self.at(size):.3g}{f' {self.unit}' if self.unit in BYTE_UNITS else ''}"
 
 
 def draw_lanes(axes: Any, timeline: Timeline, scale: Scale) -> None:

@@ -12,7 +12,8 @@ from slipstream.schedule import Action, Op
 from slipstream.timeline import colors as palette
 from slipstream.timeline.idle_causes import find_waits
 from slipstream.timeline.lanes import MemoryScale, Scale, draw_lanes, draw_memory, has_transfers
-from slipstream.timeline.spans import Timeline, time_unit
+from slipstream.timeline.spans import Timeline
+from slipstream.units import duration_unit
 
 _WIDTH = 13.33  # inches: a 16:9 slide
 _LEFT, _RIGHT = 0.077, 0.921  # the lanes' edges, as shares of the width
@@ -69,7 +70,7 @@ def draw_timelines(
     height = panels[-1].bottom + _AXIS + _LEGEND * len(rows) + _EDGE
     figure = Figure(figsize=(_WIDTH, height), dpi=150)
     longest = float(max(timeline.makespan for timeline in timelines))
-    per_second, unit = time_unit(longest)
+    per_second, unit = duration_unit(longest)
     span = longest * per_second or 1.0
     scale = Scale(per_second, unit, _WIDTH * (_RIGHT - _LEFT) / span, panels[0].lane)
     memory = MemoryScale.of([size for timeline in timelines for size in timeline.peak_memory], memory_unit, memory_name)
@@ -119,7 +120,7 @@ def _draw_panel(
 
 def _draw_title(figure: Any, timeline: Timeline, y: float) -> None:
     schedule = timeline.schedule
-    per_second, unit = time_unit(float(timeline.makespan))
+    per_second, unit = duration_unit(float(timeline.makespan))
     makespan, idle = float(timeline.makespan) * per_second, float(timeline.idle_fraction)
     title = f"{timeline.title}: {makespan:.4g} {unit}, {idle:.1%} idle"
     counts = {

@@ -11,11 +11,6 @@ from slipstream.schedule import COMMUNICATION, RECEIVES, SENDS, Action, Op, Sche
 _BESIDE = COMMUNICATION | {Op.OFFLOAD, Op.RELOAD}  # what goes on while the rank computes
 
 
-def time_unit(seconds: float) -> tuple[float, str]:
-    """Units per second, and their name, that suit a duration."""
-    return next(((s, u) for s, u in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if seconds * s >= 1), (1e6, "µs"))
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
     """One action on one rank, from `start` to `end` in seconds.

@@ -22,6 +22,7 @@ from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import make_pipeline
 from slipstream.training.training_rank import choose_device
 from slipstream.training.training_step import train_step
+from slipstream.units import seconds_text
 
 _WARM_UP = 2  # steps that pay for first touches of memory
 
@@ -102,9 +103,9 @@ def compare(output: RunFolder) -> str:
     best = min(alone, key=lambda name: alone[name])
     result = {"num_ranks": num_ranks, "seconds_per_step": together, "one_process": alone}
     output.comparison.write_text(json.dumps(result, indent=2) + "\n")
-    others = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in alone.items())
+    others = ", ".join(f"{name} {seconds_text(value)}" for name, value in alone.items())
     return (
-        f"{num_ranks} ranks: {together * 1e3:.0f} ms per step; one process: {others}\n"
+        f"{num_ranks} ranks: {seconds_text(together)} per step; one process: {others}\n"
         f"{alone[best] / together:.2f}x the best single process ({best})"
     )
 

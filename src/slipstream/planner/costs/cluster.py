@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, did_you_mean
 
 SHIPPED = ("v100-p3.16xlarge", "a100-dgx", "a100-selene", "h100-dgx", "h200-hgx")
 """The clusters that `load_cluster` knows by name."""
@@ -144,10 +143,9 @@ def load_cluster(source: str | Path) -> Cluster:
         return parse_cluster(_read(text, name), name)
     path = Path(source)
     if not path.suffix and not path.exists():
-        near = difflib.get_close_matches(name, SHIPPED, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise SlipstreamError(
-            f"cluster={name!r} is not known; {hint}Choose one of {', '.join(SHIPPED)}, or give a .yaml or .json file."
+            f"cluster={name!r} is not known{did_you_mean(name, SHIPPED)} Choose one of {', '.join(SHIPPED)}, or give "
+            "a .yaml or .json file."
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -229,8 +227,8 @@ def _known(values: Any, kind: type, where: str) -> dict[str, Any]:
     names = [field.name for field in fields(kind)]
     for key in values:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0)
-            raise SlipstreamError(f"{where} has no field {key!r}; did you mean {near[0]!r}?")
+            hint = did_you_mean(str(key), names)
+            raise SlipstreamError(f"{where} has no field {key!r}{hint} Its fields are {', '.join(names)}.")
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in values]
     if missing:
         raise SlipstreamError(f"{where} lacks {', '.join(missing)}: add {missing[0]}: ....")

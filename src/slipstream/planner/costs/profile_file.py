@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, ModelIdentity
 from slipstream.planner.costs.stage_basis import combine, stage_row
 from slipstream.planner.costs.time_fit import SlicePoint, TimeFit
@@ -73,8 +72,8 @@ class Profile:
     def part_time(self, name: str, op: Op) -> FittedTime | None:
         """The same of one of `part_names`; None where the measured stages can't tell it from another part."""
         if name not in self.part_names:
-            near = difflib.get_close_matches(name, self.part_names, n=1, cutoff=0)[0]
-            raise SlipstreamError(f"the profile has no part {name!r}; did you mean {near!r}?")
+            hint = did_you_mean(name, self.part_names)
+            raise SlipstreamError(f"the profile has no part {name!r}{hint} Its parts are {', '.join(self.part_names)}.")
         row = [float(name == each) for each in self.part_names]
         weights = combine(self.kinds, self._measured, row)
         return None if weights is None else self._sum(weights, op)

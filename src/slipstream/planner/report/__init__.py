@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from slipstream.planner.report.wording import bytes_text, configuration_text
+from slipstream.planner.report.wording import configuration_text
 
-__all__ = ["bytes_text", "configuration_text"]
+__all__ = ["configuration_text"]

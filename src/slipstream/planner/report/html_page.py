@@ -13,19 +13,16 @@ from slipstream.planner.report.bar_charts import Bar, bar_chart
 from slipstream.planner.report.timeline_svg import timeline_svg
 from slipstream.planner.report.wording import (
     COLUMNS,
-    bytes_text,
     configuration_text,
-    count_text,
     plural,
     reasons,
     search_text,
-    seconds_text,
-    share_text,
     shared_choices,
     shared_text,
     slices_text,
 )
 from slipstream.simulator import Kind
+from slipstream.units import bytes_text, count_text, seconds_text, share_text
 
 
 def write_report(plan: Plan, path: Path) -> None:

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from slipstream.planner.report.wording import seconds_text
 from slipstream.timeline import Timeline, TimelineWindow, draw_timelines
+from slipstream.units import seconds_text
 
 MOST_RANKS = 16
 MOST_SPANS = 3000  # that a browser shows without delay

@@ -6,45 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
+from slipstream.units import bytes_text, count_text, seconds_text, share_text
 
 _SMALL = 0.05  # of the largest change: what is less isn't named as a reason,
 _TINY = 5e-4  # and of the step
 _NUM_REASONS = 3
-
-
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def seconds_text(seconds: float) -> str:
-    """A duration: 12.3 s, 45.6 ms, 7.89 us; whole seconds from 1000 on."""
-    if seconds >= 1000:
-        return f"{seconds:,.0f} s"
-    scale, unit = next(((s, u) for s, u in ((1, "s"), (1e3, "ms")) if seconds * s >= 1), (1e6, "us"))
-    return f"{_three_digits(seconds * scale)} {unit}" if seconds else "0 s"
-
-
-def bytes_text(num_bytes: float) -> str:
-    """A size: 61.2 GB, powers of 1000."""
-    number, unit = num_bytes, "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if number < 999.5:
-            break
-        number, unit = number / 1000, larger
-    return f"{_three_digits(number)} {unit}"
-
-
-def count_text(number: float) -> str:
-    """A whole number with its thousands marked; three digits and M from ten millions on."""
-    return f"{_three_digits(number / 1e6)} M" if number >= 1e7 else f"{number:,.0f}"
-
-
-def share_text(share: float | None) -> str:
-    """A fraction in percent; a dash where it isn't known."""
-    return "-" if share is None else f"{share:.1%}"
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:,.0f}"
 
 
 # --- a configuration -------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plans import Configuration
-from slipstream.planner.report import bytes_text, configuration_text
+from slipstream.planner.report import configuration_text
 from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit
+from slipstream.units import bytes_text
 
 _SMALLEST = 8  # configurations whose memory is counted in full
 _MOST_NODES = 64  # times as many as there are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from math import prod
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.training.config.sections import Config
 
 
@@ -133,8 +132,9 @@ def _describe_unknown(path: list[str]) -> str:
     section: Any = Config
     for part in path[:-1]:
         section = section.model_fields[part].annotation
-    near = difflib.get_close_matches(path[-1], section.model_fields, n=1)
-    where = ".".join(path[:-1]) or "the configuration"
+    where = ".".join(path[:-1])
     known = ", ".join(sorted(section.model_fields))
-    hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"{where} has: {known}"
-    return f"unknown key {'.'.join(path)}; {hint}"
+    hint = did_you_mean(path[-1], section.model_fields, where and f"{where}.")
+    if hint == ".":
+        hint = f"; {where or 'the configuration'} has: {known}"
+    return f"unknown key {'.'.join(path)}{hint}"

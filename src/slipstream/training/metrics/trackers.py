@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.training.metrics.records import MetricsFile, MetricsRecord, as_record
 
 _FLUSH_SECONDS = 10  # so that a run can be watched
@@ -107,10 +106,8 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise SlipstreamError for a name that isn't known, or whose package isn't installed."""
     for name in names:
         if name not in NAMES:
-            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0)[0]
-            raise SlipstreamError(
-                f"the tracker {name!r} isn't known; did you mean {near!r}? Known: {', '.join(NAMES)}."
-            )
+            known = ", ".join(NAMES)
+            raise SlipstreamError(f"the tracker {name!r} isn't known{did_you_mean(name, NAMES)} Known: {known}.")
         if find_spec(name) is None:
             raise SlipstreamError(
                 f"the tracker {name!r} needs the package {name}, which isn't installed; type "

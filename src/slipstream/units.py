@@ -1,0 +1,53 @@
+"""How seconds, bytes, counts and shares are printed, everywhere the same. Imports no torch."""
+
+from __future__ import annotations
+
+_DURATIONS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))  # units per second
+_LONG_DURATIONS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))  # seconds per unit
+BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns a short duration with three digits: 12.3 s, 45.6 ms, 7.89 µs; whole seconds from 1000 on."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    per_second, unit = duration_unit(seconds)
+    return f"{_three_digits(seconds * per_second)} {unit}" if seconds else "0 s"
+
+
+def long_duration_text(seconds: float) -> str:
+    """Returns a duration in the largest unit of which there are two: 34 days, 3.5 hours, 0.2 seconds."""
+    size, unit = next(((size, unit) for size, unit in _LONG_DURATIONS if seconds >= 2 * size), _LONG_DURATIONS[-1])
+    number = seconds / size
+    return f"{number:,.0f} {unit}" if number >= 10 else f"{number:.1f} {unit}"
+
+
+def duration_unit(seconds: float) -> tuple[float, str]:
+    """Returns the unit that suits a duration: how many there are in a second, and its name."""
+    return next((unit for unit in _DURATIONS if seconds * unit[0] >= 1 or not seconds), _DURATIONS[-1])
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Returns a size with three digits: 61.2 GB, in powers of 1000."""
+    size, unit = bytes_unit(num_bytes)
+    return f"{_three_digits(num_bytes / size)} {unit}"
+
+
+def bytes_unit(num_bytes: float) -> tuple[float, str]:
+    """Returns the unit that suits a size: the bytes in it, and its name."""
+    power = next((power for power in range(len(BYTE_UNITS)) if num_bytes < 999.5 * 1000**power), len(BYTE_UNITS) - 1)
+    return 1000.0**power, BYTE_UNITS[power]
+
+
+def count_text(number: float) -> str:
+    """Returns a whole number with its thousands marked; three digits and M from ten million on."""
+    return f"{_three_digits(number / 1e6)} M" if number >= 1e7 else f"{number:,.0f}"
+
+
+def share_text(share: float | None) -> str:
+    """Returns a fraction in percent, or a dash where it is unknown."""
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:,.0f}"
