@@ -34,7 +34,7 @@ from multiprocessing import get_context
 import numpy as np
 
 from benchmarks.harness import setting, write
-from slipstream.planner.order.best_order import best_hand_written, find_order, lower_bound
+from slipstream.planner.order.best_order import best_hand_written, find_order, step_lower_bound
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost, simulate
 
@@ -103,7 +103,7 @@ def compare(index: int) -> dict[str, object]:
         "hand-written": best and best.name,
         "hand-written seconds": best and float(simulate(best, cost).makespan),
         "found seconds": float(found.makespan),
-        "bound seconds": lower_bound(*arguments, memory_limit=limits),
+        "bound seconds": step_lower_bound(*arguments, memory_limit=limits),
         "search cpu seconds": round(seconds, 2),
     }
 
@@ -166,7 +166,7 @@ def main() -> None:
         rows = list(pool.map(compare, range(NUM_PROBLEMS), chunksize=4))
     report: dict[str, object] = {
         "setting": setting(),
-        "bound": inspect.getdoc(lower_bound),
+        "bound": inspect.getdoc(step_lower_bound),
         "against hand-written": against_hand_written(rows),
         "found over bound": ratios(rows),
         "found over bound by level": by_level(rows),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream import simulate
-from slipstream.planner.order.best_order import lower_bound
+from slipstream.planner.order.best_order import step_lower_bound
 from slipstream.schedule import COMMUNICATION, Action, Op, Schedule
 from slipstream.simulator import MeasuredCost, TableCost
 from slipstream.timeline import Timeline
@@ -61,7 +61,7 @@ def waterfall(timeline: Timeline, schedule: Schedule, unsliced: float, step: flo
 
 
 def bound(timeline: Timeline, schedule: Schedule) -> float:
-    """The lower bound of any order of the step's actions, from its own action times (see `lower_bound`).
+    """The lower bound of any order of the step's actions, from its own action times (see `step_lower_bound`).
 
     Without an order's choice to split: each backward counts as it ran.
     """
@@ -75,4 +75,4 @@ def bound(timeline: Timeline, schedule: Schedule) -> float:
                 mean[stage, index, Op.I], mean[stage, index, Op.W] = mean[stage, index, Op.B], 0.0
             else:
                 mean[stage, index, Op.B] = mean[stage, index, Op.I] + mean[stage, index, Op.W]
-    return lower_bound(schedule.placement, schedule.num_microbatches, schedule.num_slices, TableCost(mean))
+    return step_lower_bound(schedule.placement, schedule.num_microbatches, schedule.num_slices, TableCost(mean))

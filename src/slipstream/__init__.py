@@ -13,8 +13,22 @@ if TYPE_CHECKING:
     from slipstream.model.sequence.skips import Skip
     from slipstream.parallel.mesh import make_mesh
     from slipstream.pipeline.pipeline import Pipeline
-    from slipstream.planner.partition.layers_to_stages import partition_layers
-    from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
+    from slipstream.planner import Plan
+    from slipstream.planner.costs import load_cluster, load_profile
+    from slipstream.planner.order.best_order import find_order, step_lower_bound
+    from slipstream.planner.partition import partition_layers
+    from slipstream.planner.report.html_page import write_report
+    from slipstream.planner.search import PlanOptions
+    from slipstream.planner.slicing import (
+        layer_sequence_costs,
+        schedule_costs,
+        slice_batch,
+        slice_batch_with_flushes,
+        slice_for_schedule,
+        slice_for_stages,
+        slice_tokens,
+        slicing_frontier,
+    )
     from slipstream.planning.plan_model import plan
     from slipstream.schedule import (
         GENERATORS,
@@ -52,15 +66,17 @@ from slipstream.version import __version__ as __version__
 
 # Loaded on first use: schedules and simulation work, and the command line answers, without importing torch.
 _HOMES = {
-    "GENERATORS": "slipstream.schedule",
-    "STAGES_PER_RANK": "slipstream.schedule",
     "Action": "slipstream.schedule",
     "Cause": "slipstream.timeline",
     "CostModel": "slipstream.simulator",
     "CutTokens": "slipstream.model.sequence.cut_tokens",
+    "GENERATORS": "slipstream.schedule",
     "MeasuredCost": "slipstream.simulator",
     "Op": "slipstream.schedule",
     "Pipeline": "slipstream.pipeline.pipeline",
+    "Plan": "slipstream.planner",
+    "PlanOptions": "slipstream.planner.search",
+    "STAGES_PER_RANK": "slipstream.schedule",
     "Schedule": "slipstream.schedule",
     "ScheduleError": "slipstream.schedule",
     "Skip": "slipstream.model.sequence.skips",
@@ -76,24 +92,36 @@ _HOMES = {
     "causal_attention": "slipstream.model.sequence.cut_tokens",
     "check_sliceable": "slipstream.model.self_check",
     "draw_timelines": "slipstream.timeline",
+    "find_order": "slipstream.planner.order.best_order",
     "find_waits": "slipstream.timeline",
     "gpipe": "slipstream.schedule",
     "idle_by_cause": "slipstream.timeline",
     "in_flushes": "slipstream.schedule",
     "interleaved_one_f_one_b": "slipstream.schedule",
+    "layer_sequence_costs": "slipstream.planner.slicing",
+    "load_cluster": "slipstream.planner.costs",
+    "load_profile": "slipstream.planner.costs",
     "load_trace": "slipstream.timeline",
     "make_mesh": "slipstream.parallel.mesh",
     "make_schedule": "slipstream.schedule",
     "one_f_one_b": "slipstream.schedule",
-    "partition_layers": "slipstream.planner.partition.layers_to_stages",
+    "partition_layers": "slipstream.planner.partition",
     "plan": "slipstream.planning.plan_model",
     "predecessors": "slipstream.schedule",
     "save_trace": "slipstream.timeline",
+    "schedule_costs": "slipstream.planner.slicing",
     "sequence_of": "slipstream.model.hf_sequence.planned_sequence",
     "simulate": "slipstream.simulator",
-    "slice_tokens": "slipstream.planner.slicing.equal_stage_slicing",
+    "slice_batch": "slipstream.planner.slicing",
+    "slice_batch_with_flushes": "slipstream.planner.slicing",
+    "slice_for_schedule": "slipstream.planner.slicing",
+    "slice_for_stages": "slipstream.planner.slicing",
+    "slice_tokens": "slipstream.planner.slicing",
+    "slicing_frontier": "slipstream.planner.slicing",
     "split_backwards": "slipstream.schedule",
+    "step_lower_bound": "slipstream.planner.order.best_order",
     "validate": "slipstream.schedule",
+    "write_report": "slipstream.planner.report.html_page",
 }
 
 __all__ = [
@@ -106,6 +134,8 @@ __all__ = [
     "MeasuredCost",
     "Op",
     "Pipeline",
+    "Plan",
+    "PlanOptions",
     "Schedule",
     "ScheduleError",
     "Skip",
@@ -121,11 +151,15 @@ __all__ = [
     "causal_attention",
     "check_sliceable",
     "draw_timelines",
+    "find_order",
     "find_waits",
     "gpipe",
     "idle_by_cause",
     "in_flushes",
     "interleaved_one_f_one_b",
+    "layer_sequence_costs",
+    "load_cluster",
+    "load_profile",
     "load_trace",
     "make_mesh",
     "make_schedule",
@@ -134,11 +168,19 @@ __all__ = [
     "plan",
     "predecessors",
     "save_trace",
+    "schedule_costs",
     "sequence_of",
     "simulate",
+    "slice_batch",
+    "slice_batch_with_flushes",
+    "slice_for_schedule",
+    "slice_for_stages",
     "slice_tokens",
+    "slicing_frontier",
     "split_backwards",
+    "step_lower_bound",
     "validate",
+    "write_report",
 ]
 
 

@@ -12,7 +12,7 @@ from examples.gpipe.transformer import transformer
 from slipstream import CutTokens, SlipstreamError, make_schedule, partition_layers, simulate
 from slipstream.model.sequence import Microbatch, Tracer, find_routes, flatten
 from slipstream.pipeline.families.sequence_partition import counted_costs
-from slipstream.planner.slicing.sequence_costs import slice_costs
+from slipstream.planner.slicing.slice_costs import layer_sequence_costs
 from slipstream.schedule import Op
 from support.paths import ROOT
 
@@ -37,7 +37,7 @@ def seconds(num_microbatches: int, num_slices: int) -> float:
     """Of a step; a rank takes for every slice 1% of its forward of a microbatch besides."""
     costs, cut = counted()
     stages = partition_layers(costs, RANKS)
-    cost = slice_costs(costs, stages, cut, [TOKENS // num_slices] * num_slices, overhead=0.01 / RANKS)
+    cost = layer_sequence_costs(costs, stages, cut, [TOKENS // num_slices] * num_slices, overhead=0.01 / RANKS)
     return simulate(make_schedule("1f1b", RANKS, num_microbatches, num_slices), cost).makespan
 
 
@@ -64,7 +64,7 @@ def test_the_encoder_bounds_what_slices_gain() -> None:
 
 
 def test_costs_of_slices() -> None:
-    cost = slice_costs([1, 2, 0, 4, 8], [1, 3, 1], 2, [3, 1], overhead=1, backward=2)
+    cost = layer_sequence_costs([1, 2, 0, 4, 8], [1, 3, 1], 2, [3, 1], overhead=1, backward=2)
     forwards = {(stage, number): cost.times[stage, number, Op.F] for stage in range(3) for number in range(2)}
     assert forwards == {(0, 0): 2, (0, 1): 0, (1, 0): 1 + 2 + 3, (1, 1): 1 + 1, (2, 0): 1 + 6, (2, 1): 1 + 2}
     assert cost.times[1, 0, Op.B] == 12
@@ -74,4 +74,4 @@ def test_costs_of_slices() -> None:
 @pytest.mark.parametrize(("stages", "cut"), [([1, 3], 2), ([1, 4], 5), ([1, 4], -1)])
 def test_costs_that_do_not_fit(stages: list[int], cut: int) -> None:
     with pytest.raises(SlipstreamError, match=r"give as many, and as cut the number of the layer CutTokens"):
-        slice_costs([1, 2, 0, 4, 8], stages, cut, [3, 1])
+        layer_sequence_costs([1, 2, 0, 4, 8], stages, cut, [3, 1])

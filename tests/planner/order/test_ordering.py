@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.order.best_order import best_hand_written, find_order, lower_bound
+from slipstream.planner.order.best_order import best_hand_written, find_order, step_lower_bound
 from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import (
@@ -164,7 +164,7 @@ def test_found_orders(seed: int, memory: float | None, bandwidth: float | None) 
     assert (found.name, found.reach) == ("auto", small.reach)
     for held, limit in zip(timeline.peak_memory, given_limits or [np.inf] * small.num_ranks, strict=True):
         assert held <= limit * (1 + 1e-9)
-    assert timeline.makespan >= lower_bound(*arguments(small), **keywords) * (1 - 1e-9)
+    assert timeline.makespan >= step_lower_bound(*arguments(small), **keywords) * (1 - 1e-9)
     best = best_hand_written(*arguments(small), **keywords)
     assert best is None or timeline.makespan <= simulate(best, cost).makespan * (1 + 1e-9)
     if not small.split:
@@ -192,7 +192,7 @@ def test_reaches_the_step_without_bubbles() -> None:
     """Zero bubble, section 3.2: (p-1)F + ms(F+I+W) where F, I and W take the same time and ms >= 2(p-1)+s."""
     for p, m, s in [(2, 3, 2), (4, 2, 8), (8, 5, 4)]:
         found = simulate(find_order(range(p), m, s, UnitCost()), UnitCost())
-        assert found.makespan == p - 1 + 3 * m * s == lower_bound(range(p), m, s, UnitCost())
+        assert found.makespan == p - 1 + 3 * m * s == step_lower_bound(range(p), m, s, UnitCost())
 
 
 def test_splits_only_where_it_pays() -> None:
@@ -215,7 +215,7 @@ def test_between_the_bound_and_the_optimum() -> None:
         if optimum is None:
             continue
         keywords = options(small) | {"memory_limit": allowed}
-        bound = lower_bound(*arguments(small), **keywords)
+        bound = step_lower_bound(*arguments(small), **keywords)
         found = simulate(find_order(*arguments(small), **keywords, effort=EFFORT), small.cost).makespan
         assert bound <= optimum * (1 + 1e-9)
         assert optimum <= found
@@ -302,7 +302,7 @@ def test_flow_shop_bound_is_exact_for_one_sequence() -> None:
     times = {
         (g, i, op): seconds for op in (Op.F, Op.B) for g, row in enumerate(forwards) for i, seconds in enumerate(row)
     }
-    assert lower_bound(range(4), 1, 5, TableCost(times), split=False) == last[-1]
+    assert step_lower_bound(range(4), 1, 5, TableCost(times), split=False) == last[-1]
     assert simulate(find_order(range(4), 1, 5, TableCost(times), split=False), TableCost(times)).makespan == last[-1]
 
 

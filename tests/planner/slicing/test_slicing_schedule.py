@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from slipstream import SlipstreamError, simulate
 from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
 from slipstream.planner.slicing.equal_time_cuts import equal_time_cuts, equal_time_slices
-from slipstream.planner.slicing.schedule_slicing import cost_of_slices, slice_for_schedule
+from slipstream.planner.slicing.schedule_slicing import slice_for_schedule
+from slipstream.planner.slicing.slice_costs import schedule_costs
 from slipstream.schedule import Op, Schedule, forward_only, gpipe, one_f_one_b, split_backwards
 from slipstream.simulator import CostModel
 
@@ -55,7 +56,7 @@ def candidate(
 
     def with_costs(slices: tuple[int, ...]) -> tuple[Schedule, CostModel]:
         own = schedule(len(slices))
-        return own, cost_of_slices(own, slices, seconds, bytes_per_token=10, latency=0.5, bandwidth=1000)
+        return own, schedule_costs(own, slices, seconds, bytes_per_token=10, latency=0.5, bandwidth=1000)
 
     return with_costs
 
@@ -88,7 +89,7 @@ def test_forwards_of_equal_stages_come_to_eq5() -> None:
 
     def judge(slices: tuple[int, ...]) -> tuple[Schedule, CostModel]:
         schedule = forward_only(gpipe(4, 1, len(slices)))
-        return schedule, cost_of_slices(schedule, slices, equal)
+        return schedule, schedule_costs(schedule, slices, equal)
 
     exact = slice_tokens(lambda i, j: seconds(0, Op.F, i, j), 1024, 4, granularity=64)
     found = slice_for_schedule(judge, 1024, granularity=64)

@@ -54,7 +54,7 @@ def find_order(
     return schedule
 
 
-def lower_bound(
+def step_lower_bound(
     placement: Sequence[int],
     num_microbatches: int,
     num_slices: int,

@@ -17,7 +17,7 @@ from slipstream.simulator.numba_jit import compiled
 
 
 def makespan_bound(problem: OrderingProblem) -> float:
-    """The formula is that of `slipstream.planner.order.best_order.lower_bound`."""
+    """The formula is that of `slipstream.planner.order.best_order.step_lower_bound`."""
     times = problem.seconds
     shortest = np.minimum(times[Op.B], times[Op.I])  # until the input gradient is there
     rest = np.minimum(times[Op.B], times[Op.I] + times[Op.W]) - shortest

@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
 from math import inf
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.slicing.equal_stage_slicing import Slicing
 from slipstream.planner.slicing.equal_time_cuts import equal_time_slices
-from slipstream.schedule import COMMUNICATION, Op, Schedule
-from slipstream.simulator import CostModel, TableCost, simulate
+from slipstream.schedule import Schedule
+from slipstream.simulator import CostModel, simulate
 
 ScheduleForSlices = Callable[[tuple[int, ...]], tuple[Schedule, CostModel]]
-ActionTime = Callable[[int, Op, int, int], float]  # (stage, op, slice_length, context_length) -> seconds
 
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)  # of attention, for the cuts to start from
 _STARTS = 3  # counts of slices that are improved
-
-
-def cost_of_slices(
-    schedule: Schedule,
-    slices: tuple[int, ...],
-    time: ActionTime,
-    *,
-    bytes_per_token: float = 0,
-    latency: float = 0,
-    bandwidth: float | None = None,
-) -> TableCost:
-    """What the schedule's actions cost on slices of these lengths, plain causal attention.
-
-    Args:
-        schedule: with as many slices as there are lengths.
-        slices: tokens, first to last.
-        time: (stage, op, slice_length, context_length) -> seconds, asked for the ops F, B, I, W, R that occur.
-        bytes_per_token: of a message from stage to stage.
-        latency: of a message, in seconds.
-        bandwidth: in bytes per second; None: messages take `latency` only.
-    """
-    contexts = list(accumulate(slices, initial=0))
-    actions = (action for row in schedule.actions for action in row)
-    wanted = {(a.stage, a.slice, a.op) for a in actions if a.op not in COMMUNICATION and a.op is not Op.REDUCE_GRAD}
-    times: dict[tuple[int, int, Op], float] = {
-        (stage, i, op): time(stage, op, slices[i], contexts[i]) for stage, i, op in wanted
-    }
-    return TableCost(times, [bytes_per_token * tokens for tokens in slices], latency, bandwidth)
 
 
 def slice_for_schedule(
@@ -64,7 +34,7 @@ def slice_for_schedule(
     `max_simulations` ended the search.
 
     Args:
-        candidate: slice lengths -> the schedule for that many slices and its costs (see `cost_of_slices`). Only the
+        candidate: slice lengths -> the schedule for that many slices and its costs (see `schedule_costs`). Only the
             compute actions matter for the order; a schedule without communication is simulated faster.
         length: tokens of the sequence.
         granularity: slices begin at multiples of this many tokens.

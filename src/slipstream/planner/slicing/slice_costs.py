@@ -1,16 +1,46 @@
-"""What the token slices of a sequence of layers cost, of which the layers before CutTokens can't be sliced."""
+"""What the actions of a pipeline cost on slices of given lengths, for `slipstream.simulate`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Op
+from slipstream.schedule import COMMUNICATION, Op, Schedule
 from slipstream.simulator import TableCost
 
+ActionTime = Callable[[int, Op, int, int], float]  # (stage, op, slice_length, context_length) -> seconds
 
-def slice_costs(
+
+def schedule_costs(
+    schedule: Schedule,
+    slices: tuple[int, ...],
+    time: ActionTime,
+    *,
+    bytes_per_token: float = 0,
+    latency: float = 0,
+    bandwidth: float | None = None,
+) -> TableCost:
+    """What the schedule's actions cost on slices of these lengths, plain causal attention.
+
+    Args:
+        schedule: with as many slices as there are lengths.
+        slices: tokens, first to last.
+        time: (stage, op, slice_length, context_length) -> seconds, asked for the ops F, B, I, W, R that occur.
+        bytes_per_token: of a message from stage to stage.
+        latency: of a message, in seconds.
+        bandwidth: in bytes per second; None: messages take `latency` only.
+    """
+    contexts = list(accumulate(slices, initial=0))
+    actions = (action for row in schedule.actions for action in row)
+    wanted = {(a.stage, a.slice, a.op) for a in actions if a.op not in COMMUNICATION and a.op is not Op.REDUCE_GRAD}
+    times: dict[tuple[int, int, Op], float] = {
+        (stage, i, op): time(stage, op, slices[i], contexts[i]) for stage, i, op in wanted
+    }
+    return TableCost(times, [bytes_per_token * tokens for tokens in slices], latency, bandwidth)
+
+
+def layer_sequence_costs(
     costs: Sequence[float],
     stages: Sequence[int],
     cut: int,
