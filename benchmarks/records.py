@@ -140,7 +140,7 @@ SUBJECTS = {
     "exactness": Subject(
         "gradients on 32 meshes against one process",
         "exactness",
-        sources=("src/slipstream", "tests/parallel/exactness.py"),
+        sources=("src/slipstream", "tests/workers/parallel/exactness.py"),
     ),
     "loss_curves": Subject("100 losses on meshes of one to eight processes", "loss_curves"),
     "same_numbers": Subject("losses and gradients of ten trainings, to the bit", "same_numbers", "--record"),

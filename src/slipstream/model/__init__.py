@@ -2,62 +2,62 @@
 
 from __future__ import annotations
 
-from slipstream.model.causal_lm_stage import CausalLMStage, TiedWeight, uses_randomness
-from slipstream.model.fused_kernels import check_compiler, fuse_kernels
-from slipstream.model.input_limits import check_length, check_token_ids
-from slipstream.model.layer_halves import find_halves
+from slipstream.model.anatomy import Anatomy, LayerPart, find_anatomy
+from slipstream.model.fused import check_compiler, fuse
+from slipstream.model.halves import find_halves
 from slipstream.model.layer_range import (
-    ALLOWED_LAYER_COUNTS,
+    ALLOWED_COUNTS,
+    Edge,
+    Half,
     HalfLayer,
-    LayerHalf,
     LayerRange,
-    ModelEnd,
-    StagePart,
-    are_allowed_layer_counts,
+    Owned,
+    are_allowed,
 )
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy
-from slipstream.model.model_cutting import copy_with_shared_weights, layer_half_of
-from slipstream.model.model_loading import (
+from slipstream.model.limits import check_length, check_token_ids
+from slipstream.model.loading import (
     config_from_settings,
     load_config,
-    meta_model,
-    model_for_timing,
+    model_to_time,
     pretrained_model,
     random_model,
+    skeleton,
 )
 from slipstream.model.self_check import TOLERANCE, check_sliceable
-from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages
+from slipstream.model.split import half_of, share
+from slipstream.model.stage import Stage, TiedWeight, uses_randomness
+from slipstream.model.tensor_spec import Tensors, TensorSpec, apart
 
 __all__ = [
-    "ALLOWED_LAYER_COUNTS",
+    "ALLOWED_COUNTS",
     "TOLERANCE",
-    "CausalLMStage",
+    "Anatomy",
+    "Edge",
+    "Half",
     "HalfLayer",
-    "LayerHalf",
     "LayerPart",
     "LayerRange",
-    "ModelAnatomy",
-    "ModelEnd",
-    "StagePart",
+    "Owned",
+    "Stage",
     "TensorSpec",
     "Tensors",
     "TiedWeight",
-    "are_allowed_layer_counts",
+    "apart",
+    "are_allowed",
     "check_compiler",
     "check_length",
     "check_sliceable",
     "check_token_ids",
     "config_from_settings",
-    "copied_from_messages",
-    "copy_with_shared_weights",
     "find_anatomy",
     "find_halves",
-    "fuse_kernels",
-    "layer_half_of",
+    "fuse",
+    "half_of",
     "load_config",
-    "meta_model",
-    "model_for_timing",
+    "model_to_time",
     "pretrained_model",
     "random_model",
+    "share",
+    "skeleton",
     "uses_randomness",
 ]

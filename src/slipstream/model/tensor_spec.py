@@ -23,7 +23,7 @@ class TensorSpec(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-def copied_from_messages(tensors: Tensors, messages: Tensors) -> Tensors:
+def apart(tensors: Tensors, messages: Tensors) -> Tensors:
     """With copies, outside any graph, of those in the memory of a message, which is given back before they are."""
     held = {message.untyped_storage().data_ptr() for message in messages}
     return tuple(_copy(t) if t.untyped_storage().data_ptr() in held else t for t in tensors)

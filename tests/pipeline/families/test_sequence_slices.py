@@ -204,9 +204,9 @@ def test_frozen_layers(frozen: slice) -> None:
 
 
 def _named(model: nn.Sequential) -> list[object]:
-    from slipstream.model.sequential import flatten_layers
+    from slipstream.model.sequence import flatten
 
-    return [*flatten_layers(model)]
+    return [*flatten(model)]
 
 
 def test_lengths_may_change_from_step_to_step() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from slipstream.model.toy.reference_attention import full_precision, recorded_attention
-from slipstream.model.toy.toy_models import (
+from slipstream.model.toy.reference import full_precision, noting_attention
+from slipstream.model.toy.small_model import (
     TOY_LENGTH,
-    perturb_parameters,
+    move_off_special_values,
     quiet_transformers,
-    reference_model,
+    small_model,
     toy_config,
     toy_model,
     toy_tokens,
@@ -16,10 +16,10 @@ from slipstream.model.toy.toy_models import (
 __all__ = [
     "TOY_LENGTH",
     "full_precision",
-    "perturb_parameters",
+    "move_off_special_values",
+    "noting_attention",
     "quiet_transformers",
-    "recorded_attention",
-    "reference_model",
+    "small_model",
     "toy_config",
     "toy_model",
     "toy_tokens",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.parallel import ParameterShare
+from slipstream.parallel import Share
 
 
 class Box(NamedTuple):
@@ -33,7 +33,7 @@ class TensorShard:
     """
 
     key: str
-    share: ParameterShare
+    share: Share
     tensor: Tensor
     first_row: int = 0
     writes: bool = True

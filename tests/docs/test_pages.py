@@ -1,0 +1,91 @@
+"""The README is short, the site has every page once and no dead path, and pages made from the sources are current."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from tools import cli_page, walks
+
+from benchmarks import records
+from support.paths import ROOT
+
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+GROUPS = ["Start", "Guides", "Concepts", "Reference", "Evidence"]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:src|tests|benchmarks|examples|docs|tools)/[\w./-]+)`")
+
+
+def test_the_readme_is_short() -> None:
+    text = README.read_bytes()
+    assert text.count(b"\n") <= 110
+    assert len(text) <= 6500
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    lines = (ROOT / "mkdocs.yml").read_text().splitlines()
+    begin = lines.index("nav:")
+    end = next(i for i in range(begin + 1, len(lines)) if not lines[i].startswith(" "))
+    groups = yaml.safe_load("\n".join(lines[begin:end]))["nav"]
+    assert [name for group in groups for name in group] == GROUPS
+    pages = [page for group in groups for entries in group.values() for entry in entries for page in entry.values()]
+    assert sorted(pages) == [page.name for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_stay_in_the_documentation(page: Path) -> None:
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        target = link.partition("#")[0]
+        if "://" in link or not target:
+            continue
+        assert (DOCS / target).is_file(), link
+        assert (DOCS / target).resolve().is_relative_to(DOCS), link
+
+
+def test_links_of_the_readme_exist() -> None:
+    for link in LINK.findall(README.read_text(encoding="utf-8")):
+        assert "://" in link or (ROOT / link.partition("#")[0]).is_file(), link
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+def test_paths_that_a_page_names_exist(page: Path) -> None:
+    missing = [path for path in PATH.findall(page.read_text(encoding="utf-8")) if not (ROOT / path).exists()]
+    assert [path for path in missing if "NAME" not in path] == []
+
+
+def test_every_record_has_its_subject_and_its_sources() -> None:
+    assert {path.stem for path in records.RESULTS.glob("*.json")} == set(records.SUBJECTS)
+
+
+def test_the_page_of_records_is_current() -> None:
+    """Otherwise: `python -m benchmarks.records`."""
+    text = records.PAGE.read_text(encoding="utf-8")
+    assert records.with_tables(text) == text
+
+
+def test_a_record_is_older_once_a_source_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    source = tmp_path / "src" / "module.py"
+    source.parent.mkdir()
+    source.write_text("one = 1\n")
+    record = {"of": {"sources": ["src"], "sha256": records.digest(records.read_sources(["src"]))}}
+    assert records.is_current(record)
+    source.write_text("one = 2\n")
+    assert not records.is_current(record)
+
+
+def test_the_page_of_commands_is_current() -> None:
+    """Otherwise: `python -m tools.cli_page`."""
+    assert cli_page.PAGE.read_text(encoding="utf-8") == cli_page.page()
+
+
+@pytest.mark.parametrize("name", walks.WALKS)
+def test_the_pictures_of_the_walks_are_current(name: str) -> None:
+    """Otherwise: `python -m tools.walks`."""
+    walk = walks.WALKS[name]
+    assert len(walk.boxes) <= 12
+    assert all((ROOT / path).is_file() for path in walk.paths)
+    assert walks.picture(name).read_text(encoding="utf-8") == walks.draw(walk)

@@ -1,0 +1,1 @@
+"""Writes those pages and pictures of the documentation that follow from the sources."""

@@ -1,0 +1,205 @@
+"""Draws the three walks of docs/architecture.md, a box per file: `python -m tools.walks`."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+WIDTH, GAP, LINE, PADDING, ARROW = 880, 16, 18, 10, 44  # pixels
+BOX, BORDER, TEXT, ARROWS = "#eef2f8", "#5b7db1", "#1b2430", "#808a99"  # opaque boxes read on light and dark pages
+SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
+LETTER = 7.6  # pixels, on average
+
+
+@dataclass(frozen=True)
+class Box:
+    """A file of src/slipstream and what happens there."""
+
+    file: str
+    text: str
+
+    @property
+    def path(self) -> str:
+        return f"src/slipstream/{self.file}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Boxes that the box above calls, and what it hands to them."""
+
+    given: str
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A way through the sources, from the top down."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [box for row in self.rows for box in row.boxes]
+
+    @property
+    def paths(self) -> list[str]:
+        return [box.path for box in self.boxes]
+
+
+WALKS = {
+    "step": Walk(
+        "Tokens through Pipeline.step to loss and gradients",
+        (
+            Row("", (Box("pipeline/pipeline.py", "step(inputs, targets) on every rank"),)),
+            Row(
+                "(batch, sequence) tensors",
+                (
+                    Box("pipeline/batch.py", "Cuts the batch into microbatches and token slices."),
+                    Box("pipeline/engine.py", "Chooses the lowered schedule, checks memory, runs it, sums the loss."),
+                ),
+            ),
+            Row("schedule and batch", (Box("pipeline/execution/run_ranks.py", "Runs the ranks of this process."),)),
+            Row(
+                "this rank's actions, one after the other",
+                (Box("pipeline/execution/executor.py", "A handler for each operation: forward, backward, send, ..."),),
+            ),
+            Row(
+                "one slice",
+                (
+                    Box("pipeline/messages/transport.py", "Sends and receives activations and gradients."),
+                    Box("model/stage.py", "Runs the stage's layers: the model's own code."),
+                    Box("model/saving/weight_gradients.py", "Adds weight gradients in place, late for W."),
+                ),
+            ),
+            Row(
+                "queries, keys, values of the slice",
+                (
+                    Box("attention/function.py", "Attends to this slice and the ones before it."),
+                    Box("attention/store.py", "Keeps keys, values and their gradients."),
+                ),
+            ),
+        ),
+    ),
+    "train": Walk(
+        "A configuration file through slipstream train",
+        (
+            Row("", (Box("cli/train.py", "slipstream train config.yaml --section.setting=value"),)),
+            Row("path and overrides", (Box("training/config/config_file.py", "Reads and checks all settings."),)),
+            Row("Config", (Box("training/start_training.py", "Prepares, starts local ranks or joins, compares."),)),
+            Row(
+                "Config",
+                (
+                    Box("training/preflight.py", "Checks model and text; writes them to the run folder."),
+                    Box("launch/local_ranks.py", "Starts a process for each rank and watches it."),
+                ),
+            ),
+            Row("the saved configuration", (Box("training/training_rank.py", "Sets up device and process group."),)),
+            Row("Config and device", (Box("training/trainer.py", "Makes Pipeline and optimizer; loops over steps."),)),
+            Row(
+                "sequences of the step",
+                (
+                    Box("training/data/packing.py", "Packs documents into sequences."),
+                    Box("training/training_step.py", "Forward, backward, clip, update."),
+                    Box("training/checkpoint/checkpoints.py", "Saves while training continues; resumes."),
+                ),
+            ),
+            Row(
+                "tokens down; loss, times and timeline up",
+                (
+                    Box("pipeline/pipeline.py", "step: the walk above."),
+                    Box("training/metrics/reporter.py", "Writes a line for each step."),
+                ),
+            ),
+        ),
+    ),
+    "plan": Walk(
+        "A request through slipstream plan",
+        (
+            Row("", (Box("cli/plan.py", "slipstream plan MODEL CLUSTER --seq-len ... --global-batch ..."),)),
+            Row("model, cluster, options", (Box("planning/plan_model.py", "Reads and checks all three."),)),
+            Row(
+                "model and hardware",
+                (
+                    Box("profiler/count.py", "Counts the model's operations on meta tensors."),
+                    Box("planner/costs/cost_sources.py", "Seconds and bytes of every stage and message."),
+                ),
+            ),
+            Row("costs", (Box("planner/search/plan_search.py", "Simulates the promising configurations."),)),
+            Row(
+                "one configuration",
+                (
+                    Box("planner/search/plan_space.py", "All that divide, each with a bound."),
+                    Box("planner/search/simulated_configuration.py", "Cuts, orders, simulates one."),
+                    Box("simulator/simulation.py", "Start and end of every action, and memory."),
+                ),
+            ),
+            Row(
+                "Plan",
+                (
+                    Box("planner/plans.py", "The best configurations, and why."),
+                    Box("planner/report/html_page.py", "--report: one HTML file."),
+                    Box("planning/plan_file.py", "plan.yaml, for slipstream train."),
+                ),
+            ),
+        ),
+    ),
+}
+
+
+def picture(name: str) -> Path:
+    """Returns where the picture of a walk is."""
+    return IMAGES / f"walk-{name}.svg"
+
+
+def draw(walk: Walk) -> str:
+    """Returns the SVG of a walk: rows of boxes, arrows downwards, and on each arrow what is handed over."""
+    parts: list[str] = []
+    y = 0
+    for index, row in enumerate(walk.rows):
+        if index:
+            parts += _arrow(y, row.given)
+            y += ARROW
+        width = (WIDTH - GAP * (len(row.boxes) - 1)) // len(row.boxes)
+        lines = [textwrap.wrap(box.text, int((width - 2 * PADDING) / LETTER)) for box in row.boxes]
+        height = 2 * PADDING + LINE * (1 + max(map(len, lines)))
+        for column, (box, wrapped) in enumerate(zip(row.boxes, lines, strict=True)):
+            parts += _box(column * (width + GAP), y, width, height, box.file, wrapped)
+        y += height
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {WIDTH + 2} {y + 2}" '
+        f'width="{WIDTH + 2}" height="{y + 2}" font-size="14" role="img">'
+    )
+    return "\n".join([head, f"<title>{escape(walk.title)}</title>", *parts, "</svg>"]) + "\n"
+
+
+def _arrow(y: int, given: str) -> list[str]:
+    x, end = WIDTH // 2, y + ARROW - 4
+    return [
+        f'<path d="M{x} {y + 4}V{end}M{x - 5} {end - 7}L{x} {end}L{x + 5} {end - 7}" '
+        f'fill="none" stroke="{ARROWS}" stroke-width="2"/>',
+        f'<text x="{x + 14}" y="{y + ARROW // 2 + 5}" font-family="{SANS}" fill="{ARROWS}">{escape(given)}</text>',
+    ]
+
+
+def _box(x: int, y: int, width: int, height: int, file: str, lines: list[str]) -> list[str]:
+    left, top = x + PADDING, y + PADDING + 13
+    texts = [
+        f'<text x="{left}" y="{top + LINE * (row + 1)}" font-family="{SANS}" fill="{TEXT}">{escape(line)}</text>'
+        for row, line in enumerate(lines)
+    ]
+    return [
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{BOX}" stroke="{BORDER}"/>',
+        f'<text x="{left}" y="{top}" font-family="{MONO}" font-size="13" font-weight="bold" fill="{TEXT}">'
+        f"{escape(file)}</text>",
+        *texts,
+    ]
+
+
+if __name__ == "__main__":
+    for name, walk in WALKS.items():
+        picture(name).write_text(draw(walk), encoding="utf-8")
