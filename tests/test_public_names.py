@@ -1,4 +1,4 @@
-"""The public surface, pinned: a name that comes or goes is a decision, not an accident."""
+"""The public names are these; one that comes or goes is a decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in slices is attention: outputs and gradients equal plain masked softmax over the sequence."""
+"""Attention in slices gives the outputs and gradients of plain masked softmax attention over the whole sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Key ranges: their tiles cover every visible score once, none else, with work near the window's."""
+"""The tiles of key ranges cover every visible score once and no other, with work in proportion to the window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The context store: order is checked by name, memory ends with the last backward, replay changes nothing."""
+"""The context store names a wrong order, frees memory with the last backward, and is not changed by a replay."""
 
 from __future__ import annotations
 

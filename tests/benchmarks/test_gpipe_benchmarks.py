@@ -1,4 +1,4 @@
-"""The benchmarks of GPipe's tables: how layers are balanced, what a step's parts add up to, and what the page says."""
+"""The benchmarks of GPipe's tables balance layers optimally, add up, and are the numbers on their page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How benchmarks take turns: who waits is stopped, nobody outlives the benchmark, and what counts of a turn."""
+"""Contenders of a benchmark are stopped while another one runs, and none outlives the benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of single layers: what they count, and that the GPU's runs as it stands, on a CPU at toy size."""
+"""The benchmarks of single layers count the operations PyTorch counts, and the GPU's one runs on a CPU at toy size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorded predictions of the papers' tables: how good they are, and that they, and the page, can be had again."""
+"""The recorded predictions of the papers' tables stay within their errors and can be computed again."""
 
 from __future__ import annotations
 

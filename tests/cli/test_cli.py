@@ -1,4 +1,4 @@
-"""The command as users run it: its own process, its exit codes, its last lines."""
+"""The `slipstream` command starts quickly, explains itself, and ends bad input with a message and exit code 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream plan` as users run it: the table, the reasons, the files, and training from the plan."""
+"""`slipstream plan` shows and writes the plan that the function returns, and `slipstream train` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream profile` as users run it: real processes, a real link, a file that plans can be made from."""
+"""`slipstream profile` measures real processes and a real link, and writes a file that plans can be made from."""
 
 from __future__ import annotations
 

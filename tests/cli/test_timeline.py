@@ -1,4 +1,4 @@
-"""`slipstream timeline` as users run it, and as a function where a process of its own would add nothing."""
+"""`slipstream timeline` draws schedules by name or file and measured runs, and refuses what it does not know."""
 
 from __future__ import annotations
 

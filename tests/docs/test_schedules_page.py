@@ -1,4 +1,4 @@
-"""The documentation's page of schedules: every picture on it is what the code above it prints."""
+"""Every picture on the documentation's page of schedules is what the code above it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo as it is shipped."""
+"""The demo, as it is shipped, learns at least one nat more than the frequencies of tokens tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of examples/gpipe as pipelines: the gradients of the nn.Sequential by itself, and bits that stay."""
+"""The models of examples/gpipe have the same gradients in a pipeline as the nn.Sequential alone."""
 
 from __future__ import annotations
 

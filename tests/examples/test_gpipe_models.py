@@ -1,4 +1,4 @@
-"""The models of examples/gpipe: as large as the papers say, and equal to transformers' where it has them."""
+"""The models of examples/gpipe are as large as the papers say, and compute what transformers' models compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of examples/gpipe train: the loss falls and more held-out samples are right, also under torchrun."""
+"""The scripts of examples/gpipe learn: the loss falls and more held-out samples are right, under torchrun too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks: however one of them ends, all of them end, and the first cause is what the launcher tells."""
+"""However one local rank ends, all of them end, and the launcher reports the first cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several nodes: hosts on this one machine, with real addresses between them, under torchrun and like Slurm's tasks."""
+"""Several nodes, under torchrun or Slurm, train like one; every problem of a node is reported with its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every supported architecture, in stages and unequal slices, has the gradients of the unsplit model."""
+"""Every supported architecture, in stages and unequal slices, has the gradients of the unsplit model in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused norms and activations: exact in any slices, compiled once for all of them, and only where it is safe."""
+"""Fused norms and activations are exact in any slices, compile once for all of them, and apply only where safe."""
 
 from __future__ import annotations
 

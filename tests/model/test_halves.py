@@ -1,4 +1,4 @@
-"""Layers cut between attention and feed-forward: which architectures allow it, who owns what, and ranges of halves."""
+"""Layers are cut between attention and feed-forward where the architecture allows it, and refused by name elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of which only some layers are in memory: random, saved and loaded, damaged."""
+"""A stage loads the layers it owns and nothing else, with the weights of the whole model; damaged files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes end: a thread of gloo's that outlives the interpreter may abort it."""
+"""No thread of gloo's outlives the interpreter, which it might abort."""
 
 from __future__ import annotations
 

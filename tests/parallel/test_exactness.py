@@ -1,4 +1,4 @@
-"""Pipelines, replicas and shared layers together, in real processes: three steps as one process makes them."""
+"""Pipelines, replicas and tensor parallelism together take the same three steps as one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mesh of four processes promises beside equal gradients: bytes, exports, dropout, limits, refusals."""
+"""A mesh of four processes keeps its promises: bytes sent, exports, dropout, memory limits, refusals."""
 
 from __future__ import annotations
 

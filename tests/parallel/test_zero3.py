@@ -1,4 +1,4 @@
-"""ZeRO-3 in real processes: FSDP2 alone beside PTD-P, parameters sharded in a Pipeline; and the paper's table."""
+"""A Pipeline whose parameters FSDP2 shards trains as the whole model, and sends what ZeRO-3's formula says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For given microbatches and slices, losses and gradients are the same to the bit whatever runs where and when."""
+"""For given microbatches and slices, losses and gradients are the same to the bit on any ranks and in any order."""
 
 from __future__ import annotations
 

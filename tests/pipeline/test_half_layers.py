@@ -1,4 +1,4 @@
-"""Stages that end inside a layer: exact like any other, chosen where they balance the ranks, refused by name."""
+"""Stages that end inside a layer are exact, chosen where they balance the ranks, and refused by name elsewhere."""
 
 from __future__ import annotations
 

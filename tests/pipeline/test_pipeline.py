@@ -1,4 +1,4 @@
-"""The Pipeline in one process: documents, ignored labels, accumulation, evaluation, export, and refusals."""
+"""A Pipeline in one process trains, evaluates and exports as the unsplit model does, and refuses bad batches."""
 
 from __future__ import annotations
 

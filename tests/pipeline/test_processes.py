@@ -1,4 +1,4 @@
-"""The same in several processes: real processes, gloo, and the messages between them."""
+"""A Pipeline over real processes trains as the unsplit model, and reports messages that differ or never come."""
 
 from __future__ import annotations
 

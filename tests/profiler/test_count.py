@@ -1,4 +1,4 @@
-"""Counting on meta tensors: what it finds is what the shapes say, what the model has, and what a real run saves."""
+"""Counting on meta tensors finds what the shapes say, what the model has, and what a real run saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement itself on tiny models: what is alive after a forward, which layers are equal, and whole profiles.
+"""A profile of a tiny model has a time and bytes for everything that was requested.
 
 Nothing here asserts a time: only that there are times, for everything that was asked.
 """

@@ -1,4 +1,4 @@
-"""Actions and schedules: the text form and back, and what the parser refuses."""
+"""Actions and schedules survive their text form, and the parser refuses everything else."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""The rules of order, and how a schedule that breaks one is reported."""
+"""The rules of order are those of the design, and a schedule that breaks one is reported with grid and rule."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Gradient accumulation over flushes: what repeats, what doesn't, and one flush's memory."""
+"""Gradient accumulation over flushes repeats one flush, with one flush's memory."""
 
 from __future__ import annotations
 

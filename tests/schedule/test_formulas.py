@@ -1,4 +1,4 @@
-"""Steps and memory that papers state as formulas, and the bounds of those that state none, by exact simulation."""
+"""The simulated bubbles and peaks of every schedule are the formulas of its paper."""
 
 from __future__ import annotations
 

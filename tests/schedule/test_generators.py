@@ -1,4 +1,4 @@
-"""Generators: the pictures beside them, validity for every count, and what a name may ask for."""
+"""Every generated schedule is valid for every count, and looks like the picture in its docstring."""
 
 import inspect
 import re

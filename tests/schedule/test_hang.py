@@ -1,4 +1,4 @@
-"""The report of a wait that lasted too long."""
+"""The report of a wait that lasted too long names the action, the other rank and what is missing there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication: what the pass writes, and what the proof refuses."""
+"""Lowering writes every message once in an order that can't get stuck, and refuses schedules that could."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Recomputation and offload as passes: where the actions stand, what they save, and that the result can run."""
+"""Recomputation and offload as passes save the memory they promise, and their schedules run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random schedules against a second, slower statement of the rules that shares no code with the first."""
+"""On random schedules, the rules of order agree with a second, slower statement that shares no code."""
 
 from __future__ import annotations
 

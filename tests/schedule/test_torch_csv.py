@@ -1,4 +1,4 @@
-"""PyTorch's schedule CSV: what we write it loads, what it writes we load."""
+"""PyTorch loads the schedule CSV we write, and we load the one it writes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""PyTorch's own schedules as oracle: with one slice, the same passes in the same order on every rank."""
+"""With one slice, our schedules are PyTorch's own: the same passes in the same order on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled simulator against the one that everything else asks."""
+"""The compiled simulation ends every action when the simulator does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory model on tables made by hand: the design's peaks, lives of every kind, pools of message buffers."""
+"""The account of memory has the design's peaks, the right lifetime for every kind, and pools of message buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator against closed formulas, exactly: bubbles, peaks, flow shops, links; and measured costs."""
+"""The simulator equals closed formulas exactly: bubbles, peaks, flow shops and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why ranks wait: causes on schedules with known answers, and that waiting and computing make up the step."""
+"""Every wait has its known cause, and waiting and computing add up to the step."""
 
 from __future__ import annotations
 

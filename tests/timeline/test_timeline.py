@@ -1,4 +1,4 @@
-"""Timelines: their numbers, text, picture and Perfetto trace."""
+"""A timeline's numbers, text, picture and Perfetto trace all show the same spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The closing line of a run: its steps beside those of one process."""
+"""The closing line of a run compares its own steps with those of one process."""
 
 from __future__ import annotations
 

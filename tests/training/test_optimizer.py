@@ -1,3 +1,5 @@
+"""Only matrices decay, frozen parameters are left out, and the learning rate follows its warm-up and cosine."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""`slipstream train` goes on from a checkpoint: to the bit on the same mesh, with every sample once on any other."""
+"""A resumed run is the same to the bit on the same mesh, and sees every sample once on any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream train` from text to an exported model: real processes, started by itself and by torchrun."""
+"""`slipstream train` goes from text to an exported model, started by itself or by torchrun."""
 
 from __future__ import annotations
 

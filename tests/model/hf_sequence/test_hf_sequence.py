@@ -1,4 +1,4 @@
-"""Models of transformers as sequences: outputs to the bit, gradients under 1e-10 in a pipeline, refused by name."""
+"""Models of transformers as sequences have the outputs to the bit and gradients under 1e-10, or are refused by name."""
 
 from __future__ import annotations
 

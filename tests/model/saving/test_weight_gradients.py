@@ -1,4 +1,4 @@
-"""Layers that add their weight's gradient in place have PyTorch's gradients, at once or deferred."""
+"""Layers that add their weight's gradient in place have PyTorch's gradients, whether added immediately or deferred."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run without memory or arithmetic counts."""
+"""A trace on meta tensors counts the attention of grouped heads."""
 
 from __future__ import annotations
 

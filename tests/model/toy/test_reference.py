@@ -1,4 +1,4 @@
-"""What the comparisons in float64 rest on."""
+"""The reference that exactness is measured against stays in float64 throughout."""
 
 from __future__ import annotations
 

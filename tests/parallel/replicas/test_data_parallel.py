@@ -1,4 +1,4 @@
-"""Data parallelism and ZeRO-1: real processes, gloo, and the sums of one process."""
+"""Replicas and ZeRO-1 in real processes have the gradients and the updates of one process."""
 
 from __future__ import annotations
 

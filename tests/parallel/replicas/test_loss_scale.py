@@ -1,4 +1,4 @@
-"""A loss scale grows after good steps, falls after a bad one, and gives up in time."""
+"""A loss scale grows after good steps, falls after a bad one, and gives up after too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masters and gradients of one process, and the buckets they travel in."""
+"""The masters of one process keep small updates, and their buckets hold every parameter once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism in real processes: real models shared by 2 and 4 processes, and the gradients of one."""
+"""Models shared by 2 and 4 real processes have the gradients of one process."""
 
 from __future__ import annotations
 

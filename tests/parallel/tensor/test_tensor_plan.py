@@ -1,4 +1,4 @@
-"""What a plan says of a model, and what is refused, by name, before any process shares anything."""
+"""A tensor-parallel plan cuts every parameter once, and what cannot be shared is refused by name beforehand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that failed leaves nothing to the next one, where all ranks are in one process."""
+"""A step that failed leaves nothing behind: the next one is that of a fresh pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload: gradients the same to the bit, memory really free while it is on the host, and nothing left behind."""
+"""Offload changes no bit of a gradient, frees the memory while it is on the host, and leaves nothing behind."""
 
 from __future__ import annotations
 

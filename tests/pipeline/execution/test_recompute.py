@@ -1,4 +1,4 @@
-"""Recomputation: the gradients are the same to the bit, what is held between F and R is less, dropout is replayed."""
+"""Recomputation changes no bit of a gradient, holds less between forward and backward, and replays dropout."""
 
 from __future__ import annotations
 

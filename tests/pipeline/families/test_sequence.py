@@ -1,4 +1,4 @@
-"""An nn.Sequential of anything, split, has the gradients, the batch norms and the evaluation of the unsplit one."""
+"""A split nn.Sequential has the gradients, batch norms and evaluation of the unsplit one."""
 
 from __future__ import annotations
 

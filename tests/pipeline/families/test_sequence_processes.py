@@ -1,4 +1,4 @@
-"""A sequence over real processes and gloo: its messages, skips and replicas."""
+"""An nn.Sequential over real processes changes no bit; its skips, slices and replicas travel as they should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of a sequence: what recomputation keeps, loss functions, replicas of data, and steps whose shapes change."""
+"""An nn.Sequential takes every setting: recomputation, loss functions, replicas, shapes that change between steps."""
 
 from __future__ import annotations
 

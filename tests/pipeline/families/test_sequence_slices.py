@@ -1,4 +1,4 @@
-"""Token slices of a sequence: the gradients of the unsplit one, wherever its stages end and its tokens are cut."""
+"""Token slices of an nn.Sequential have the gradients of the unsplit one, wherever its stages and tokens are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many token slices pay: the simulator is told that the layers before the cut can't be sliced."""
+"""Token slices of an nn.Sequential are simulated with layers that can't be sliced, as they run."""
 
 from __future__ import annotations
 

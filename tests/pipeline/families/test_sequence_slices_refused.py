@@ -1,4 +1,4 @@
-"""What can't be exact in token slices of a sequence is refused by name, before anything runs."""
+"""What can't be exact in token slices of an nn.Sequential is refused by name, before anything runs."""
 
 from __future__ import annotations
 

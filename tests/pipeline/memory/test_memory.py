@@ -1,4 +1,4 @@
-"""Simulated peaks against measured ones, within a kilobyte on the CPU; and the meter on tensors made by hand."""
+"""Simulated peaks of memory are the measured ones within a kilobyte on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""memory_limit: what is refused, what auto does with it, and that it changes no number."""
+"""memory_limit refuses what would not fit, leads "auto" to what does, and changes no number."""
 
 from __future__ import annotations
 

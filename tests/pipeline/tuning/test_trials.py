@@ -1,4 +1,4 @@
-"""That the better of several slicings is chosen although times are noisy, and which slicings are tried at all."""
+"""Of several slicings the fastest is chosen although times are noisy, and only promising ones are tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What "auto" learns from the first steps, and that learning changes no gradient."""
+""" "auto" learns the fastest order and slices from the first steps, and learning changes no gradient."""
 
 from __future__ import annotations
 

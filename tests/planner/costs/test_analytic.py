@@ -1,4 +1,4 @@
-"""Analytic costs: hand-computed times of a hand-made model, and laws that hold for any."""
+"""Analytic costs are the hand-computed times of a hand-made model, and obey laws that hold for any model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cluster descriptions: what is shipped can be read, what can't be is refused with the field and what to type."""
+"""Every shipped cluster description can be read; a wrong one is refused with the field and what to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles as data: every stage a sum of the few that were measured, files that come back equal, and refusals."""
+"""A profile gives the cost of every stage as a sum of the measured few, survives its file, and refuses the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TeraPipe's time model against synthetic times that have exactly its form, and windows against counted scores."""
+"""TeraPipe's time model is recovered from synthetic times of exactly its form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for an order: against the simulator, hand-written schedules, its bound, and proven optima."""
+"""The search for an order finds proven optima, never beats its bound, and agrees with the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers to stages, against every partition there is."""
+"""No partition of layers into stages is better than the one chosen."""
 
 from __future__ import annotations
 

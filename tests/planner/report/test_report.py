@@ -1,4 +1,4 @@
-"""The report of a plan: every number on the page is the plan's, nothing is fetched, long steps stay readable."""
+"""Every number in the report of a plan is the plan's, nothing is fetched, and long steps stay readable."""
 
 from __future__ import annotations
 

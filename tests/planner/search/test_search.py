@@ -1,4 +1,4 @@
-"""The whole plan: bounds that hold, a winner that nothing beats, PTD-P's takeaways, and what doesn't fit."""
+"""No configuration beats the plan, bounds hold, and what doesn't fit is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slicing for equal stages, against every way to cut there is."""
+"""For equal stages, no way to cut a sequence is faster than the one chosen."""
 
 from __future__ import annotations
 

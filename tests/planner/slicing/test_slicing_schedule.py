@@ -1,4 +1,4 @@
-"""Slicing judged by the simulator: the start in closed form, the search against every way to cut."""
+"""Slicings judged by the simulator start from the closed form and are as fast as any way to cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving, finding and keeping checkpoints, and what happens when something breaks; on one process."""
+"""A checkpoint is whole or absent whatever breaks, and the newest good one is found; on one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes of any mesh are read into those of any other, to the bit; on one process, with hypothesis."""
+"""What any mesh saved is read into any other mesh to the bit; on one process, with hypothesis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same by several processes over gloo: any number of them loads what any other saved, and one may end meanwhile."""
+"""Any number of real processes loads what any other number saved, and one may be killed meanwhile."""
 
 from __future__ import annotations
 

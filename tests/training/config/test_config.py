@@ -1,3 +1,5 @@
+"""A configuration reads, dumps and overrides every section, and names a bad value with what is allowed."""
+
 from __future__ import annotations
 
 from pathlib import Path

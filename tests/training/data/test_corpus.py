@@ -1,3 +1,5 @@
+"""Texts come in order from files, folders and datasets, and what can't be read is named."""
+
 from __future__ import annotations
 
 import json

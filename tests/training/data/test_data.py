@@ -1,3 +1,5 @@
+"""An epoch has every token once, batches depend on their index alone, and the split keeps documents whole."""
+
 from __future__ import annotations
 
 import math

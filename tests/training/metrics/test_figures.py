@@ -1,4 +1,4 @@
-"""FLOPs, use and times: against the papers' formulas and numbers, and against what a real pipeline computes."""
+"""FLOPs, utilisation and times are the papers' formulas and what a real pipeline computes."""
 
 from __future__ import annotations
 

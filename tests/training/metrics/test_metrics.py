@@ -1,3 +1,5 @@
+"""A step's record has its figures, and its phases add up to the step."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Figures in TensorBoard's event files, read back; trackers that aren't there are refused by name."""
+"""TensorBoard's files have every number of every step, and a missing tracker is refused by name."""
 
 from __future__ import annotations
 

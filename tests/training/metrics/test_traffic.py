@@ -1,4 +1,4 @@
-"""Bytes by axis, of real collectives between two processes."""
+"""Bytes by axis are those that a ring of two real processes sends."""
 
 from __future__ import annotations
 
