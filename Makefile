@@ -7,7 +7,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Where it is set, each of the many processes would compile all of the source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow check lint types imports bench exactness docs clean
+.PHONY: install demo test test-more test-all check lint types imports bench exactness docs clean
 
 install: $(INSTALLED)
 
@@ -22,14 +22,23 @@ demo: $(INSTALLED)
 
 # A file's tests on one worker: they share what its fixtures have started. A test that is ended by its timeout takes the
 # worker with it, and one that is started in its place may wait for ever (issue 1378 of pytest-xdist): so none is.
-TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart=0
+TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart=0 --durations=20
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest
+DEMO := tests/examples/test_demo.py# which needs both cores
 
+# Every feature once, in about five minutes on two cores; properties are tried with a fifth of their examples.
 test: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not grid" $(TWO_WORKERS) --durations=20
+	$(PYTEST) -m "not more and not grid" --hypothesis-profile=thin $(TWO_WORKERS)
 
-test-slow: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m slow tests/examples/test_demo.py # which needs both cores
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not grid" $(TWO_WORKERS) --ignore=tests/examples/test_demo.py --durations=20
+# What `make test` leaves out: further combinations, and all examples of the properties.
+test-more: $(INSTALLED)
+	$(PYTEST) -m more $(DEMO)
+	$(PYTEST) -m "(more or hypothesis) and not grid" $(TWO_WORKERS) --ignore=$(DEMO)
+
+# Both of them, each test once: everything but `make exactness`.
+test-all: $(INSTALLED)
+	$(PYTEST) -m more $(DEMO)
+	$(PYTEST) -m "not grid" $(TWO_WORKERS) --ignore=$(DEMO)
 
 check: lint types imports docs test
 

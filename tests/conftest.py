@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 
-from hypothesis import settings
+from support.examples import register_profiles
 
 _CACHE = tempfile.mkdtemp(prefix="slipstream-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
@@ -20,9 +20,7 @@ os.environ.update(
     HF_HOME=_CACHE,
 )
 
-# How long an example takes says how busy the machine is.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+register_profiles()
 
 
 def pytest_collection_finish() -> None:

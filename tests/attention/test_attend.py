@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.attention import ContextStore, KeyRanges, attend, flash, function, masked_math, ranges
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.errors import SlipstreamError
+from support.examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +78,13 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("small_tiles")
 class TestExact:
-    @settings(deadline=None, max_examples=150)
+    @examples(150)
     @given(cases())
     def test_flash_parts_equal_plain_attention(self, make_case: Any, distance: Any, case: dict[str, Any]) -> None:
         case = make_case(**case)
         assert distance(case.sliced(), case.reference()) < 1e-12
 
-    @settings(deadline=None, max_examples=100)
+    @examples(100)
     @given(cases(), st.none() | st.floats(0.5, 20.0))
     def test_masked_math_equals_plain_attention(
         self, make_case: Any, distance: Any, case: dict[str, Any], softcap: float | None

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.attention import KeyRanges, ranges
 from slipstream.attention.ranges import Part, Tile
 from slipstream.errors import SlipstreamError
+from support.examples import examples
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,7 +51,7 @@ def first_keys(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
     return torch.tensor(table), start
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(first_keys())
 def test_tiles_cover_every_visible_score_once(case: tuple[torch.Tensor, int]) -> None:
     first_key, start = case

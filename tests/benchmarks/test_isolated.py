@@ -9,28 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from benchmarks.harness import interleaved
 from benchmarks.isolated import Contender
-from torch import nn
 
-from support.paths import ROOT
-
-
-class Counts:
-    """A contender whose steps are numbers."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def step(self) -> float:
-        self.steps += 1
-        return float(self.steps)
-
-    def parameters(self) -> list[nn.Parameter]:
-        return []
-
-    def report(self) -> int:
-        return self.steps
+from support.paths import ROOT, TESTS, WORKERS, with_path
+from workers.benchmarks.isolated import Counts
 
 
 def state(pid: int) -> str:
@@ -49,6 +33,7 @@ def becomes(pid: int, wanted: tuple[str, ...]) -> bool:
     return False
 
 
+@pytest.mark.more
 def test_contenders_that_wait_are_stopped() -> None:
     contender = Contender("counts", Counts)
     contender.wait()
@@ -62,22 +47,16 @@ def test_contenders_that_wait_are_stopped() -> None:
     assert not any(process.is_alive() for process in contender._processes)
 
 
-KILLED = """
-import os, signal
-from benchmarks.isolated import Contender
-from test_isolated import Counts
-contender = Contender("counts", Counts, num_processes=1)
-contender.wait()
-print(contender._processes[0].pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
+@pytest.mark.more
 def test_stopped_contenders_end_with_a_killed_benchmark(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with (tmp_path / "pid").open("w") as told:  # not a pipe, which a contender that lives on would hold open
-        subprocess.run([sys.executable, "-c", KILLED], env=environment, stdout=told, stderr=told, timeout=300)
+        subprocess.run(
+            [sys.executable, WORKERS / "benchmarks/isolated.py"],
+            env=with_path(TESTS, ROOT),
+            stdout=told,
+            stderr=told,
+            timeout=300,
+        )
     pid = int((tmp_path / "pid").read_text())
     ended = becomes(pid, ("", "Z"))
     if not ended:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.forked import slipstream_command
 from support.timeouts import LIMIT
 
 
@@ -45,10 +46,10 @@ def test_bad_input_ends_with_its_message_and_code_2(tmp_path: Path) -> None:
         "data: {corpus: python-stdlib}\n"
         f"training: {{output: {tmp_path / 'output'}, steps: 1, seq_len: 8}}\n"
     )
-    result = slipstream("train", config, "--training.stepz=3")
+    result = slipstream_command("train", config, "--training.stepz=3")
     assert result.returncode == 2
     assert result.stderr.splitlines() == ["error: unknown key training.stepz; did you mean 'training.steps'?"]
-    result = slipstream("train", config, "--pipeline.num_ranks=64", "--pipeline.slices=2")
+    result = slipstream_command("train", config, "--pipeline.num_ranks=64", "--pipeline.slices=2")
     assert result.returncode == 2
     assert result.stderr.startswith("error: pipeline.num_ranks=64 is more than the model's 32 layers")
     assert not (tmp_path / "output").exists()
@@ -56,10 +57,10 @@ def test_bad_input_ends_with_its_message_and_code_2(tmp_path: Path) -> None:
 
 def test_check_tells_whether_a_model_can_be_sliced(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    result = slipstream("check", tmp_path)
+    result = slipstream_command("check", tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("llama: sliced and unsliced agree")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom"}))
-    result = slipstream("check", tmp_path)
+    result = slipstream_command("check", tmp_path)
     assert result.returncode == 2
     assert "model_type 'bloom' can't be trained in token slices" in result.stderr

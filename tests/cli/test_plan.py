@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import slipstream
 from slipstream.cli.plan import plan as command
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
-from slipstream.planner.costs import load_profile
 from slipstream.planning.plan_file import plan_settings, write_plan_file
 from slipstream.planning.plan_model import make_options, model_section
+from slipstream.profiler import ProfileSettings, profile_model
 from slipstream.training.config import load_config
 from slipstream.units import count_text, seconds_text
 from support.architectures import llama
+from support.forked import COMMAND, launch, slipstream_command
 from support.hand_made_plan import MODEL, make_plan
-from support.timeouts import LIMIT
 
 SEQ_LEN = 64
 CLUSTER: dict[str, Any] = {
@@ -43,11 +42,6 @@ CLUSTER: dict[str, Any] = {
     "inside": {"bandwidth": 1e10, "latency": 1e-6},
     "between": {"bandwidth": 1e9, "latency": 1e-5},
 }
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "slipstream", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.fixture
@@ -186,22 +180,17 @@ def test_files_are_replaced_only_when_told(model: Path, cluster: Path, tmp_path:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of the small Llama on two processes of this machine."""
-    path = tmp_path_factory.mktemp("profile") / "profile.json"
-    settings = {"seq_len": SEQ_LEN, "longest_slice": SEQ_LEN, "granularity": 32, "repeats": 2, "budget": 5.0}
-    measure_profile(llama(), settings, num_ranks=2, device="cpu").save(path)
-    return path
+QUICK: dict[str, Any] = {"seq_len": SEQ_LEN, "longest_slice": SEQ_LEN, "granularity": 32, "repeats": 2, "budget": 5.0}
 
 
-@pytest.mark.slow
-def test_a_plan_from_a_profile_is_trained(measured: Path, tmp_path: Path) -> None:
-    settings = tmp_path / "model.yaml"
+@pytest.mark.more
+def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
+    measured, settings = tmp_path / "profile.json", tmp_path / "model.yaml"
+    measure_profile(llama(), QUICK, num_ranks=2, device="cpu").save(measured)
     settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
     output, text = tmp_path / "plan.yaml", tmp_path / "text.txt"
-    planned = run(
-        *("plan", settings, measured, "--seq-len", SEQ_LEN, "--global-batch", 2, "--output", output),
+    planned = slipstream_command(
+        *("plan", settings, measured, f"--seq-len={SEQ_LEN}", "--global-batch=2", "--output", output),
         *("--pipeline-parallel", "2", "--num-slices", "2,4"),
     )
     assert planned.returncode == 0, planned.stderr
@@ -210,7 +199,9 @@ def test_a_plan_from_a_profile_is_trained(measured: Path, tmp_path: Path) -> Non
     assert chosen["training"]["precision"] == "float32"
     assert chosen["plan"]["predicted"]["mfu"] is None
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    trained = run(
+    trained = launch(
+        2,
+        COMMAND,
         *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
         *("--pipeline.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
     )
@@ -222,7 +213,6 @@ def test_a_plan_from_a_profile_is_trained(measured: Path, tmp_path: Path) -> Non
     assert used.pipeline.partition == chosen["pipeline"]["partition"]
 
 
-@pytest.mark.slow
 def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_path: Path) -> None:
     model, output, text = tmp_path / "model.yaml", tmp_path / "plan.yaml", tmp_path / "text.txt"
     model.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
@@ -230,7 +220,9 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
     written = plan_file(model, cluster, output, **degrees)
     assert written["parallel"] == {"data": 2, "tensor": 2, "shard_optimizer": True}
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    trained = run(
+    trained = launch(
+        4,
+        COMMAND,
         *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
         *("--pipeline.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
     )
@@ -286,8 +278,10 @@ def test_files_that_describe_no_model(cluster: Path, tmp_path: Path) -> None:
             plan_file(tmp_path / name, cluster, tmp_path / "plan.yaml")
 
 
-def test_a_profile_of_something_else_is_refused(measured: Path, tmp_path: Path) -> None:
-    profile = load_profile(measured)
+def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
+    measured = tmp_path / "profile.json"
+    profile = profile_model(llama(), ProfileSettings(**QUICK), torch.device("cpu"))
+    profile.save(measured)
     settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 2}
     with pytest.raises(SlipstreamError, match=r"model\.vocab_size is 61 there, 99 here"):
         slipstream.plan(llama(vocab_size=99), measured, **settings)
@@ -322,7 +316,9 @@ def test_unknown_options_suggest_the_nearest() -> None:
 
 def test_errors_end_with_code_2(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.yaml"
-    result = run("plan", model, "nowhere", "--seq-len", SEQ_LEN, "--global-batch", 4, "--output", output)
+    result = slipstream_command(
+        "plan", model, "nowhere", f"--seq-len={SEQ_LEN}", "--global-batch=4", "--output", output
+    )
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: cluster='nowhere' is not known")
     assert not output.exists()

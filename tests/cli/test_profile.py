@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,9 @@ from slipstream.cli.profile import profile as command
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import load_profile
 from support.architectures import llama
-from support.timeouts import LIMIT
+from support.forked import slipstream_command
 
 QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4", "--budget=20")
-
-
-def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slipstream", "profile", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_model_folder(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
-    result = slipstream(model, *QUICK, "--output", output)
+    result = slipstream_command("profile", model, *QUICK, "--output", output)
     assert result.returncode == 0, result.stderr
     for part in ("stage", "layer", "embedding", "head", "error at points", "link (gloo): latency"):
         assert part in " ".join(result.stdout.split()), result.stdout

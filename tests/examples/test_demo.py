@@ -16,7 +16,7 @@ from support.paths import ROOT
 DEMO = ROOT / "examples" / "demo.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_demo_learns_at_least_one_nat_more_than_how_often_tokens_occur(tmp_path: Path) -> None:
     output = RunFolder(tmp_path / "demo")
     command = [sys.executable, "-m", "slipstream", "train", str(DEMO), f"--training.output={output.folder}"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,22 +10,18 @@ import torch
 from examples.gpipe.image_task import SHAPES, draw
 from examples.gpipe.translation_task import END, decode, encode, sentences, translate
 
+from support.forked import launch, run_alone
 from support.paths import ROOT
-from support.timeouts import LIMIT
 
 FOLDER = ROOT / "examples" / "gpipe"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def run(launcher: list[str], script: str, *arguments: str) -> tuple[list[float], list[float]]:
-    """The losses that a script prints, and the held-out samples that are right before and after, in percent."""
-    ended = subprocess.run(
-        [sys.executable, *launcher, str(FOLDER / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def run(num_ranks: int, script: str, *arguments: str) -> tuple[list[float], list[float]]:
+    """Runs a script in that many ranks, or with 0 without a launcher.
+
+    Returns the losses that it prints, and the held-out samples that are right before and after, in percent.
+    """
+    ended = launch(num_ranks, FOLDER / script, *arguments) if num_ranks else run_alone(FOLDER / script, *arguments)
     assert ended.returncode == 0, ended.stderr[-3000:]
     right = re.findall(r"^(?:before|after): ([\d.]+)%", ended.stdout, re.MULTILINE)
     losses = re.findall(r"loss ([\d.]+)", ended.stdout)
@@ -37,7 +30,7 @@ def run(launcher: list[str], script: str, *arguments: str) -> tuple[list[float],
 
 def test_images_are_learned() -> None:
     arguments = ["--model", "resnet", "--steps", "40", "--recompute", "full", "--microbatches", "2", "--width", "8"]
-    losses, (before, after) = run(TORCHRUN, "train_images.py", *arguments)
+    losses, (before, after) = run(2, "train_images.py", *arguments)
     assert len(losses) == 20
     assert losses[-1] < 0.85 * losses[0]
     assert after > before + 15
@@ -46,8 +39,8 @@ def test_images_are_learned() -> None:
 def test_translation_is_learned_in_token_slices() -> None:
     """As without them: the losses that are printed are the same."""
     arguments = ["--steps", "20", "--layers", "1", "--microbatches", "2", "--schedule", "1f1b", "--width", "32"]
-    whole, _ = run([], "train_translation.py", *arguments)
-    sliced, _ = run(TORCHRUN, "train_translation.py", *arguments, "--slices", "3")
+    whole, _ = run(0, "train_translation.py", *arguments)
+    sliced, _ = run(2, "train_translation.py", *arguments, "--slices", "3")
     assert len(sliced) == 20
     assert sliced[-1] < 0.8 * sliced[0]
     assert sliced == pytest.approx(whole, abs=0.02)  # in float32
@@ -56,7 +49,7 @@ def test_translation_is_learned_in_token_slices() -> None:
 @pytest.mark.grid
 def test_amoebanet_learns_images(tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
-    losses, (before, after) = run(TORCHRUN, "train_images.py", "--steps", "60", "--timeline", str(picture))
+    losses, (before, after) = run(2, "train_images.py", "--steps", "60", "--timeline", str(picture))
     assert losses[-1] < 0.6 * losses[0]
     assert after > before + 40
     assert picture.stat().st_size > 10_000
@@ -64,14 +57,14 @@ def test_amoebanet_learns_images(tmp_path: Path) -> None:
 
 @pytest.mark.grid
 def test_a_vit_learns_images() -> None:
-    losses, (before, after) = run([], "train_images.py", "--model", "vit", "--steps", "200", "--ranks", "2")
+    losses, (before, after) = run(0, "train_images.py", "--model", "vit", "--steps", "200", "--ranks", "2")
     assert losses[-1] < 0.7 * losses[0]
     assert after > before + 25
 
 
 @pytest.mark.grid
 def test_most_names_are_translated_to_the_last_letter() -> None:
-    _, (before, after) = run(TORCHRUN, "train_translation.py", "--steps", "250", "--schedule", "1f1b")
+    _, (before, after) = run(2, "train_translation.py", "--steps", "250", "--schedule", "1f1b")
     assert before == 0
     assert after > 50
 

@@ -27,6 +27,7 @@ from slipstream.launch.network import address_towards, find_address, find_interf
 from slipstream.launch.slurm import first_node, is_task, torchrun_variables
 from slipstream.training.config import load_config
 from slipstream.training.preflight import check_layers, load_model_config
+from support.forked import COMMAND, launch
 from support.paths import ROOT, WORKERS
 from support.timeouts import LIMIT
 
@@ -154,9 +155,7 @@ def losses_in(folder: Path) -> list[float]:
 def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the same run with two local ranks."""
     folder = tmp_path_factory.mktemp("one-host")
-    result = subprocess.run(
-        [*TRAIN, str(write_config(folder))], capture_output=True, text=True, timeout=LIMIT, env=clean_environment()
-    )
+    result = launch(2, COMMAND, "train", write_config(folder))
     assert result.returncode == 0, result.stderr
     return losses_in(folder / "output")
 
@@ -185,7 +184,7 @@ def test_two_nodes_train_like_one(network: Network, config: Path, on_one_host: l
     assert losses_in(config.parent / "output") == on_one_host
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_slurm_tasks_train_like_local_ranks(network: Network, config: Path, on_one_host: list[float]) -> None:
     results = network.run([[*TRAIN, config]] * 2, [slurm_variables(rank, 2) for rank in range(2)])
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
@@ -193,7 +192,7 @@ def test_slurm_tasks_train_like_local_ranks(network: Network, config: Path, on_o
     assert losses_in(config.parent / "output") == on_one_host
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_other_code_and_settings_are_told_on_every_rank(network: Network, config: Path, tmp_path: Path) -> None:
     """By torchrun's static rendezvous this time, and the master's address."""
     package = Path(slipstream.__file__).parent
@@ -222,7 +221,7 @@ def test_other_code_and_settings_are_told_on_every_rank(network: Network, config
     assert not (tmp_path / "output").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_folder_that_is_not_shared(network: Network, config: Path) -> None:
     """Even where an earlier run has left the same files on the node's own disk."""
     output, disk = config.parent / "output", config.parent / "disk"
@@ -437,10 +436,10 @@ def test_the_kubernetes_example_gives_a_run_that_fits(tmp_path: Path) -> None:
         re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], word) for word in container["command"]
     )
     assert program == "torchrun"
-    launch = get_args_parser().parse_args(arguments)
-    assert launch.module
-    command, config, *overrides = launch.training_script_args
-    assert (launch.training_script, command) == ("slipstream", "train")
+    given = get_args_parser().parse_args(arguments)
+    assert given.module
+    command, config, *overrides = given.training_script_args
+    assert (given.training_script, command) == ("slipstream", "train")
 
     mounts = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
     volumes = {each["name"]: each for each in pod["volumes"]}
@@ -452,6 +451,6 @@ def test_the_kubernetes_example_gives_a_run_that_fits(tmp_path: Path) -> None:
     assert Path(config).parent == mounts["config"]
     assert loaded.training.output.is_relative_to(mounts["runs"])
     num_pods = sum(each["replicas"] for each in replicas.values())
-    assert num_pods == int(launch.nnodes)
-    assert loaded.pipeline.num_ranks == num_pods * int(launch.nproc_per_node)
+    assert num_pods == int(given.nnodes)
+    assert loaded.pipeline.num_ranks == num_pods * int(given.nproc_per_node)
     check_layers(loaded, load_model_config(loaded.model))

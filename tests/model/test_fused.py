@@ -107,7 +107,7 @@ def test_what_is_fused(name: str) -> None:
 
 
 @compiles
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.grid), "gpt2", "gemma2"])
 def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
@@ -131,7 +131,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
 
 
 @compiles
-@pytest.mark.slow
+@pytest.mark.more
 def test_equal_layers_share_their_kernels() -> None:
     """Eight norms and a last one are one kernel, four activations another, forward and backward, for any length."""
     model, before = build(ARCHITECTURES["llama"]), num_compiled()
@@ -144,7 +144,7 @@ def test_equal_layers_share_their_kernels() -> None:
 
 
 @compiles
-@pytest.mark.slow
+@pytest.mark.more
 def test_dropout_draws_the_same_numbers() -> None:
     config = copy.deepcopy(ARCHITECTURES["gpt2"])
     config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.3

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,8 @@ from transformers.utils import logging
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model import find_anatomy, load_config, model_to_time, pretrained_model, random_model
 from support.architectures import ARCHITECTURES, llama
-from support.paths import TESTS
+from support.forked import run_alone
+from support.paths import WORKERS
 
 PARTS = [[0], [1, 2], [3], [0, 3], [0, 1, 2, 3]]
 
@@ -72,25 +70,10 @@ def test_a_model_to_time_has_the_same_parts(name: str, layers: list[int]) -> Non
     assert all(torch.equal(buffer, expected_buffers[name]) for name, buffer in buffers.items())
 
 
-ONE_OF_TWELVE = """
-import resource
-from support.architectures import llama
-from slipstream.model.anatomy import find_anatomy
-from slipstream.model.loading import random_model
-
-config = llama(hidden_size=1024, intermediate_size=2816, num_attention_heads=8, num_hidden_layers=12, head_dim=128)
-anatomy = find_anatomy(config)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-part = random_model(config, 0, anatomy, [3])
-grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-print(grown, sum(parameter.nbytes for parameter in part.parameters()))
-"""
-
-
 def test_other_layers_take_no_memory() -> None:
     """One of twelve layers of 45 MB each: what is drawn for the others passes through scratch memory."""
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    ended = subprocess.run([sys.executable, "-c", ONE_OF_TWELVE], env=environment, capture_output=True, text=True)
+    ended = run_alone(WORKERS / "model/loading.py")
+    assert ended.returncode == 0, ended.stderr
     grown, own = map(int, ended.stdout.split())
     assert own > 40e6
     assert grown < 2 * own

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
 
-from support.paths import TESTS, WORKERS
+from support.paths import TESTS, WORKERS, with_path
 from support.timeouts import LIMIT
 
 WORKER = WORKERS / "parallel/ends.py"
@@ -17,7 +16,7 @@ WORKER = WORKERS / "parallel/ends.py"
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_no_thread_outlives_the_interpreter() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    environment = with_path(TESTS) | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("threads at the end: ['python']\n") == 2, ended.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PhiConfig, PretrainedConfig, PreTrainedModel
@@ -29,6 +29,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.examples import examples
 
 SLICES = [5, 30, 17, 12]
 CUT = [name for name in ARCHITECTURES if name != "gpt_neox"]  # its branches run side by side
@@ -142,7 +143,7 @@ def partitions(draw: st.DrawFn) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2", "qwen2_moe"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(15)
 @given(data=st.data())
 def test_any_partition_and_any_slices(name: str, data: st.DataObject) -> None:
     partition = data.draw(partitions())

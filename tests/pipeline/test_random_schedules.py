@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -24,6 +24,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.examples import examples
 
 LENGTH = 24
 MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}
@@ -98,7 +99,7 @@ def check(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(25)
 @given(data=st.data())
 def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
     check(name, data)
@@ -107,7 +108,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject
 @pytest.mark.grid
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2"])
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(1000)
 @given(data=st.data())
 def test_two_thousand_schedules(name: str, data: st.DataObject) -> None:
     check(name, data)

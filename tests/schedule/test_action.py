@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
@@ -33,13 +33,11 @@ def test_text(action: Action, text: str, text_of_one_slice: str) -> None:
     assert Action.parse(text) == Action.parse(text_of_one_slice) == action
 
 
-@settings(deadline=None)
 @given(actions)
 def test_text_round_trips(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
 
-@settings(deadline=None)
 @given(actions, st.text(alphabet="012.FBW_ \n", min_size=1))
 def test_nothing_around_an_action_is_ignored(action: Action, extra: str) -> None:
     """Either it makes another action, with another text, or it is refused."""

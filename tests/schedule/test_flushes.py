@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
@@ -26,6 +26,7 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
+from support.examples import examples
 
 
 def test_the_docstrings_picture_is_the_timeline() -> None:
@@ -34,7 +35,7 @@ def test_the_docstrings_picture_is_the_timeline() -> None:
     assert simulate(in_flushes(gpipe(2, 2), 2), UnitCost(backward=1)).to_text() == picture
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
 def test_memory_is_one_flushs_and_the_step_no_longer_than_flushes_in_a_row(
     name: str, p: int, m: int, s: int, num_flushes: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
@@ -22,11 +22,12 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
+from support.examples import examples
 
 ranks, microbatches, slices, stages = st.integers(1, 8), st.integers(1, 8), st.integers(1, 6), st.integers(1, 4)
 leads = st.sampled_from([1, 2])
 times = st.fractions(Fraction(1, 4), 4, max_denominator=6)
-exactly = settings(deadline=None, max_examples=40)
+exactly = examples(40)
 EQUAL = (Fraction(1), Fraction(1), Fraction(1))
 
 
@@ -114,7 +115,7 @@ def test_zb_v(p: int, m: int, s: int) -> None:
         assert peaks == [1 + Fraction(p - 1, s)] * p
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(2, 10), st.integers(1, 14), st.integers(1, 5))
 def test_v_half_and_v_min(p: int, m: int, s: int) -> None:
     """Half and a third of 1F1B's activations, as docstrings bound them; 1F1B waits 6(p-1) in these units."""

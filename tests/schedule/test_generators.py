@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
@@ -26,6 +26,7 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
+from support.examples import examples
 
 PICTURED = {
     "gpipe": (2, 2, 2),
@@ -60,7 +61,7 @@ def made_schedules(draw: st.DrawFn) -> Schedule:
     return make_schedule(name, *counts, stages_per_rank)
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(made_schedules())
 def test_every_schedule_is_valid_and_lowers(schedule: Schedule) -> None:
     validate(schedule)
@@ -68,7 +69,7 @@ def test_every_schedule_is_valid_and_lowers(schedule: Schedule) -> None:
         check_communication(add_communication(variant))
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.integers(1, 8), st.integers(1, 7), st.integers(1, 6), st.integers(1, 4))
 def test_interleaving_with_lead_one_is_valid_and_lowers(p: int, m: int, s: int, v: int) -> None:
     check_communication(add_communication(interleaved_one_f_one_b(p, m, s, v, lead=1)))

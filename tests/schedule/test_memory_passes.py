@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
@@ -32,6 +32,7 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
+from support.examples import examples
 
 NAMED = [
     make_schedule(name, 2, m, s, STAGES_PER_RANK[name].start)
@@ -122,7 +123,7 @@ def test_every_named_schedule_takes_both_and_runs(schedule: Schedule) -> None:
         check_communication(add_communication(smaller))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(schedules(), st.integers(1, 3), st.data())
 def test_recomputation_is_complete_bounded_and_never_later(schedule: Schedule, alive: int, data: st.DataObject) -> None:
     recomputed = add_recompute(schedule, alive=alive)
@@ -137,7 +138,7 @@ def test_recomputation_is_complete_bounded_and_never_later(schedule: Schedule, a
     assert some <= stages
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(schedules(), st.floats(0, 1), st.integers(0, 3), st.booleans())
 def test_offload_takes_those_that_wait_longest(schedule: Schedule, share: float, ahead: int, again: bool) -> None:
     if again:

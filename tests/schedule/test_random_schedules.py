@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
@@ -28,6 +28,7 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import TableCost, UnitCost
+from support.examples import examples
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def exchange(schedule: Schedule, edges: dict[Action, set[Action]], rendezvous: b
             posted[channel(action, schedule)].append(action)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(random_schedules())
 def test_what_can_run_is_valid_and_runs_in_the_order_of_the_rules(made: tuple[Problem, Schedule]) -> None:
     problem, schedule = made
@@ -181,7 +182,7 @@ def test_what_can_run_is_valid_and_runs_in_the_order_of_the_rules(made: tuple[Pr
     assert Schedule.parse(str(schedule)) == schedule
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(random_schedules(), st.data())
 def test_two_swapped_actions_are_valid_just_if_they_can_run(
     made: tuple[Problem, Schedule], data: st.DataObject
@@ -200,7 +201,7 @@ def test_two_swapped_actions_are_valid_just_if_they_can_run(
             validate(mutated)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(random_schedules(), st.integers(0, 4), st.integers(0, 2**32))
 def test_lowered_schedules_run_with_and_without_buffers(made: tuple[Problem, Schedule], ahead: int, seed: int) -> None:
     problem, schedule = made
@@ -211,7 +212,7 @@ def test_lowered_schedules_run_with_and_without_buffers(made: tuple[Problem, Sch
     assert Schedule.parse(str(lowered)) == lowered
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(random_schedules(), st.integers(0, 2), st.data())
 def test_the_proof_refuses_just_what_gets_stuck(
     made: tuple[Problem, Schedule], ahead: int, data: st.DataObject
@@ -245,7 +246,7 @@ def longest_path(edges: dict[Action, set[Action]], cost: TableCost) -> float:
     return max(map(length, edges))
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(random_schedules(), st.integers(0, 2**32))
 def test_simulated_times_obey_their_bounds(made: tuple[Problem, Schedule], seed: int) -> None:
     problem, schedule = made
@@ -263,7 +264,7 @@ def test_simulated_times_obey_their_bounds(made: tuple[Problem, Schedule], seed:
         assert all(ends[before] <= span.start for before in problem.edges()[span.action])
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(random_schedules(), st.integers(0, 2**32))
 def test_receives_posted_at_the_start_make_lowered_and_compute_only_times_equal(
     made: tuple[Problem, Schedule], seed: int
@@ -280,7 +281,7 @@ def test_receives_posted_at_the_start_make_lowered_and_compute_only_times_equal(
     assert late.makespan >= plain.makespan
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(random_schedules(), st.integers(0, 3))
 def test_receives_in_flight_are_those_a_run_has(made: tuple[Problem, Schedule], ahead: int) -> None:
     """Counted from the run instead: posted and not yet consumed when a rank comes by."""

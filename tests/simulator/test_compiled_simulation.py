@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.planner.search.memory_bound import least_messages
@@ -14,6 +14,7 @@ from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_c
 from slipstream.simulator import TableCost, simulate
 from slipstream.simulator.compiled_simulation import ActionArrays
 from slipstream.simulator.memory_account import MemoryTable, pool_bytes
+from support.examples import examples
 
 
 @st.composite
@@ -26,7 +27,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return cached_schedule(name, ranks, microbatches, slices, stages, *ways).schedule
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(schedules(), st.integers(0, 2**32))
 def test_every_action_ends_when_it_does_in_the_simulator(schedule: Schedule, seed: int) -> None:
     """Random times of stages, slices and links."""
@@ -45,7 +46,7 @@ def test_every_action_ends_when_it_does_in_the_simulator(schedule: Schedule, see
     assert seconds.tolist() == [cost.seconds(action) for action in actions]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(schedules())
 def test_no_rank_has_fewer_buffers_for_messages(schedule: Schedule) -> None:
     table = MemoryTable({}, message_bytes=[7] * schedule.num_slices)

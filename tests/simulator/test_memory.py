@@ -6,7 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
@@ -25,6 +25,7 @@ from slipstream.schedule import (
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.simulator.memory_account import Footprint, Kind, MemoryTable, Unit, memory_of, pool_bytes, send_windows
+from support.examples import examples
 
 ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
 
@@ -61,7 +62,7 @@ def test_activations_have_the_designs_peaks(generator: Callable[..., Schedule]) 
         assert all(rank.moments[-1].after == 0 for rank in found)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_activations_are_the_simulators(name: str, p: int, m: int, s: int, data: st.DataObject) -> None:
     """Two countings of the same, one along times, one along rows; with recomputation and offloading."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
@@ -81,7 +81,6 @@ def flow_shop(times: list[list[int]], start: list[int] | None = None) -> list[li
     return ends
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 3))
 def test_flush_over_identical_stages(slices: list[tuple[int, int]], num_stages: int, num_microbatches: int) -> None:
     """sum(f) + sum(b) + (K-1)(max f + max b)."""
@@ -101,7 +100,6 @@ def unequal_times(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
     return forwards, [draw(row) for _ in forwards]
 
 
-@settings(deadline=None)
 @given(unequal_times(), st.integers(1, 3))
 def test_flush_over_unequal_stages(times: tuple[list[list[int]], list[list[int]]], num_microbatches: int) -> None:
     """Forward is a flow shop; backward one through the stages in reverse, from where their forwards end."""
@@ -114,7 +112,6 @@ def test_flush_over_unequal_stages(times: tuple[list[list[int]], list[list[int]]
     assert simulate(schedule, cost).makespan == down[-1][-1]
 
 
-@settings(deadline=None)
 @given(unequal_times(), st.data())
 def test_links_are_machines_of_the_flow_shop(
     times: tuple[list[list[int]], list[list[int]]], data: st.DataObject
@@ -174,7 +171,6 @@ def test_a_deadlock_names_its_cycle() -> None:
         simulate(schedule, UnitCost())
 
 
-@settings(deadline=None)
 @given(unequal_times(), st.integers(1, 3), st.integers(0, 3), st.data())
 def test_measured_costs_give_the_run_again(
     times: tuple[list[list[int]], list[list[int]]], num_microbatches: int, ahead: int, data: st.DataObject

@@ -1,7 +1,7 @@
-"""Worker scripts of tests, each run by several processes in one group over gloo, as torchrun would run them.
+"""Programs of tests, run by forked processes: worker scripts in one group over gloo, and the `slipstream` command.
 
-A process that imports torch and transformers anew spends seconds on it, and there are about a hundred: these are forked
-from one that has imported everything and does nothing else.
+A new process spends eight seconds on importing torch and transformers, and the tests need hundreds of processes: these
+are forked from one that has imported everything and does nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,6 +21,7 @@ from subprocess import CompletedProcess
 
 from torch.distributed import TCPStore
 
+import slipstream
 from support.paths import ROOT, TESTS
 from support.timeouts import LIMIT
 
@@ -28,6 +30,7 @@ _PROCESSES.set_forkserver_preload(
     [
         "slipstream.pipeline.pipeline",
         "slipstream.planner.order.best_order",
+        "slipstream.cli.train",
         "slipstream.training.training_rank",
         "transformers.models.auto.modeling_auto",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mixtral", "qwen3")),
@@ -35,25 +38,44 @@ _PROCESSES.set_forkserver_preload(
 )
 
 
-def launch(num_processes: int, script: Path, *arguments: str, timeout: float = LIMIT) -> CompletedProcess[str]:
-    """Run `script` in so many ranks. One that fails ends the others, and its code is returned; -9 is that of SIGKILL.
+COMMAND = Path(slipstream.__file__).with_name("__main__.py")
 
-    Raises TimeoutError, with what was written until then, where they take longer than `timeout` seconds.
+
+def launch(num_processes: int, script: Path, *arguments: str | Path, timeout: float = LIMIT) -> CompletedProcess[str]:
+    """Runs `script` in `num_processes` ranks, as torchrun would.
+
+    A rank that fails ends the others, and its exit code is returned; -9 is that of SIGKILL. Raises TimeoutError, with
+    what was written until then, where the ranks take longer than `timeout` seconds.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     places = [_place(rank, num_processes, store.port) for rank in range(num_processes)]
+    return _run_all(places, script, arguments, timeout)
+
+
+def run_alone(script: Path, *arguments: str | Path, timeout: float = LIMIT) -> CompletedProcess[str]:
+    """Runs `script` in one process that no launcher has started."""
+    return _run_all([{}], script, arguments, timeout)
+
+
+def slipstream_command(*arguments: str | Path) -> CompletedProcess[str]:
+    """Runs `slipstream` with the arguments, in one process that no launcher has started."""
+    return run_alone(COMMAND, *arguments)
+
+
+def _run_all(
+    places: Sequence[dict[str, str]], script: Path, arguments: Sequence[str | Path], timeout: float
+) -> CompletedProcess[str]:
+    words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder, "stdout"), Path(folder, "stderr")
-        ranks = [
-            _PROCESSES.Process(target=_run, args=(script, arguments, place, texts), daemon=True) for place in places
-        ]
+        ranks = [_PROCESSES.Process(target=_run, args=(script, words, place, texts), daemon=True) for place in places]
         for rank in ranks:
             rank.start()
         code = _end(ranks, time.monotonic() + timeout)
         stdout, stderr = (text.read_text() if text.exists() else "" for text in texts)
     if code is None:
-        raise TimeoutError(f"{script.name} {' '.join(arguments)} took over {timeout} seconds\n{stdout}\n{stderr}")
-    return CompletedProcess([str(script), *arguments], code, stdout, stderr)
+        raise TimeoutError(f"{script.name} {' '.join(words)} took over {timeout} seconds\n{stdout}\n{stderr}")
+    return CompletedProcess([str(script), *words], code, stdout, stderr)
 
 
 def _place(rank: int, num_processes: int, port: int) -> dict[str, str]:
@@ -70,7 +92,7 @@ def _place(rank: int, num_processes: int, port: int) -> dict[str, str]:
     }
 
 
-def _run(script: Path, arguments: tuple[str, ...], place: dict[str, str], texts: tuple[Path, Path]) -> None:
+def _run(script: Path, arguments: list[str], place: dict[str, str], texts: tuple[Path, Path]) -> None:
     gc.freeze()  # see conftest
     for number, text in enumerate(texts, start=1):
         os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
@@ -23,6 +23,7 @@ from slipstream.schedule import (
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import TableCost, UnitCost
 from slipstream.timeline import Cause, Span, Timeline, find_waits, idle_by_cause
+from support.examples import examples
 
 POSITIVE = st.integers(1, 50)
 
@@ -174,7 +175,7 @@ def simulations(draw: st.DrawFn) -> Timeline:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(simulations())
 def test_waiting_and_computing_make_up_the_step(timeline: Timeline) -> None:
     for rank in range(timeline.num_ranks):
@@ -187,7 +188,7 @@ def test_waiting_and_computing_make_up_the_step(timeline: Timeline) -> None:
         assert not any(span.start < wait.end and wait.start < span.end for wait in own for span in computing)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(simulations())
 def test_what_is_awaited_ends_or_arrives_when_the_wait_does(timeline: Timeline) -> None:
     """In a simulation ranks start as soon as they can: nothing is overhead, and every cause holds as stated."""
@@ -209,7 +210,7 @@ def test_what_is_awaited_ends_or_arrives_when_the_wait_does(timeline: Timeline) 
             assert producer.end <= wait.start
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), POSITIVE, POSITIVE)
 def test_equal_times_fill_and_drain_by_the_formula(p: int, m: int, s: int, forward: int, backward: int) -> None:
     """Rank r fills for r forwards and drains for r backwards; the rest of (p-1)(f+b) it waits for others."""

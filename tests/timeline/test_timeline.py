@@ -31,7 +31,7 @@ from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline, chrome_trace, draw_timelines, find_waits, load_trace, save_trace
 from slipstream.timeline import colors as palette
-from support.paths import ROOT
+from support.paths import ROOT, with_path
 
 
 def measured() -> Timeline:
@@ -328,8 +328,7 @@ def test_neither_torch_nor_matplotlib_is_imported_before_it_is_needed() -> None:
         "import sys, slipstream.schedule, slipstream.schedule.torch_csv, slipstream.simulator.simulation\n"
         "print([name for name in ('torch', 'matplotlib', 'numpy') if name in sys.modules])"
     )
-    path = str(ROOT / "src")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=with_path(ROOT / "src"))
     assert done.stdout == "[]\n", done.stderr
 
 

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-import slipstream
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Op, Schedule
 from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.config import load_config
-from support.forked import launch
+from support.forked import COMMAND, launch
 
-COMMAND = Path(slipstream.__file__).with_name("__main__.py")
 STEPS, HALF = 6, 3
 SETTINGS: dict[str, Any] = {
     "model": {

@@ -18,17 +18,15 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import slipstream
 from slipstream.training.config import load_config
 from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
 from slipstream.training.run_folder import RunFolder
-from support.forked import launch
+from support.forked import COMMAND, launch, slipstream_command
 from support.timeouts import LIMIT
 
 TRAIN = [sys.executable, "-m", "slipstream", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TORCHRUN += ["-m", "slipstream", "train"]
-COMMAND = Path(slipstream.__file__).with_name("__main__.py")
 
 
 @pytest.fixture
@@ -202,7 +200,7 @@ def test_an_export_is_trained_further(finished: tuple[RunFolder, str], config: P
     ],
 )
 def test_bad_input_starts_nothing(config: Path, output: RunFolder, change: str, words: str) -> None:
-    result = run(TRAIN, config, change)
+    result = slipstream_command("train", config, change)
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr
@@ -217,7 +215,7 @@ def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: RunFolder
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:
-    result = run(TRAIN, config, "--optimizer.lr=1e30", "--optimizer.clip_norm=null")
+    result = train(2, config, "--optimizer.lr=1e30", "--optimizer.clip_norm=null")
     assert result.returncode == 2
     assert "lower optimizer.lr (now 1e+30)" in result.stderr.splitlines()[-1]
 

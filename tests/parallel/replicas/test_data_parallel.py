@@ -27,7 +27,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.more)])
 def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     """All cases in the same processes, which take longer to start than to run them; the first that fails ends them."""
     return launch(request.param, WORKER)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig
@@ -19,6 +19,7 @@ from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.tensor.parameter_cut import Cut
 from slipstream.parallel.tensor.tensor_plan import Style, TensorPlan, find_tensor_plan
 from support.architectures import ARCHITECTURES, build, llama
+from support.examples import examples
 
 PLAN = {f"model.{key}": style for key, style in LlamaConfig.base_model_tp_plan.items()}
 
@@ -92,7 +93,7 @@ def test_what_is_left_of_a_model_has_the_same_plan() -> None:
 @given(
     sizes=st.lists(st.integers(4, 30), min_size=1, max_size=3), num_parts=st.integers(1, 4), copies=st.integers(1, 3)
 )
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_parts_cover_a_parameter_once(sizes: list[int], num_parts: int, copies: int) -> None:
     """Copy 0 of each part, put back, is the whole; parts are those of torch.tensor_split."""
     whole = torch.arange(sum(sizes) * 2.0).reshape(-1, 2)

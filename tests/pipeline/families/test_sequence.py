@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from slipstream import Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 from support.architectures import BOUND, gradient_error, gradients
+from support.examples import examples
 from support.sequences import KINDS, Unsplit, batch, build, sequences
 
 EXACT = tuple(kind for kind in KINDS if kind != "dropout")  # draws other numbers than the unsplit model
@@ -29,7 +30,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     sequences(EXACT),
     st.booleans(),
@@ -78,7 +79,7 @@ def _costs(model: nn.Sequential) -> list[float]:
     return [1.0 + number % 3 for number in range(num_layers)]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(sequences(), st.integers(1, 8), st.sampled_from(ORDERS), st.sampled_from(RECOMPUTE))
 @example(["norm"] * 4, 5, ("gpipe", 1), "none")  # moving averages: sums of several microbatches, layer beside layer
 def test_the_number_of_ranks_changes_no_bit(

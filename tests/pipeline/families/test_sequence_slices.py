@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
 from support.architectures import BOUND, gradient_error, gradients
+from support.examples import examples
 from support.sliced_sequences import CASES, ROWS, TARGET, Inputs
 
 RECOMPUTE = ("none", "full", "selective", 1, "checkpoints")
@@ -106,7 +107,7 @@ def lengths(draw: st.DrawFn) -> list[int]:
     return [b - a for a, b in pairwise([0, *sorted(cuts), TARGET])]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.sampled_from(sorted(CASES)),
     st.sampled_from(ORDERS),

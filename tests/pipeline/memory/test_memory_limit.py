@@ -89,7 +89,7 @@ def test_auto_begins_anew_after_it_found_no_room() -> None:
     assert settle(pipe, tokens(batch=4, length=32)) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("schedule", ["auto", pytest.param("1f1b", marks=pytest.mark.grid)])
 def test_slices_are_chosen_within_the_limit_and_gradients_stay_exact(schedule: str) -> None:
     config, inputs = llama(attention_dropout=0.0), tokens(batch=4)

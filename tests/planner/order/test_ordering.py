@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
@@ -33,6 +33,7 @@ from slipstream.schedule import (
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import TableCost, UnitCost
 from support.cp_sat import Instance, shortest
+from support.examples import examples
 
 EFFORT = 1e5  # a fraction of a second
 
@@ -94,7 +95,7 @@ def random_order(problem: OrderingProblem, pick: random.Random) -> Schedule:
     return problem.schedule_of([[a for a in order if problem.placement[a.stage] == rank] for rank in range(len(rows))])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(0, 2**32), st.sampled_from([0, 0.3, 5]), st.sampled_from([None, 0.7, 3.0]))
 def test_compiled_simulator_is_the_simulator(seed: int, latency: float, bandwidth: float | None) -> None:
     pick = random.Random(seed)
@@ -127,7 +128,7 @@ def test_compiled_simulator_says_when_ranks_get_stuck() -> None:
     assert makespan(graph, start_times(graph, order)) == np.inf
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**32))
 def test_annealing_gives_the_best_it_found(seed: int) -> None:
     """Not where it was last: so hot that most steps are taken, it ends far from its best."""
@@ -147,7 +148,7 @@ def test_annealing_gives_the_best_it_found(seed: int) -> None:
     assert all(np.array_equal(now, then) for now, then in zip((*order, split), before, strict=True))
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**32), st.sampled_from([None, 1, 1.3, 2]), st.sampled_from([None, 0.5]))
 @example(34803, 1, None)  # where memory forces a weight gradient early, but after forwards with long ways to go
 def test_found_orders(seed: int, memory: float | None, bandwidth: float | None) -> None:

@@ -225,7 +225,7 @@ def test_without_limit_or_peak_nothing_is_made_up(plan: Plan) -> None:
 def browse(page: Path, folder: Path, *options: str) -> str:
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+        pytest.skip(f"the report is not shown in a real browser: none of {', '.join(BROWSERS)} is installed")
     quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
     quiet += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
     command = [program, "--headless", "--no-sandbox", *quiet, *options, page.as_uri()]

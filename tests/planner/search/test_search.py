@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import Pipeline
@@ -30,6 +30,7 @@ from slipstream.planner.search.simulated_configuration import SimulatedConfigura
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
 from slipstream.simulator import Kind, Unit, memory_of
 from support.architectures import llama
+from support.examples import examples
 
 SEQ_LEN = 512
 PLAIN = PlanOptions(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
@@ -107,7 +108,7 @@ def bounds() -> tuple[PlanSpace, list[tuple[float, float, Configuration]]]:
     return space, list(space.bounded())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(choice=st.integers(0, 10**9))
 def test_no_simulation_beats_a_bound(choice: int) -> None:
     space, found = bounds()
@@ -121,7 +122,7 @@ def test_no_simulation_beats_a_bound(choice: int) -> None:
     assert min(prediction.seconds_by_cause.values()) >= -1e-12
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(choice=st.integers(0, 10**9), share=st.floats(0.3, 1.1), host_memory=st.floats(1e8, 1e9))
 def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, share: float, host_memory: float) -> None:
     space, found = bounds()

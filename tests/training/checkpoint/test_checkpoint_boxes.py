@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import Metadata, SavePlan
@@ -23,6 +23,7 @@ from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
 from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.checkpoint.snapshot import Snapshot
 from support.checkpoint_layouts import bits, emptied, layout, same_bits, tensors
+from support.examples import examples
 
 seeds = st.integers(0, 2**32)
 sizes = st.integers(1, 4)
@@ -55,7 +56,7 @@ def load(found: SavedCheckpoint, *pieces: TensorShard) -> None:
 
 
 @given(seeds, sizes, sizes, sizes, sizes)
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_any_mesh_loads_what_any_other_saved(seed: int, tp: int, dp: int, later_tp: int, later_dp: int) -> None:
     whole = tensors(seed)
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
@@ -24,7 +24,6 @@ def numbered(lengths: list[int]) -> TokenisedText:
 
 
 @given(lengths=lengths, seq_len=st.integers(1, 20), seed=st.none() | st.integers(0, 5), epoch=st.integers(0, 2))
-@settings(deadline=None)
 def test_an_epoch_is_every_document_once_in_whole_sequences(
     lengths: list[int], seq_len: int, seed: int | None, epoch: int
 ) -> None:
@@ -85,7 +84,6 @@ def test_too_little_text_for_one_sequence() -> None:
 
 
 @given(lengths=lengths, fraction=st.floats(0.01, 0.9), seed=st.integers(0, 3))
-@settings(deadline=None)
 def test_the_split_keeps_documents_whole_and_loses_none(lengths: list[int], fraction: float, seed: int) -> None:
     text = numbered(lengths)
     train, held_out = text.split(fraction, seed)

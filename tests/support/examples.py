@@ -1,0 +1,22 @@
+"""How many examples a property is tried with: all in `make test-all`, a fifth in `make test`."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+_FEWEST = 5
+
+
+def register_profiles() -> None:
+    """Registers "full", which is the default, and "thin", which `--hypothesis-profile=thin` chooses."""
+    settings.register_profile("full", deadline=None, max_examples=100)  # seconds say how busy the machine is
+    settings.register_profile("thin", deadline=None, max_examples=20)
+    settings.load_profile("full")
+
+
+def examples(number: int) -> settings:
+    """The settings of a property that is tried with `number` examples, or with the profile's share of them."""
+    share = settings().max_examples / 100
+    return settings(
+        max_examples=max(min(number, _FEWEST), int(number * share)), suppress_health_check=[HealthCheck.too_slow]
+    )
