@@ -26,6 +26,7 @@ from slipstream.model.loading import (
 from slipstream.model.self_check import TOLERANCE, check_sliceable
 from slipstream.model.split import half_of, share
 from slipstream.model.stage import Stage, TiedWeight, uses_randomness
+from slipstream.model.storages import SavedStorages, model_storages, storage_bytes, storage_id, storage_ids
 from slipstream.model.tensor_spec import Tensors, TensorSpec, apart
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "LayerPart",
     "LayerRange",
     "Owned",
+    "SavedStorages",
     "Stage",
     "TensorSpec",
     "Tensors",
@@ -54,10 +56,14 @@ __all__ = [
     "fuse",
     "half_of",
     "load_config",
+    "model_storages",
     "model_to_time",
     "pretrained_model",
     "random_model",
     "share",
     "skeleton",
+    "storage_bytes",
+    "storage_id",
+    "storage_ids",
     "uses_randomness",
 ]

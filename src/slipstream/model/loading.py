@@ -23,6 +23,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import Anatomy
 from slipstream.model.layer_range import Owned
 from slipstream.model.split import keep_layers
+from slipstream.model.storages import storage_id
 from slipstream.model.toy import quiet_transformers
 
 _FACTORIES = {
@@ -94,7 +95,7 @@ def random_model(
         with _Construction() as dry_run:
             model = _construct(config, dtype)
         kept = _kept_storages(model, anatomy, owned)
-        on_meta = {i for i, tensor in enumerate(dry_run.created) if _storage(tensor) not in kept}
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept}
         torch.manual_seed(seed)
         with _Construction(on_meta):
             model = _construct(config, dtype)
@@ -116,8 +117,8 @@ def model_to_time(
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         with _Construction() as dry_run:
             model = _construct(config, dtype)
-        buffers = {_storage(buffer) for buffer in model.buffers()}
-        on_meta = {i for i, tensor in enumerate(dry_run.created) if _storage(tensor) not in buffers}
+        buffers = {storage_id(buffer) for buffer in model.buffers()}
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in buffers}
         with _Construction(on_meta, draws=False):
             model = _construct(config, dtype)
     keep_layers(model, anatomy, owned, torch.device("cpu"))
@@ -217,10 +218,6 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype | None, **settings: 
 
 def _kept_storages(model: PreTrainedModel, anatomy: Anatomy, owned: Collection[Owned]) -> set[int]:
     """Storages of what is left after the cut. Buffers are kept everywhere: rotary tables belong to every stage."""
-    buffers = [_storage(buffer) for buffer in model.buffers()]
+    buffers = [storage_id(buffer) for buffer in model.buffers()]
     keep_layers(model, anatomy, owned, torch.device("meta"))
-    return {*buffers, *(_storage(parameter) for parameter in model.parameters())}
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return {*buffers, *(storage_id(parameter) for parameter in model.parameters())}

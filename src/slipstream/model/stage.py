@@ -120,11 +120,6 @@ class Stage:
         state = self.model.state_dict()
         return {name: t.detach() for name, t in state.items() if heads.get(t.data_ptr(), name) == name}
 
-    def storages(self) -> set[int]:
-        """Addresses of the memory that holds parameters and buffers."""
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
     def forward(self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore) -> Tensor:
         """One slice through this stage: (b, T, hidden) in and out; the first takes None, the last gives logits."""
         return self._run(SliceContext(token_slice, store, self.tables, hidden))

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.model.storages import storage_id, storage_ids
+
 Tensors = tuple[Tensor, ...]
 
 
@@ -25,8 +27,8 @@ class TensorSpec(NamedTuple):
 
 def apart(tensors: Tensors, messages: Tensors) -> Tensors:
     """With copies, outside any graph, of those in the memory of a message, which is given back before they are."""
-    held = {message.untyped_storage().data_ptr() for message in messages}
-    return tuple(_copy(t) if t.untyped_storage().data_ptr() in held else t for t in tensors)
+    held = storage_ids(messages)
+    return tuple(_copy(tensor) if storage_id(tensor) in held else tensor for tensor in tensors)
 
 
 def _copy(tensor: Tensor) -> Tensor:

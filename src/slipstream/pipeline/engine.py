@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.hooks import keyed_seed
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, LossFunction, run_together
 from slipstream.pipeline.families import ExecutedStep, ModelInputs, Settings, check_ranks, family_of
@@ -95,7 +96,7 @@ class Engine:
         self, inputs: ModelInputs, targets: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
     ) -> SplitBatch:
         lengths = self.slices(self._family.length(inputs))
-        seed = hash((self._seed, self._num_steps, *([self._ranks.data.rank] if self._ranks.data.rank else [])))
+        seed = keyed_seed(self._seed, self._num_steps, self._ranks.data.rank)
         position_ids, document_ids = (None if t is None else t.to(self.device) for t in (position_ids, document_ids))
         here = tuple(t.to(self.device) for t in inputs) if isinstance(inputs, tuple) else inputs.to(self.device)
         num_microbatches = self.layout.training.num_microbatches

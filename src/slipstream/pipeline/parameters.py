@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from slipstream.model import storage_id
 from slipstream.parallel import Share
 from slipstream.parallel.replicas import Gradients, Masters, ShardedParameters
 from slipstream.parallel.tensor import TensorParallel
@@ -123,7 +124,7 @@ class Parameters:
             master = masters.get(names.get(id(parameter), ""))
             if master is not None and parameter.requires_grad:
                 updated += master.nbytes
-                same = master.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+                same = storage_id(master) == storage_id(parameter)
                 copies += 0 if same else master.nbytes
         return copies, updated
 

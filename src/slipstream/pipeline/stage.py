@@ -70,7 +70,3 @@ class Stage(Protocol):
     def state(self) -> dict[str, Tensor]:
         """What of the unsplit model's state dict lives here, by its names."""
         ...
-
-    def storages(self) -> set[int]:
-        """Addresses of the memory that holds parameters and buffers."""
-        ...

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import Anatomy, find_anatomy, skeleton
+from slipstream.model import Anatomy, SavedStorages, find_anatomy, skeleton
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.planner.costs import Amount, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount, find_window
 from slipstream.profiler.kinds import layer_kinds
-from slipstream.profiler.tally import SavedStorages, Tally, counting
+from slipstream.profiler.tally import Tally, counting
 from slipstream.schedule import Op
 
 NAME = "slipstream-count"

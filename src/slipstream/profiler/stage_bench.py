@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore, _Slice
-from slipstream.model import Stage
+from slipstream.model import Stage, storage_ids
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.saving import SavedTensors, deferring
 from slipstream.planner.costs import AttentionWindow, find_window
@@ -89,10 +89,10 @@ class StageBench:
         saves too (weights that autocast has cast) don't count.
         """
         others = [*self.stage.model.parameters(), *self.stage.model.buffers(), self._ids, self._positions]
-        shared = {t.untyped_storage().data_ptr() for t in others}
+        shared = storage_ids(others)
         twin, _, _ = self._saving(length, shared)
         common = twin.take_out()  # alive until the second slice is counted
-        saved, hidden, output = self._saving(length, shared | {block.data_ptr() for block in common})
+        saved, hidden, output = self._saving(length, shared | storage_ids(common))
         ends = [saved.hold(each) for each in (hidden, output) if each is not None]
         found = saved.num_bytes
         del ends

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,24 +34,6 @@ class Tally:
 
     def __sub__(self, other: Tally) -> Tally:
         return Tally(*(max(0, vars(self)[key] - vars(other)[key]) for key in vars(self)))
-
-
-class SavedStorages:
-    """The storages that autograd saves, those of `shared` aside, each counted once."""
-
-    def __init__(self, shared: Iterable[Tensor]) -> None:
-        self._shared = {p.untyped_storage()._cdata for p in shared}
-        self._found: dict[int, Tensor] = {}
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage()._cdata
-        if address not in self._shared:
-            self._found[address] = tensor  # held, so that the address isn't used again
-        return tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
 
 
 @contextmanager

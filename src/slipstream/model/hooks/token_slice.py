@@ -83,6 +83,7 @@ class SliceContext:
 
 
 def keyed_seed(*key: object) -> int:
+    """Returns a seed of 56 bits that is the same for equal keys on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
 
 

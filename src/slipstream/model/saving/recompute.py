@@ -20,6 +20,7 @@ from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import running_layer
 from slipstream.model.saving.saved_tensors import SavedTensors, Slot
+from slipstream.model.storages import storage_id
 from slipstream.model.tensor_spec import Tensors
 
 
@@ -125,7 +126,7 @@ class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._attends = False
 
     def is_kept(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._places
+        return storage_id(tensor) in self._places
 
     def attention(self, compute: Callable[[], _Attended]) -> _Attended:
         """As one product, whatever it is made of."""
@@ -146,7 +147,7 @@ class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _keep(self, tensor: Tensor) -> None:
-        self._places[tensor.untyped_storage().data_ptr()] = len(self.kept)
+        self._places[storage_id(tensor)] = len(self.kept)
         self.kept.append(self._saved.hold(_alias(tensor)))
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -155,7 +156,7 @@ class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
         for argument, value in given:
             if argument.is_write and isinstance(value, Tensor):
-                index = self._places.pop(value.untyped_storage().data_ptr(), None)
+                index = self._places.pop(storage_id(value), None)
                 if index is not None:
                     self.kept[index] = None
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from slipstream.model.storages import storage_bytes, storage_id
+
 
 class RecomputationError(RuntimeError):
     """A forward did not repeat itself, or a tensor is asked for that is not there: a mistake of model or schedule."""
@@ -46,7 +48,7 @@ class SavedTensors:
         replay    x' y' z'       y' and z' fill the slots; after the last dropped one the replay ends
 
     Args:
-        shared: addresses of storages that others keep anyway (parameters, the batch): never moved, not counted.
+        shared: identities of storages that others keep anyway (parameters, the batch): never moved, not counted.
     """
 
     def __init__(self, shared: set[int]) -> None:
@@ -107,24 +109,24 @@ class SavedTensors:
     @property
     def num_bytes(self) -> int:
         """Bytes of all storages that are kept here and nowhere else."""
-        storages = (tensor.untyped_storage() for slot in self._filled() if (tensor := slot.tensor) is not None)
-        return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in self._shared}.values())
+        return storage_bytes((slot.tensor for slot in self._filled() if slot.tensor is not None), self._shared)
 
     def take_out(self) -> list[Tensor]:
         """Let go of all tensors that aren't shared. Returns their storages, each once, as tensors of bytes."""
         blocks: list[Tensor] = []
-        numbers: dict[int, int] = {}  # address -> index in blocks
+        numbers: dict[int, int] = {}  # storage -> index in blocks
         for slot in self._filled():
             tensor = slot.tensor
             assert tensor is not None
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() in self._shared:
+            identity = storage_id(tensor)
+            if identity in self._shared:
                 continue
-            if storage.data_ptr() not in numbers:
-                numbers[storage.data_ptr()] = len(blocks)
+            if identity not in numbers:
+                numbers[identity] = len(blocks)
+                storage = tensor.untyped_storage()
                 blocks.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
             layout = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            self._moved.append(_Moved(slot, numbers[storage.data_ptr()], *layout))
+            self._moved.append(_Moved(slot, numbers[identity], *layout))
             slot.tensor = None
         return blocks
 

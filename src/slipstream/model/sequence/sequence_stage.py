@@ -216,11 +216,6 @@ class SequenceStage:
         named = zip(self._names, self.layers, strict=True)
         return {f"{name}.{key}": t.detach() for name, layer in named for key, t in layer.state_dict().items()}
 
-    def storages(self) -> set[int]:
-        """Addresses of the memory that holds parameters and buffers."""
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
     def _trace(self, piece: Microbatch) -> Trace:
         return self._tracer.trace(piece, self.model.training)
 

@@ -21,6 +21,7 @@ from slipstream.model.sequence.cut_tokens import CutTokens
 from slipstream.model.sequence.layers import Layer, Route
 from slipstream.model.sequence.sequence_context import Microbatch, Value, as_tuple, as_value
 from slipstream.model.sequence.skips import Pop, Stash
+from slipstream.model.storages import SavedStorages, storage_id
 from slipstream.model.tensor_spec import TensorSpec
 
 
@@ -149,7 +150,7 @@ class _Run:
     def _call(self, number: int, value: Value) -> Value:
         layer, module = self._layers[number], self._copies[number]
         before = _buffers(module) if self._training else {}
-        watch, saved = _Watch(), _Saved(module, as_tuple(value))
+        watch, saved = _Watch(), SavedStorages((*module.parameters(), *module.buffers(), *as_tuple(value)))
         try:
             with watch, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
                 output = module(value)
@@ -197,7 +198,7 @@ class _Run:
         tensors = as_tuple(value)
         is_shared = tuple(id(tensor) in self._shared for tensor in tensors)
         self._values.append((value, [tensor._version for tensor in tensors], is_shared))
-        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        storages = [storage_id(tensor) for tensor in tensors]
         for tensor, storage in zip(tensors, storages, strict=True):
             if storages.count(storage) > 1:
                 self._fixed.append((tensor, tensor._version, "another tensor beside it shares"))
@@ -289,19 +290,3 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view:
             self.num_bytes += sum(t.nbytes for t in tree_iter((args, kwargs, result)) if isinstance(t, Tensor))
         return result
-
-
-class _Saved:
-    """What autograd saves of a layer beside parameters and its inputs, each storage once."""
-
-    def __init__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        others = (*module.parameters(), *module.buffers(), *inputs)
-        self._seen = {tensor.untyped_storage()._cdata for tensor in others}
-        self.num_bytes = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self.num_bytes += storage.nbytes()
-        return tensor

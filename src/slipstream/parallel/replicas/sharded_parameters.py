@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
+from slipstream.model import storage_id
 from slipstream.parallel.group import Group
 from slipstream.parallel.replicas.buckets import BUCKET_BYTES, Named, Started, in_buckets, unflatten
 
@@ -158,7 +159,7 @@ def _check_can_be_sharded(model: nn.Module) -> None:
             raise SlipstreamError(
                 f"shard_parameters: {name} is a scalar, which has no rows to spread. Use shard_optimizer=True instead."
             )
-        other = storages.setdefault(parameter.untyped_storage().data_ptr(), name)
+        other = storages.setdefault(storage_id(parameter), name)
         if other != name:
             raise SlipstreamError(
                 f"shard_parameters: {other} and {name} are one tied weight, whose shards would be updated apart. Use "

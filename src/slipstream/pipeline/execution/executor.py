@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.model import Tensors, TensorSpec, apart
+from slipstream.model import Tensors, TensorSpec, apart, model_storages, storage_ids
 from slipstream.model.saving import Recompute, Replay, SavedTensors, deferring
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.host_memory import host_memory_of
@@ -74,7 +74,9 @@ class Executor:
         self._stopwatch = Stopwatch(self._rank, self._device)
         self._posted: dict[Action, Any] = {}  # when the message's receive was posted
         self._skips = SkipMessages(self._rank, schedule, self._transport, self._specs)
-        self._storages = {number: stage.storages() for number, stage in self._stages.items()} if self._saves() else {}
+        self._storages = (
+            {number: model_storages(stage.model) for number, stage in self._stages.items()} if self._saves() else {}
+        )
         return self._actions(schedule.actions[self._rank])
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -177,7 +179,7 @@ class Executor:
             return nullcontext()
         g, m, i = key = key_of(action)
         stage, piece, targets = self._stages[g], self._state.batch.slices[m][i], self._state.batch.targets[m][i]
-        shared = self._storages[g] | {t.untyped_storage().data_ptr() for t in (*piece.tensors, targets)}
+        shared = self._storages[g] | storage_ids((*piece.tensors, targets))
         needs_gradient = [spec.needs_gradient for spec in self._specs(Op.RECV_F, key)]
         what = self._recompute if recomputed else None
         replay = Replay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)

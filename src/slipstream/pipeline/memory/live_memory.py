@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from slipstream.model import storage_id
+
 
 class MemoryMeter(Protocol):
     """What is alive, within a `with` block."""
@@ -69,8 +71,8 @@ class LiveMemory(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):  # a trace's: without memory
             return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        size = storage.nbytes()
         if size and key not in self._references:
             self._references[key] = weakref.ref(storage, partial(self._remove, key, size))
             self.num_bytes += size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.model import Stage as CausalStage
-from slipstream.model import Tensors, TensorSpec
+from slipstream.model import Tensors, TensorSpec, storage_bytes, storage_id
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, run_together
 from slipstream.pipeline.memory.live_memory import MemoryMeter, memory_meter, tensors_alive
@@ -57,7 +57,7 @@ def rehearse(pipeline: Engine, inputs: Tensor, targets: Tensor, optimizer_states
         context_gradients={run.stage: run.context_gradients for run in runs},
         message_bytes=theatre.message_bytes,
         header_bytes=HEADER_BYTES,
-        parameters={number: _num_bytes(tensors) + updated[number][0] for number, tensors in owned.items()},
+        parameters={number: storage_bytes(tensors) + updated[number][0] for number, tensors in owned.items()},
         gradients={key: size for run in runs for key, size in run.gradients().items()},
         optimizer={number: optimizer_states * size for number, (_, size) in updated.items()},
     )
@@ -216,7 +216,7 @@ def _watch(executor: Executor, stage: Stage, memory: MemoryMeter) -> dict[Action
 
     def level() -> _Level:
         context = sum(store.num_bytes for store in executor._state.stores.values())
-        gradients = _num_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
+        gradients = storage_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
         return _Level(memory.num_bytes, context, gradients)
 
     def watched(handler: Callable[[Action], None], action: Action) -> None:
@@ -250,14 +250,10 @@ def _owned_tensors(stages: Mapping[int, Stage]) -> dict[int, list[Tensor]]:
     owned: dict[int, list[Tensor]] = {number: [] for number in stages}
     for number, stage in stages.items():
         for tensor in (*stage.model.parameters(), *stage.model.buffers()):
-            if tensor.untyped_storage().data_ptr() not in seen:
-                seen.add(tensor.untyped_storage().data_ptr())
+            if storage_id(tensor) not in seen:
+                seen.add(storage_id(tensor))
                 owned[number].append(tensor)
     return owned
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 class _MadeUp:

@@ -1,0 +1,51 @@
+"""Which memory tensors occupy: views of one storage count once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Returns the identity of the tensor's storage, while it is alive; on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
+    """Returns the identities of the storages of tensors."""
+    return {storage_id(tensor) for tensor in tensors}
+
+
+def storage_bytes(tensors: Iterable[Tensor], apart_from: Iterable[int] = ()) -> int:
+    """Returns the bytes of the storages of tensors, each storage once, without those of the given identities."""
+    sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes[identity] for identity in sizes.keys() - set(apart_from))
+
+
+def model_storages(model: nn.Module) -> set[int]:
+    """Returns the identities of the storages of a model's parameters and buffers."""
+    return storage_ids((*model.parameters(), *model.buffers()))
+
+
+class SavedStorages:
+    """The storages that autograd saves, those of `shared` tensors aside, each counted once.
+
+    Its `pack` is the hook for `saved_tensors_hooks`.
+    """
+
+    def __init__(self, shared: Iterable[Tensor]) -> None:
+        self._shared = storage_ids(shared)
+        self._found: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Notes a tensor that is saved, and keeps it alive so that its storage's identity stays taken."""
+        identity = storage_id(tensor)
+        if identity not in self._shared:
+            self._found[identity] = tensor
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all storages found so far."""
+        return storage_bytes(self._found.values())
