@@ -23,7 +23,7 @@ import torch.distributed as dist
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Pipeline
-from slipstream.parallel import Group, Share
+from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import Checkpoints, TensorShard
 
 NONE, BACKGROUND, WAITING = "no checkpoint", "in the background", "training waits"
@@ -47,9 +47,9 @@ class Training:
     def pieces(self) -> Iterator[TensorShard]:
         """No weight is tied: each is on one rank."""
         for name, parameter in self.pipe.named_parameters():
-            yield TensorShard(name, Share.whole(tuple(parameter.shape)), parameter)
+            yield TensorShard(name, ParameterShare.whole(tuple(parameter.shape)), parameter)
             for key, value in self.optimizer.state[parameter].items():
-                yield TensorShard(f"optimizer.{key}.{name}", Share.whole(tuple(value.shape)), value)
+                yield TensorShard(f"optimizer.{key}.{name}", ParameterShare.whole(tuple(value.shape)), value)
 
 
 class Saves:
@@ -57,7 +57,7 @@ class Saves:
 
     def __init__(self, training: Training, folder: Path, steps: int) -> None:
         self.training, self.steps = training, steps
-        self.checkpoints = Checkpoints(folder, Group(dist.group.WORLD), keep=1)
+        self.checkpoints = Checkpoints(folder, RankGroup(dist.group.WORLD), keep=1)
         self.checkpoints.prepare()
         self.num_saved = 0
         self.stalls: list[float] = []  # seconds in which a rank did nothing but copy: in `save`, and before the update
@@ -131,7 +131,7 @@ def main() -> None:
     restart_in_environment(num_processes=2)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group = Group(dist.group.WORLD)
+    group = RankGroup(dist.group.WORLD)
     with tempfile.TemporaryDirectory(dir=options.folder) as own:
         report = measure(Path(group.gather(own)[0]), options.length, options.steps, options.repeats)
         dist.barrier()

@@ -18,7 +18,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
-from slipstream.model import LayerRange, Stage, check_compiler, find_anatomy, fuse, model_to_time
+from slipstream.model import CausalLMStage, LayerRange, check_compiler, find_anatomy, fuse_kernels, model_for_timing
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
@@ -82,10 +82,10 @@ TOY = [Case("llama", 32, 48, 4, "float32", (16, 64)), Case("gpt2", 32, 48, 4, "f
 def layer(case: Case, device: torch.device, fused: bool) -> StageBench:
     config, middle = case.config(), LayerRange(1, 2)
     anatomy = find_anatomy(config)
-    model = model_to_time(config, anatomy, middle, device, getattr(torch, case.dtype))
+    model = model_for_timing(config, anatomy, middle, device, getattr(torch, case.dtype))
     if fused:
-        fuse(model)
-    stage = Stage(model, anatomy, middle, device)
+        fuse_kernels(model)
+    stage = CausalLMStage(model, anatomy, middle, device)
     return StageBench(stage, 1, max(case.lengths), VOCABULARY, causal_cross_entropy, device)
 
 

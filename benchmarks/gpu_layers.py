@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import interleaved, medians, setting, write
 from slipstream.attention import ContextStore
-from slipstream.model import LayerRange, Stage, check_compiler, find_anatomy, fuse, model_to_time
+from slipstream.model import CausalLMStage, LayerRange, check_compiler, find_anatomy, fuse_kernels, model_for_timing
 from slipstream.model.hooks import TokenSlice
 from slipstream.pipeline.batch import slice_lengths
 from slipstream.training.metrics.device_peak import measure_peak
@@ -68,10 +68,10 @@ class Layers:
         self, config: LlamaConfig, num_layers: int, length: int, device: torch.device, dtype: torch.dtype, fused: bool
     ) -> None:
         owned, anatomy = LayerRange(1, 1 + num_layers), find_anatomy(config)
-        model = model_to_time(config, anatomy, owned, device, dtype)
+        model = model_for_timing(config, anatomy, owned, device, dtype)
         if fused:
-            fuse(model)
-        self.stage = Stage(model, anatomy, owned, device)
+            fuse_kernels(model)
+        self.stage = CausalLMStage(model, anatomy, owned, device)
         self.device, self.length = device, length
         generator = torch.Generator().manual_seed(0)
         self.hidden, self.gradient = (

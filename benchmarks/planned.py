@@ -36,7 +36,7 @@ from slipstream.planner.plans import Configuration, Prediction
 from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, predict
 from slipstream.profiler import ProfileSettings, profile_model
-from slipstream.profiler.links import measure_link
+from slipstream.profiler.link_measurement import measure_link
 from slipstream.simulator import simulate
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from benchmarks.harness import RESULTS, restart_in_environment, setting, write
 from benchmarks.peers import NUM_LAYERS, model_config
 from slipstream.planner.costs import OPS, Profile
 from slipstream.profiler import ProfileSettings, profile_model
-from slipstream.profiler.links import measure_link
-from slipstream.profiler.run import TOLERANCE, make_benches
+from slipstream.profiler.link_measurement import measure_link
+from slipstream.profiler.profile_run import TOLERANCE, make_benches
 from slipstream.schedule import Op
 
 CPU = torch.device("cpu")

@@ -42,7 +42,7 @@ NAMES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scat
 
 
 class CountedCollectives(TorchDispatchMode):
-    """Counts the bytes that collectives work on, as `slipstream.parallel.group.Group` does: each one's whole tensor."""
+    """Counts the bytes that collectives work on, as `slipstream.parallel.RankGroup` does: each one's whole tensor."""
 
     def __init__(self) -> None:
         super().__init__()

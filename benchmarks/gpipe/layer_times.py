@@ -12,9 +12,19 @@ from torch import Tensor, nn
 
 from slipstream.model import TensorSpec
 from slipstream.model.saving import add_weight_gradients_in_place
-from slipstream.model.sequence import Boundary, Layer, Microbatch, Trace, Tracer, Value, as_tuple, find_routes, flatten
-from slipstream.model.sequence.batch_norm import MiniBatch
-from slipstream.model.sequence.skips import Pop, Stash
+from slipstream.model.sequential import (
+    BatchSlice,
+    LayerBoundary,
+    LayerValue,
+    SequentialLayer,
+    ShapeTrace,
+    ShapeTracer,
+    as_tuple,
+    find_skip_routes,
+    flatten_layers,
+)
+from slipstream.model.sequential.batch_norm import MiniBatchStatistics
+from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 from slipstream.pipeline.execution import LossFunction
 
 
@@ -71,16 +81,16 @@ class Times:
         return Times([first, *names, self.layers[-1]], self.skips)
 
 
-def trace_of(model: nn.Sequential, example: Value) -> tuple[list[Layer], Trace, list[SkipBytes]]:
+def trace_of(model: nn.Sequential, example: LayerValue) -> tuple[list[SequentialLayer], ShapeTrace, list[SkipBytes]]:
     """The layers, what they hand on, and the skips between them."""
-    layers = flatten(model)
-    routes = find_routes(layers)
-    trace = Tracer(layers, routes, torch.device("cpu")).trace(Microbatch(example), training=True)
+    layers = flatten_layers(model)
+    routes = find_skip_routes(layers)
+    trace = ShapeTracer(layers, routes, torch.device("cpu")).trace(BatchSlice(example), training=True)
     skips = [SkipBytes(route.stash, route.pop, _num_bytes([trace.skips[route.name][0]])) for route in routes]
     return layers, trace, skips
 
 
-def measure(model: nn.Sequential, example: Value, targets: Tensor, loss: LossFunction, repeats: int) -> Times:
+def measure(model: nn.Sequential, example: LayerValue, targets: Tensor, loss: LossFunction, repeats: int) -> Times:
     """Medians over rounds through all layers in their order, after one that pays for page faults, so that a layer
     finds its weights in caches only where a pipeline's would.
 
@@ -89,7 +99,7 @@ def measure(model: nn.Sequential, example: Value, targets: Tensor, loss: LossFun
     """
     layers, trace, skips = trace_of(model, example)
     add_weight_gradients_in_place(model)
-    seen = MiniBatch([layer.module for layer in layers])
+    seen = MiniBatchStatistics([layer.module for layer in layers])
     seen.begin()
     modules: list[nn.Module] = [layer.module for layer in layers]
     modules[-1] = _WithLoss(modules[-1], targets, loss)
@@ -116,22 +126,24 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.layer, self.targets, self.loss = layer, targets, loss
 
-    def forward(self, value: Value) -> Tensor:
+    def forward(self, value: LayerValue) -> Tensor:
         return self.loss(self.layer(value), self.targets)[0]
 
 
-def _round(modules: Sequence[nn.Module], trace: Trace, example: Value, seen: MiniBatch) -> list[tuple[float, float]]:
+def _round(
+    modules: Sequence[nn.Module], trace: ShapeTrace, example: LayerValue, seen: MiniBatchStatistics
+) -> list[tuple[float, float]]:
     """Seconds of every layer's forward and backward; a skip's ends take none."""
     found = []
     for number, module in enumerate(modules):
-        if isinstance(module, (Stash, Pop)):
+        if isinstance(module, (SkipStash, SkipPop)):
             found.append((0.0, 0.0))
         else:
             found.append(_run(module, _random(trace.boundaries[number]) if number else example, seen))
     return found
 
 
-def _run(module: nn.Module, value: Value, seen: MiniBatch) -> tuple[float, float]:
+def _run(module: nn.Module, value: LayerValue, seen: MiniBatchStatistics) -> tuple[float, float]:
     """Seconds of a forward and of its backward."""
     with seen.seeing(microbatch=0):
         began = time.perf_counter()
@@ -145,7 +157,7 @@ def _run(module: nn.Module, value: Value, seen: MiniBatch) -> tuple[float, float
     return forward, time.perf_counter() - began
 
 
-def _random(boundary: Boundary) -> Value:
+def _random(boundary: LayerBoundary) -> LayerValue:
     tensors = tuple(_draw(spec) for spec in boundary.specs)
     return tensors if boundary.is_tuple else tensors[0]
 

@@ -25,7 +25,7 @@ from benchmarks.gpipe.layer_times import trace_of
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.isolated import Contender
 from slipstream import Pipeline, partition_layers
-from slipstream.model.sequence import flatten
+from slipstream.model.sequential import flatten_layers
 from slipstream.pipeline.families.sequence_partition import counted_costs
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -73,7 +73,7 @@ class Theirs:
     def __init__(self, schedule: str, rows: int, image_size: int) -> None:
         self.images, self.targets = batch(rows, image_size)
         self.rank, (first, _) = dist.get_rank(), split(rows, image_size)
-        layers = [layer.module for layer in flatten(model())]
+        layers = [layer.module for layer in flatten_layers(model())]
         self.layers = nn.Sequential(*(layers[:first] if self.rank == 0 else layers[first:]))
         stage = PipelineStage(self.layers, self.rank, 2, torch.device("cpu"))
         self.runner = SCHEDULES[schedule](stage, NUM_MICROBATCHES, loss_fn=functional.cross_entropy)

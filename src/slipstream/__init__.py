@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError
-    from slipstream.model.hf_sequence.planned_sequence import sequence_of
+    from slipstream.model.hf_sequential.planned_sequence import sequence_of
     from slipstream.model.self_check import check_sliceable
-    from slipstream.model.sequence.cut_tokens import CutTokens, causal_attention
-    from slipstream.model.sequence.skips import Skip
-    from slipstream.parallel.mesh import make_mesh
+    from slipstream.model.sequential.cut_tokens import CutTokens, causal_attention
+    from slipstream.model.sequential.skip_connections import Skip
+    from slipstream.parallel.device_mesh import make_mesh
     from slipstream.pipeline.pipeline import Pipeline
     from slipstream.planner import Plan
     from slipstream.planner.costs import load_cluster, load_profile
@@ -69,7 +69,7 @@ _HOMES = {
     "Action": "slipstream.schedule",
     "Cause": "slipstream.timeline",
     "CostModel": "slipstream.simulator",
-    "CutTokens": "slipstream.model.sequence.cut_tokens",
+    "CutTokens": "slipstream.model.sequential.cut_tokens",
     "GENERATORS": "slipstream.schedule",
     "MeasuredCost": "slipstream.simulator",
     "Op": "slipstream.schedule",
@@ -79,7 +79,7 @@ _HOMES = {
     "STAGES_PER_RANK": "slipstream.schedule",
     "Schedule": "slipstream.schedule",
     "ScheduleError": "slipstream.schedule",
-    "Skip": "slipstream.model.sequence.skips",
+    "Skip": "slipstream.model.sequential.skip_connections",
     "SlipstreamError": "slipstream.errors",
     "Span": "slipstream.timeline",
     "TableCost": "slipstream.simulator",
@@ -89,7 +89,7 @@ _HOMES = {
     "add_communication": "slipstream.schedule",
     "add_offload": "slipstream.schedule",
     "add_recompute": "slipstream.schedule",
-    "causal_attention": "slipstream.model.sequence.cut_tokens",
+    "causal_attention": "slipstream.model.sequential.cut_tokens",
     "check_sliceable": "slipstream.model.self_check",
     "draw_timelines": "slipstream.timeline",
     "find_order": "slipstream.planner.order.best_order",
@@ -102,7 +102,7 @@ _HOMES = {
     "load_cluster": "slipstream.planner.costs",
     "load_profile": "slipstream.planner.costs",
     "load_trace": "slipstream.timeline",
-    "make_mesh": "slipstream.parallel.mesh",
+    "make_mesh": "slipstream.parallel.device_mesh",
     "make_schedule": "slipstream.schedule",
     "one_f_one_b": "slipstream.schedule",
     "partition_layers": "slipstream.planner.partition",
@@ -110,7 +110,7 @@ _HOMES = {
     "predecessors": "slipstream.schedule",
     "save_trace": "slipstream.timeline",
     "schedule_costs": "slipstream.planner.slicing",
-    "sequence_of": "slipstream.model.hf_sequence.planned_sequence",
+    "sequence_of": "slipstream.model.hf_sequential.planned_sequence",
     "simulate": "slipstream.simulator",
     "slice_batch": "slipstream.planner.slicing",
     "slice_batch_with_flushes": "slipstream.planner.slicing",

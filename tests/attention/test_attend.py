@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.attention import ContextStore, KeyRanges, attend, flash, function, masked_math, ranges
+from slipstream.attention import (
+    ContextStore,
+    KeyRanges,
+    attend,
+    flash_kernels,
+    key_ranges,
+    masked_math,
+    slice_attention,
+)
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.errors import SlipstreamError
 from support.examples import examples
@@ -22,11 +30,11 @@ from support.examples import examples
 def small_tiles() -> Iterator[None]:
     """Sizes at which short sequences have every kind of tile, part and block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "SHORTEST_RUN", 3)
-        patch.setattr(ranges, "MASKED_ROWS", 6)
-        patch.setattr(ranges, "SQUARE", 5)
-        patch.setattr(flash, "KEYS_AT_ONCE", 7)
-        patch.setattr(flash, "ROWS_AT_ONCE", 7)
+        patch.setattr(key_ranges, "SHORTEST_RUN", 3)
+        patch.setattr(key_ranges, "MASKED_ROWS", 6)
+        patch.setattr(key_ranges, "SQUARE", 5)
+        patch.setattr(flash_kernels, "KEYS_AT_ONCE", 7)
+        patch.setattr(flash_kernels, "ROWS_AT_ONCE", 7)
         patch.setattr(masked_math, "SCORES_AT_ONCE", 100)
         yield
 
@@ -35,7 +43,7 @@ def only_masked_math(patch: pytest.MonkeyPatch) -> None:
     def backend(_q: Tensor, _v: Tensor, scale: float, cap: float | None, p: float, seed: int) -> MaskedMath:
         return MaskedMath(scale, cap, p, seed)
 
-    patch.setattr(function, "_backend", backend)
+    patch.setattr(slice_attention, "_backend", backend)
 
 
 def causal(length: int) -> Tensor:
@@ -284,7 +292,7 @@ def test_no_prefix_is_copied(first_key: Tensor, key_heads: int) -> None:
         store.context(0, keys[2])  # allocates the gradient buffers, once for the microbatch
     with LargestStorage([*context.buffers, first_key]) as backward:
         output.backward(grad)
-    assert backward.bytes <= 2 * one_slice + flash.ROWS_AT_ONCE * 16 * 4
+    assert backward.bytes <= 2 * one_slice + flash_kernels.ROWS_AT_ONCE * 16 * 4
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.attention import KeyRanges, ranges
-from slipstream.attention.ranges import Part, Tile
+from slipstream.attention import KeyRanges, key_ranges
+from slipstream.attention.key_ranges import ScoreRectangle, ScoreTile
 from slipstream.errors import SlipstreamError
 from support.examples import examples
 
@@ -19,9 +19,9 @@ from support.examples import examples
 def small_tiles() -> Iterator[None]:
     """Tiles small enough that short random slices have every kind of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "SHORTEST_RUN", 3)
-        patch.setattr(ranges, "MASKED_ROWS", 5)
-        patch.setattr(ranges, "SQUARE", 4)
+        patch.setattr(key_ranges, "SHORTEST_RUN", 3)
+        patch.setattr(key_ranges, "MASKED_ROWS", 5)
+        patch.setattr(key_ranges, "SQUARE", 4)
         yield
 
 
@@ -32,7 +32,7 @@ def dense(first_key: torch.Tensor, start: int) -> torch.Tensor:
     return (key >= first_key[..., None]) & (key <= torch.arange(start, end)[:, None])
 
 
-def seen(tile: Tile, part: Part) -> torch.Tensor:
+def seen(tile: ScoreTile, part: ScoreRectangle) -> torch.Tensor:
     if part.masked:
         return tile.mask(part, torch.device("cpu"))
     square = torch.ones(part.queries.stop - part.queries.start, part.keys.stop - part.keys.start).bool()

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from slipstream import Op, Pipeline, SlipstreamError
-from slipstream.model import check_compiler, fuse, fused
-from slipstream.model.saving.weight_gradients import whole_weights
+from slipstream.model import check_compiler, fuse_kernels, fused_kernels
+from slipstream.model.saving.weight_gradients import undeferred_weights
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -70,7 +70,7 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is traced stays in float64, as `no_rounding_inside` has it of what is not: a norm rounds to float32."""
-    trace = fused._trace
+    trace = fused_kernels._trace
 
     def wide(module: nn.Module) -> fx.Graph | None:
         graph = trace(module)
@@ -80,7 +80,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 graph.erase_node(node)
         return graph
 
-    monkeypatch.setattr(fused, "_trace", wide)
+    monkeypatch.setattr(fused_kernels, "_trace", wide)
     with no_rounding_inside():
         yield
 
@@ -100,7 +100,7 @@ def in_slices(model: PreTrainedModel, slices: list[int], **settings: object) -> 
 
 @pytest.mark.parametrize("name", FIRST_LAYER)
 def test_what_is_fused(name: str) -> None:
-    names = fuse(build(ARCHITECTURES[name]))
+    names = fuse_kernels(build(ARCHITECTURES[name]))
     prefix = "transformer.h.0." if name == "gpt2" else "model.layers.0."
     assert [each.removeprefix(prefix) for each in names if each.startswith(prefix)] == FIRST_LAYER[name]
     assert ("model.norm" in names) == bool(NORMS[0] in FIRST_LAYER[name])
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
     whole = copy.deepcopy(model)
     unsplit_step(whole, tokens(batch=4), labels_of(tokens(batch=4)))
     wanted, before = gradients(whole.named_parameters()), num_compiled()
-    fuse(model)
+    fuse_kernels(model)
     for recompute in ("selective", "none"):  # neither compiled nor not before the first forward that is repeated
         pipe = in_slices(model, [5, 30, 17, 12], recompute=recompute)
         assert gradient_error(wanted, gradients(pipe.named_parameters())) < BOUND
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
 def test_equal_layers_share_their_kernels() -> None:
     """Eight norms and a last one are one kernel, four activations another, forward and backward, for any length."""
     model, before = build(ARCHITECTURES["llama"]), num_compiled()
-    fuse(model)
+    fuse_kernels(model)
     for length in (64, 7, 30):
         model(tokens(length=length)).logits.sum().backward()
     assert num_compiled() == before + 2
@@ -149,7 +149,7 @@ def test_dropout_draws_the_same_numbers() -> None:
     config = copy.deepcopy(ARCHITECTURES["gpt2"])
     config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.3
     model, results = build(config), []
-    for change in (lambda model: [], fuse):
+    for change in (lambda model: [], fuse_kernels):
         change(model)
         torch.manual_seed(7)
         results.append(gradients(in_slices(model, [5, 30, 17, 12], recompute="full").named_parameters()))
@@ -159,8 +159,8 @@ def test_dropout_draws_the_same_numbers() -> None:
 @compiles
 def test_hooks_see_every_module() -> None:
     model = build(ARCHITECTURES["llama"])
-    fuse(model)
-    assert not whole_weights(model)  # W still has all matrices
+    fuse_kernels(model)
+    assert not undeferred_weights(model)  # W still has all matrices
     seen = []
     for name in ("input_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp"):
         module = model.model.layers[0].get_submodule(name)
@@ -171,7 +171,7 @@ def test_hooks_see_every_module() -> None:
 
 def test_the_parameters_may_be_replaced_later() -> None:
     model = build(ARCHITECTURES["llama"])
-    fuse(model)
+    fuse_kernels(model)
     twin = copy.deepcopy(model)
     norm = twin.model.norm
     norm.weight = nn.Parameter(2 * norm.weight.detach())
@@ -183,7 +183,7 @@ def test_what_a_user_compiles_stays_as_it_is() -> None:
     model = build(ARCHITECTURES["llama"])
     model.model.layers[1].compile()
     model.model.layers[2].mlp.compile()
-    names = fuse(model)
+    names = fuse_kernels(model)
     assert not any(name.startswith("model.layers.1.") for name in names)
     assert "model.layers.2.mlp" not in names
     assert "model.layers.2.input_layernorm" in names
@@ -222,7 +222,7 @@ class ProjectingNorm(nn.Module):
 @pytest.mark.parametrize("kind", [GatedNorm, NoisyNorm, TrainingNorm, ChangingNorm, ShortNorm, ProjectingNorm])
 def test_what_one_trace_does_not_show_stays_as_it_is(kind: type[nn.Module]) -> None:
     model = nn.Sequential(kind())
-    assert fuse(model) == []
+    assert fuse_kernels(model) == []
     assert "forward" not in vars(model[0])
 
 
@@ -248,6 +248,6 @@ class TestRefusals:
         (tmp_path / "mine").touch(mode=0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.setenv("CXX", "mine")
-        monkeypatch.setattr(fused.sysconfig, "get_path", lambda _: str(tmp_path))
+        monkeypatch.setattr(fused_kernels.sysconfig, "get_path", lambda _: str(tmp_path))
         with pytest.raises(SlipstreamError, match=r"Python's headers, but .*Python\.h is not there.*python3-dev"):
             check_compiler("cpu")

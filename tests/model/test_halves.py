@@ -20,36 +20,36 @@ from transformers.models.llama import modeling_llama
 
 from slipstream import SlipstreamError
 from slipstream.model import (
-    Anatomy,
-    Edge,
-    Half,
     HalfLayer,
+    LayerHalf,
     LayerRange,
+    ModelAnatomy,
+    ModelEnd,
     find_anatomy,
     find_halves,
     pretrained_model,
     random_model,
 )
-from slipstream.model.split import ZeroBranch, keep_half
+from slipstream.model.model_cutting import ZeroBranch, keep_half
 from support.architectures import ARCHITECTURES, llama
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 CUT = {name: config for name, config in ARCHITECTURES.items() if name != "gpt_neox"}  # its branches run side by side
 
 
-def halves_of(config: PretrainedConfig) -> dict[str, Half]:
+def halves_of(config: PretrainedConfig) -> dict[str, LayerHalf]:
     return {part.name: part.half for part in find_halves(config, find_anatomy(config))}
 
 
-def with_halves(config: PretrainedConfig) -> Anatomy:
+def with_halves(config: PretrainedConfig) -> ModelAnatomy:
     anatomy = find_anatomy(config)
     return replace(anatomy, halves=find_halves(config, anatomy))
 
 
 def test_ranges_hold_whole_layers_and_halves_at_their_ends() -> None:
     first, second = (
-        (lambda layer: HalfLayer(layer, Half.ATTENTION)),
-        (lambda layer: HalfLayer(layer, Half.FEED_FORWARD)),
+        (lambda layer: HalfLayer(layer, LayerHalf.ATTENTION)),
+        (lambda layer: HalfLayer(layer, LayerHalf.FEED_FORWARD)),
     )
     assert [*LayerRange(1, 3)] == [1, 2]
     assert [*LayerRange(3.5, 6)] == [second(3), 4, 5]
@@ -57,8 +57,8 @@ def test_ranges_hold_whole_layers_and_halves_at_their_ends() -> None:
     assert [*LayerRange(2, 2.5)] == [first(2)]
     assert [*LayerRange(0.5, 1.0)] == [second(0)]
     assert LayerRange(0.5, 3.5).layers == range(0, 4)
-    assert [*LayerRange(0, 0)] == [Edge.EMBEDDING]
-    assert [*LayerRange(4, 4)] == [Edge.HEAD]
+    assert [*LayerRange(0, 0)] == [ModelEnd.EMBEDDING]
+    assert [*LayerRange(4, 4)] == [ModelEnd.HEAD]
     assert not LayerRange(4, 4).layers
     assert [LayerRange(a, b).has_halves for a, b in ((0, 2.0), (0.5, 2), (1, 1.5))] == [False, True, True]
 
@@ -66,7 +66,7 @@ def test_ranges_hold_whole_layers_and_halves_at_their_ends() -> None:
 @pytest.mark.parametrize("name", CUT)
 def test_the_parts_of_every_architecture(name: str) -> None:
     found = halves_of(CUT[name])
-    attends = [part for part, half in found.items() if half is Half.ATTENTION]
+    attends = [part for part, half in found.items() if half is LayerHalf.ATTENTION]
     assert {"self_attn", "attn"} & set(attends)
     assert {"mlp", "feed_forward"} & (set(found) - set(attends))
     if name in ("gemma2", "gemma3", "olmo2"):  # their norms are behind the branches
@@ -75,11 +75,15 @@ def test_the_parts_of_every_architecture(name: str) -> None:
 
 def test_layers_of_linear_layers_without_a_block_around_them() -> None:
     found = halves_of(OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32))
-    assert [part for part, half in found.items() if half is Half.FEED_FORWARD] == ["final_layer_norm", "fc1", "fc2"]
+    assert [part for part, half in found.items() if half is LayerHalf.FEED_FORWARD] == [
+        "final_layer_norm",
+        "fc1",
+        "fc2",
+    ]
 
 
 def test_residual_branches_one_after_the_other_are_cut_wherever_a_switch_says_so() -> None:
-    assert halves_of(GPTNeoXConfig(**SMALL, use_parallel_residual=False))["mlp"] is Half.FEED_FORWARD
+    assert halves_of(GPTNeoXConfig(**SMALL, use_parallel_residual=False))["mlp"] is LayerHalf.FEED_FORWARD
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_a_norm_over_the_residual_stream_is_refused(monkeypatch: pytest.MonkeyPa
 def test_placeholders_leave_the_residual_stream_as_it_is_to_the_bit() -> None:
     model = AutoModelForCausalLM.from_config(llama())
     layer, parts = model.model.layers[0], with_halves(llama()).halves
-    keep_half(layer, parts, Half.ATTENTION)
+    keep_half(layer, parts, LayerHalf.ATTENTION)
     assert isinstance(layer.mlp, ZeroBranch)
     hidden = torch.tensor([0.0, -0.0, 1e-45, -3.5])
     found = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -133,7 +137,7 @@ def test_placeholders_leave_the_residual_stream_as_it_is_to_the_bit() -> None:
 
 
 PARTS = [
-    [HalfLayer(0, Half.ATTENTION)],
+    [HalfLayer(0, LayerHalf.ATTENTION)],
     [*LayerRange(0.5, 2.5)],
     [*LayerRange(2.5, 4)],
     [*LayerRange(0, 1.5), *LayerRange(2.5, 4)],
@@ -156,9 +160,12 @@ def test_parts_are_those_of_the_whole_model(name: str, owned: list[int | HalfLay
         assert all(torch.equal(parameter, wanted[key]) for key, parameter in found.items())
 
 
-def _belongs(parameter: str, owned: list[int | HalfLayer], anatomy: Anatomy) -> bool:
+def _belongs(parameter: str, owned: list[int | HalfLayer], anatomy: ModelAnatomy) -> bool:
     """Whether a parameter is in `owned`, by its name alone."""
-    is_first, is_last = ({0, HalfLayer(0, Half.ATTENTION)} & {*owned}, {3, HalfLayer(3, Half.FEED_FORWARD)} & {*owned})
+    is_first, is_last = (
+        {0, HalfLayer(0, LayerHalf.ATTENTION)} & {*owned},
+        {3, HalfLayer(3, LayerHalf.FEED_FORWARD)} & {*owned},
+    )
     if parameter.startswith(f"{anatomy.layers}."):
         layer, child = parameter.removeprefix(f"{anatomy.layers}.").split(".")[:2]
         half = next(part.half for part in anatomy.halves if part.name == child)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from slipstream import Pipeline, SlipstreamError
-from slipstream.model import find_anatomy, load_config, model_to_time, pretrained_model, random_model
+from slipstream.model import find_anatomy, load_config, model_for_timing, pretrained_model, random_model
 from support.architectures import ARCHITECTURES, llama
 from support.forked import run_alone
 from support.paths import WORKERS
@@ -57,7 +57,7 @@ def test_a_model_to_time_has_the_same_parts(name: str, layers: list[int]) -> Non
     """Where and of which shape and dtype they are; every number is finite, and tied weights stay one."""
     config, state = ARCHITECTURES[name], torch.get_rng_state()
     wanted = random_model(config, 0, find_anatomy(config), layers, torch.bfloat16)
-    found = model_to_time(config, find_anatomy(config), layers, torch.device("cpu"), torch.bfloat16)
+    found = model_for_timing(config, find_anatomy(config), layers, torch.device("cpu"), torch.bfloat16)
     assert torch.equal(state, torch.get_rng_state())
     shapes = [
         {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}

@@ -9,7 +9,7 @@ from transformers import BartConfig, BloomConfig, MambaConfig, MixtralConfig, Pr
 import slipstream
 from slipstream import SlipstreamError
 from slipstream.model import check_sliceable
-from slipstream.model.hooks import rope
+from slipstream.model.hooks import length_dependent_rope
 from support.architectures import ARCHITECTURES, llama
 
 
@@ -45,8 +45,8 @@ def test_catches_a_feature_that_slices_get_wrong(monkeypatch: pytest.MonkeyPatch
     def no_fix(model: nn.Module) -> None:
         pass
 
-    monkeypatch.setattr("slipstream.model.stage.fix_length_dependent_rope", no_fix)
-    assert rope.fix_length_dependent_rope is not no_fix
+    monkeypatch.setattr("slipstream.model.causal_lm_stage.fix_length_dependent_rope", no_fix)
+    assert length_dependent_rope.fix_length_dependent_rope is not no_fix
     dynamic = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(SlipstreamError, match="layer 0 of the sliced model differs"):
         check_sliceable(dynamic)

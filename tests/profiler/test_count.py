@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, PretrainedConfig
 
-from slipstream.model import LayerRange, Stage, find_anatomy, random_model
+from slipstream.model import CausalLMStage, LayerRange, find_anatomy, random_model
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.planner.costs import GPT, AttentionWindow, ModelCount
 from slipstream.profiler import count_model
@@ -107,7 +107,7 @@ def test_a_layer_saves_what_a_real_stage_saves_for_one_layer_more(name: str) -> 
 
     def per_token(owned: range) -> float:
         model = random_model(config, 0, anatomy, owned, torch.float32).train()
-        stage = Stage(model, anatomy, LayerRange(owned.start, owned.stop), torch.device("cpu"))
+        stage = CausalLMStage(model, anatomy, LayerRange(owned.start, owned.stop), torch.device("cpu"))
         bench = StageBench(stage, 1, LENGTH, VOCABULARY, causal_cross_entropy, torch.device("cpu"))
         return (bench.activation_bytes(48) - bench.activation_bytes(16)) / 32
 

@@ -19,10 +19,10 @@ from slipstream.model import find_anatomy
 from slipstream.model.hooks import TokenSlice
 from slipstream.planner.costs import OPS, AttentionWindow
 from slipstream.profiler import ProfileSettings, identify_hardware, identify_model, profile_model
-from slipstream.profiler.grid import Grid, make_grid
-from slipstream.profiler.kinds import layer_kinds
-from slipstream.profiler.links import fit_link, measure_link
-from slipstream.profiler.run import make_benches
+from slipstream.profiler.layer_kinds import find_layer_kinds
+from slipstream.profiler.link_measurement import fit_link, measure_link
+from slipstream.profiler.measurement_grid import MeasurementGrid, make_grid
+from slipstream.profiler.profile_run import make_benches
 from slipstream.profiler.stage_bench import PrefilledStore
 from slipstream.schedule import Op
 from support.architectures import ARCHITECTURES, llama
@@ -121,7 +121,7 @@ def test_the_prefilled_store_is_never_complete() -> None:
 )
 def test_kinds_and_windows(name: str, kinds: tuple[int, ...], windows: list[AttentionWindow]) -> None:
     config = ARCHITECTURES[name]
-    found, names = layer_kinds(config, find_anatomy(config))
+    found, names = find_layer_kinds(config, find_anatomy(config))
     assert found == kinds
     assert len(names) == len(set(names)) == max(kinds) + 1
     settings = ProfileSettings(seq_len=64)
@@ -134,7 +134,7 @@ def test_layers_of_other_sizes_are_another_kind() -> None:
     config = type(ARCHITECTURES["qwen2_moe"]).from_dict(
         ARCHITECTURES["qwen2_moe"].to_dict() | {"decoder_sparse_step": 2}
     )
-    assert layer_kinds(config, find_anatomy(config)) == ((0, 1, 0, 1), ("layer like 0", "layer like 1"))
+    assert find_layer_kinds(config, find_anatomy(config)) == ((0, 1, 0, 1), ("layer like 0", "layer like 1"))
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gemma2"])
@@ -226,7 +226,7 @@ def test_refinement_fits_what_was_off_and_holds_out_others() -> None:
 
 
 def test_points_are_mixed() -> None:
-    grid = Grid([(i, 0) for i in range(1, 7)], [(1, 1), (2, 1), (3, 1)])
+    grid = MeasurementGrid([(i, 0) for i in range(1, 7)], [(1, 1), (2, 1), (3, 1)])
     assert grid.points == [(1, 0), (2, 0), (3, 0), (1, 1), (4, 0), (5, 0), (6, 0), (2, 1), (3, 1)]
 
 

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from slipstream.parallel import Share
+from slipstream.parallel import ParameterShare
 from slipstream.training.checkpoint import TensorShard
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -56,10 +56,10 @@ def layout(seed: int, whole: dict[str, Tensor], tensor_ranks: int, data_ranks: i
     return ranks
 
 
-def shares(rng: random.Random, shape: tuple[int, ...], tensor_ranks: int) -> list[Share]:
+def shares(rng: random.Random, shape: tuple[int, ...], tensor_ranks: int) -> list[ParameterShare]:
     """Of each rank: the same of all, or several ranges of one dim, cut and dealt at random."""
     if not shape or 0 in shape or rng.random() < 0.2:
-        return [Share.whole(shape, copy) for copy in range(tensor_ranks)]
+        return [ParameterShare.whole(shape, copy) for copy in range(tensor_ranks)]
     dim = rng.randrange(len(shape))
     cuts = sorted(rng.sample(range(1, shape[dim]), min(shape[dim] - 1, 2 * tensor_ranks)))
     ranges = list(zip([0, *cuts], [*cuts, shape[dim]], strict=True))
@@ -68,7 +68,7 @@ def shares(rng: random.Random, shape: tuple[int, ...], tensor_ranks: int) -> lis
         tuple(part for part, owner in zip(ranges, owners, strict=True) if owner == rank) or ((0, 0),)
         for rank in range(tensor_ranks)
     ]
-    return [Share(shape, dim, parts) for parts in dealt]
+    return [ParameterShare(shape, dim, parts) for parts in dealt]
 
 
 def emptied(pieces: list[TensorShard]) -> list[TensorShard]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.parallel import Share
+from slipstream.parallel import ParameterShare
 from slipstream.training.checkpoint import TensorShard
 from support.architectures import ARCHITECTURES, build, labels_of, tokens, unsplit_step
 
@@ -39,12 +39,12 @@ def pieces_of(run: Run, rank: int, num_ranks: int) -> list[TensorShard]:
     """Each rank has whole parameters and writes every `num_ranks`-th; of the moments it has its rows."""
     pieces = []
     for index, (name, parameter) in enumerate(run.model.named_parameters()):
-        share = Share.whole(tuple(parameter.shape))
+        share = ParameterShare.whole(tuple(parameter.shape))
         writes = index % num_ranks == rank
         pieces.append(TensorShard(name, share, parameter, writes=writes))
         for key, value in run.optimizer.state[parameter].items():
             if value.ndim == 0:
-                pieces.append(TensorShard(f"optimizer.{key}.{name}", Share.whole(()), value, writes=writes))
+                pieces.append(TensorShard(f"optimizer.{key}.{name}", ParameterShare.whole(()), value, writes=writes))
                 continue
             rows = value.tensor_split(num_ranks)
             first_row = sum(map(len, rows[:rank]))

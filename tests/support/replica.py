@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.model.saving import add_weight_gradients_in_place
-from slipstream.parallel import Group
-from slipstream.parallel.replicas import Gradients, Masters
+from slipstream.parallel import RankGroup
+from slipstream.parallel.replicas import GradientReduction, MasterParameters
 from slipstream.pipeline.families import causal_cross_entropy
 from support.architectures import labels_of, tokens
 
@@ -16,8 +16,8 @@ Named = tuple[str, nn.Parameter]
 ROWS = 2  # of a batch, on each replica
 
 
-def world() -> Group:
-    return Group(dist.group.WORLD)
+def world() -> RankGroup:
+    return RankGroup(dist.group.WORLD)
 
 
 def batch(seed: int, replicas: int) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def batch(seed: int, replicas: int) -> tuple[Tensor, Tensor]:
     return inputs, labels
 
 
-def local_loss(model: nn.Module, inputs: Tensor, labels: Tensor, data: Group) -> Tensor:
+def local_loss(model: nn.Module, inputs: Tensor, labels: Tensor, data: RankGroup) -> Tensor:
     """This replica's part of the global mean: its rows' sum over the valid tokens of all rows."""
     rows = slice(ROWS * data.rank, ROWS * (data.rank + 1))
     total, _ = causal_cross_entropy(model(input_ids=inputs[rows], use_cache=False).logits[:, :-1], labels[rows, 1:])
@@ -50,13 +50,18 @@ class Replica:
     """A model with its masters, and the steps of a loop."""
 
     def __init__(
-        self, model: nn.Module, data: Group, shard: bool, dtype: torch.dtype | None = None, bucket_bytes: int = 10_000
+        self,
+        model: nn.Module,
+        data: RankGroup,
+        shard: bool,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 10_000,
     ) -> None:
         add_weight_gradients_in_place(model)
         self.model, self.data = model, data
-        self.masters = Masters([*model.named_parameters()], data, shard, dtype, bucket_bytes)
-        self.gradients = Gradients(
-            in_stages(model), data, Group(), none_partial, self.masters, bucket_bytes=bucket_bytes
+        self.masters = MasterParameters([*model.named_parameters()], data, shard, dtype, bucket_bytes)
+        self.gradients = GradientReduction(
+            in_stages(model), data, RankGroup(), none_partial, self.masters, bucket_bytes=bucket_bytes
         )
 
     def step(self, seed: int, scale: float = 1.0) -> None:

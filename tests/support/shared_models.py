@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from slipstream.model import find_anatomy
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.families import causal_cross_entropy
@@ -82,7 +82,7 @@ class Shared:
     def __init__(
         self,
         whole: PreTrainedModel,
-        group: Group,
+        group: RankGroup,
         sequence: bool = False,
         enter: Callable[[], None] = lambda: None,
         leave: Callable[[], None] = lambda: None,

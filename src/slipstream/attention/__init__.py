@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from slipstream.attention.function import attend
-from slipstream.attention.ranges import KeyRanges
-from slipstream.attention.store import ContextError, ContextStore, _Slice
+from slipstream.attention.context_store import ContextError, ContextStore, StoredSlice
+from slipstream.attention.key_ranges import KeyRanges
+from slipstream.attention.slice_attention import attend
 
 __all__ = [
     "ContextError",
     "ContextStore",
     "KeyRanges",
-    "_Slice",
+    "StoredSlice",
     "attend",
 ]

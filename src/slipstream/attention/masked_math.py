@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import Gradients, Queries
-from slipstream.attention.ranges import Part, Tile
+from slipstream.attention.attention_backend import AttentionGradients, QueryState
+from slipstream.attention.key_ranges import ScoreRectangle, ScoreTile
 
 SCORES_AT_ONCE = 1 << 24  # so that memory is bounded: a long tile is computed some queries at a time
 
@@ -30,7 +30,9 @@ class MaskedMath:
         """See Backend."""
         return None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: Tile) -> None:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: ScoreTile
+    ) -> None:
         """See Backend."""
         query, key, value = (each.to(output.dtype) for each in (query, key, value))
         generator = self._generator(query.device, tile)
@@ -41,7 +43,9 @@ class MaskedMath:
             output[:, :, block] = _times(self._dropped(probs, generator), value)
             logsumexp[:, :, block] = lse
 
-    def backward(self, queries: Queries, key: Tensor, value: Tensor, gradients: Gradients, tile: Tile) -> None:
+    def backward(
+        self, queries: QueryState, key: Tensor, value: Tensor, gradients: AttentionGradients, tile: ScoreTile
+    ) -> None:
         """See Backend."""
         wide = gradients.query.dtype
         key, value = key.to(wide), value.to(wide)
@@ -65,7 +69,7 @@ class MaskedMath:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         return scores.masked_fill_(~seen, -torch.inf)
 
-    def _generator(self, device: torch.device, tile: Tile) -> torch.Generator:
+    def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator:
         return torch.Generator(device).manual_seed((self.seed * 1_000_003 + tile.index) % (1 << 63))
 
     def _dropped(self, probs: Tensor, generator: torch.Generator) -> Tensor:
@@ -75,13 +79,13 @@ class MaskedMath:
         return probs.mul_((draw >= self.dropout) / (1 - self.dropout))
 
 
-def _blocks(query: Tensor, key: Tensor, tile: Tile) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(query: Tensor, key: Tensor, tile: ScoreTile) -> Iterator[tuple[slice, Tensor]]:
     """Some queries at a time, and which keys they see, (t, S)."""
     batch, heads, length, _ = query.shape
     rows = max(1, SCORES_AT_ONCE // (batch * heads * key.shape[2]))
     for start in range(0, length, rows):
         block = slice(start, min(start + rows, length))
-        yield block, tile.mask(Part(block, slice(0, key.shape[2])), query.device)
+        yield block, tile.mask(ScoreRectangle(block, slice(0, key.shape[2])), query.device)
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:

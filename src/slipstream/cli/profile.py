@@ -91,7 +91,7 @@ def _table(profile: Profile) -> Table:
 
 
 def _remarks(profile: Profile) -> list[str]:
-    from slipstream.profiler.run import TOLERANCE
+    from slipstream.profiler.profile_run import TOLERANCE
     from slipstream.units import bytes_text, seconds_text
 
     lines = [f"error at points not used in the fit: {profile.error:.2%} on average"]

@@ -67,7 +67,7 @@ def _measure_as_rank(folder: Path) -> None:
     from slipstream.launch.progress import Progress, make_console
     from slipstream.model import load_config
     from slipstream.profiler import ProfileSettings, profile_model
-    from slipstream.profiler.links import measure_link
+    from slipstream.profiler.link_measurement import measure_link
 
     request = ProfileRequest(**json.loads((folder / _REQUEST).read_text()))
     device = torch.device("cpu")

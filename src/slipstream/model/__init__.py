@@ -2,66 +2,66 @@
 
 from __future__ import annotations
 
-from slipstream.model.anatomy import Anatomy, LayerPart, find_anatomy
-from slipstream.model.fused import check_compiler, fuse
-from slipstream.model.halves import find_halves
+from slipstream.model.causal_lm_stage import CausalLMStage, TiedWeight, uses_randomness
+from slipstream.model.fused_kernels import check_compiler, fuse_kernels
+from slipstream.model.input_limits import check_length, check_token_ids
+from slipstream.model.layer_halves import find_halves
 from slipstream.model.layer_range import (
-    ALLOWED_COUNTS,
-    Edge,
-    Half,
+    ALLOWED_LAYER_COUNTS,
     HalfLayer,
+    LayerHalf,
     LayerRange,
-    Owned,
-    are_allowed,
+    ModelEnd,
+    StagePart,
+    are_allowed_layer_counts,
 )
-from slipstream.model.limits import check_length, check_token_ids
-from slipstream.model.loading import (
+from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy
+from slipstream.model.model_cutting import copy_with_shared_weights, layer_half_of
+from slipstream.model.model_loading import (
     config_from_settings,
     load_config,
-    model_to_time,
+    meta_model,
+    model_for_timing,
     pretrained_model,
     random_model,
-    skeleton,
 )
 from slipstream.model.self_check import TOLERANCE, check_sliceable
-from slipstream.model.split import half_of, share
-from slipstream.model.stage import Stage, TiedWeight, uses_randomness
 from slipstream.model.storages import SavedStorages, model_storages, storage_bytes, storage_id, storage_ids
-from slipstream.model.tensor_spec import Tensors, TensorSpec, apart
+from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages
 
 __all__ = [
-    "ALLOWED_COUNTS",
+    "ALLOWED_LAYER_COUNTS",
     "TOLERANCE",
-    "Anatomy",
-    "Edge",
-    "Half",
+    "CausalLMStage",
     "HalfLayer",
+    "LayerHalf",
     "LayerPart",
     "LayerRange",
-    "Owned",
+    "ModelAnatomy",
+    "ModelEnd",
     "SavedStorages",
-    "Stage",
+    "StagePart",
     "TensorSpec",
     "Tensors",
     "TiedWeight",
-    "apart",
-    "are_allowed",
+    "are_allowed_layer_counts",
     "check_compiler",
     "check_length",
     "check_sliceable",
     "check_token_ids",
     "config_from_settings",
+    "copied_from_messages",
+    "copy_with_shared_weights",
     "find_anatomy",
     "find_halves",
-    "fuse",
-    "half_of",
+    "fuse_kernels",
+    "layer_half_of",
     "load_config",
+    "meta_model",
+    "model_for_timing",
     "model_storages",
-    "model_to_time",
     "pretrained_model",
     "random_model",
-    "share",
-    "skeleton",
     "storage_bytes",
     "storage_id",
     "storage_ids",

@@ -9,14 +9,14 @@ from math import ceil
 from typing import NamedTuple, TypeAlias
 
 
-class Half(Enum):
+class LayerHalf(Enum):
     """The two residual branches of a layer: x + attention(x), then h + feed_forward(h)."""
 
     ATTENTION = "attention"
     FEED_FORWARD = "feed-forward"
 
 
-class Edge(Enum):
+class ModelEnd(Enum):
     """What runs outside the layers: on the first and the last stage, which may have no layer at all."""
 
     EMBEDDING = "embedding"
@@ -27,24 +27,24 @@ class HalfLayer(NamedTuple):
     """A layer without its other half."""
 
     layer: int
-    half: Half
+    half: LayerHalf
 
 
-Owned: TypeAlias = int | HalfLayer | Edge  # a whole layer goes by its number
+StagePart: TypeAlias = int | HalfLayer | ModelEnd  # a whole layer goes by its number
 
-ALLOWED_COUNTS = (
+ALLOWED_LAYER_COUNTS = (
     "half a layer at least, in multiples of 0.5; or of none, if the first is to embed and no more, or the last to be "
     "the head alone"
 )
 
 
-def are_allowed(counts: Sequence[float]) -> bool:
+def are_allowed_layer_counts(counts: Sequence[float]) -> bool:
     """Whether stages may have so many layers, one after the other."""
     return all(count >= 0 and count % 0.5 == 0 for count in counts) and 0 not in counts[1:-1]
 
 
 @dataclass(frozen=True)
-class LayerRange(Collection[Owned]):
+class LayerRange(Collection[StagePart]):
     """Layers [start, stop) in steps of a half: layer 3 is [3, 4), its attention [3, 3.5), its feed-forward [3.5, 4).
 
     Holds whole layers as their numbers, and at its ends perhaps a HalfLayer:
@@ -67,14 +67,14 @@ class LayerRange(Collection[Owned]):
         """Whether it begins or ends inside a layer."""
         return any(isinstance(each, HalfLayer) for each in self)
 
-    def __iter__(self) -> Iterator[Owned]:
+    def __iter__(self) -> Iterator[StagePart]:
         if self.start == self.stop:
-            yield Edge.HEAD if self.start else Edge.EMBEDDING
+            yield ModelEnd.HEAD if self.start else ModelEnd.EMBEDDING
         for layer in self.layers:
             if layer < self.start:
-                yield HalfLayer(layer, Half.FEED_FORWARD)
+                yield HalfLayer(layer, LayerHalf.FEED_FORWARD)
             elif layer + 1 > self.stop:
-                yield HalfLayer(layer, Half.ATTENTION)
+                yield HalfLayer(layer, LayerHalf.ATTENTION)
             else:
                 yield layer
 

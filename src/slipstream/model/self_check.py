@@ -19,12 +19,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import Anatomy, find_anatomy
+from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.layer_range import LayerRange
-from slipstream.model.split import share
-from slipstream.model.stage import Stage
-from slipstream.model.toy import TOY_LENGTH, full_precision, noting_attention, toy_model, toy_tokens
+from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
+from slipstream.model.model_cutting import copy_with_shared_weights
+from slipstream.model.toy import TOY_LENGTH, full_precision, recorded_attention, toy_model, toy_tokens
 
 TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6 over slices, a mistake by 1e-4 or more
 _CUTS = (0, 5, 20, 41, TOY_LENGTH)  # unequal slices; the first ends below every threshold of the toy
@@ -41,7 +41,7 @@ class SelfCheck:
     seconds: float
 
 
-def check_sliceable(config: PretrainedConfig, anatomy: Anatomy | None = None) -> SelfCheck:
+def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> SelfCheck:
     """Run the check for `config`'s architecture: about one second.
 
     Raises SlipstreamError that names the layer, or the feature, for which slices or stages would not be exact.
@@ -82,9 +82,9 @@ class _Trace:
     without_attention: str = ""  # names a layer that never attended through the interface
 
 
-def _run_whole(model: PreTrainedModel, anatomy: Anatomy, tokens: Tensor) -> _Trace:
+def _run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> _Trace:
     outputs: dict[str, list[Tensor]] = {}
-    with _recording(model, anatomy, outputs), noting_attention() as attending:
+    with _recording(model, anatomy, outputs), recorded_attention() as attending:
         logits = model(input_ids=tokens, use_cache=False).logits
     outputs["logits"] = [logits.detach()]
     (logits * _weights(logits)).sum().backward()
@@ -92,7 +92,7 @@ def _run_whole(model: PreTrainedModel, anatomy: Anatomy, tokens: Tensor) -> _Tra
     return _Trace(_joined(outputs), gradients, _name_layer_without_attention(model, anatomy, attending))
 
 
-def _name_layer_without_attention(model: PreTrainedModel, anatomy: Anatomy, attending: list[nn.Module]) -> str:
+def _name_layer_without_attention(model: PreTrainedModel, anatomy: ModelAnatomy, attending: list[nn.Module]) -> str:
     for index, layer in enumerate(model.get_submodule(anatomy.layers).children()):
         if not set(layer.modules()) & set(attending):
             return (
@@ -102,12 +102,12 @@ def _name_layer_without_attention(model: PreTrainedModel, anatomy: Anatomy, atte
     return ""
 
 
-def _run_sliced(model: PreTrainedModel, anatomy: Anatomy, tokens: Tensor) -> _Trace:
+def _run_sliced(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> _Trace:
     """Two stages, four slices, forwards and reversed backwards, by hand."""
     cpu, num_layers = torch.device("cpu"), len(list(model.get_submodule(anatomy.layers).children()))
     middle = (num_layers + 1) // 2
     cuts = [LayerRange(0, middle), LayerRange(middle, num_layers)] if num_layers > 1 else [LayerRange(0, 1)]
-    stages = [Stage(share(model), anatomy, owned, cpu) for owned in cuts]
+    stages = [CausalLMStage(copy_with_shared_weights(model), anatomy, owned, cpu) for owned in cuts]
     stores = [ContextStore(TOY_LENGTH) for _ in stages]
     outputs: dict[str, list[Tensor]] = {}
     runs: list[list[tuple[Tensor | None, Tensor]]] = []
@@ -145,7 +145,7 @@ def _weights(logits: Tensor) -> Tensor:
 
 @contextmanager
 def _recording(
-    model: nn.Module, anatomy: Anatomy, outputs: dict[str, list[Tensor]], owned: LayerRange | None = None
+    model: nn.Module, anatomy: ModelAnatomy, outputs: dict[str, list[Tensor]], owned: LayerRange | None = None
 ) -> Iterator[None]:
     """Collect the first layer's input and every owned layer's output, a list of slices each."""
     layers = list(model.get_submodule(anatomy.layers).children())
@@ -178,7 +178,9 @@ def _joined(outputs: dict[str, list[Tensor]]) -> dict[str, Tensor]:
     return {place: torch.cat(slices, dim=1) for place, slices in outputs.items()}
 
 
-def _check_attention(stages: list[Stage], anatomy: Anatomy, stores: list[ContextStore], num_slices: int) -> None:
+def _check_attention(
+    stages: list[CausalLMStage], anatomy: ModelAnatomy, stores: list[ContextStore], num_slices: int
+) -> None:
     """A layer attends as often in every slice."""
     for stage, store in zip(stages, stores, strict=True):
         layers = list(stage.model.get_submodule(anatomy.layers).children())
@@ -189,7 +191,7 @@ def _check_attention(stages: list[Stage], anatomy: Anatomy, stores: list[Context
                 raise SlipstreamError(f"layer {index} does not attend equally often in every slice")
 
 
-def _stage_gradients(stages: list[Stage]) -> dict[str, Tensor]:
+def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
     for stage in stages:
         gradients |= {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}

@@ -25,7 +25,7 @@ class TensorSpec(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-def apart(tensors: Tensors, messages: Tensors) -> Tensors:
+def copied_from_messages(tensors: Tensors, messages: Tensors) -> Tensors:
     """With copies, outside any graph, of those in the memory of a message, which is given back before they are."""
     held = storage_ids(messages)
     return tuple(_copy(tensor) if storage_id(tensor) in held else tensor for tensor in tensors)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from slipstream.parallel.group import Group, ends_in_order
-from slipstream.parallel.mesh import Axes, make_mesh
-from slipstream.parallel.shares import Share
+from slipstream.parallel.device_mesh import MeshAxes, make_mesh
+from slipstream.parallel.parameter_share import ParameterShare
+from slipstream.parallel.rank_group import RankGroup, release_groups_at_exit
 
 __all__ = [
-    "Axes",
-    "Group",
-    "Share",
-    "ends_in_order",
+    "MeshAxes",
+    "ParameterShare",
+    "RankGroup",
     "make_mesh",
+    "release_groups_at_exit",
 ]

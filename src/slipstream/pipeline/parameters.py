@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.model import storage_id
-from slipstream.parallel import Share
-from slipstream.parallel.replicas import Gradients, Masters, ShardedParameters
+from slipstream.parallel import ParameterShare
+from slipstream.parallel.replicas import GradientReduction, MasterParameters, ShardedParameters
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
@@ -24,7 +24,7 @@ class ParameterShard:
 
     name: str
     parameter: nn.Parameter
-    share: Share
+    share: ParameterShare
     first_row: int
     leads: bool  # of all ranks that hold these very rows, one does
 
@@ -48,14 +48,14 @@ class Parameters:
         self._ranks, self._tensor, self._shard = ranks, tensor, shard or shard_parameters
         self._stages = stages
         self._tied = TiedGradients([*stages.values()], ranks, tied_ends)
-        self._masters: Masters | ShardedParameters
-        self._gradients: Gradients | ShardedParameters
+        self._masters: MasterParameters | ShardedParameters
+        self._gradients: GradientReduction | ShardedParameters
         if shard_parameters and ranks.data.size > 1:
             modules = {number: (stage.model, stage.layers) for number, stage in stages.items()}
             self._masters = self._gradients = ShardedParameters(modules, ranks.data)
         else:
-            self._masters = Masters(list(self._own()), ranks.data, shard, master_dtype)
-            self._gradients = Gradients(
+            self._masters = MasterParameters(list(self._own()), ranks.data, shard, master_dtype)
+            self._gradients = GradientReduction(
                 {number: list(_trained_by(stage)) for number, stage in stages.items()},
                 ranks.data,
                 ranks.tensor,
@@ -77,7 +77,7 @@ class Parameters:
 
     def end(self) -> None:
         self._gradients.finish()
-        if isinstance(self._gradients, Gradients):
+        if isinstance(self._gradients, GradientReduction):
             for name, total in self._tied.totals():
                 self._gradients.deliver(name, total)
         self._is_stale = True
@@ -104,7 +104,7 @@ class Parameters:
         return self._masters.named_parameters()
 
     @property
-    def shares(self) -> Mapping[str, Share]:
+    def shares(self) -> Mapping[str, ParameterShare]:
         """Which part of each of the unsplit model's parameters this rank holds."""
         return self._shares
 
@@ -152,9 +152,9 @@ class Parameters:
                     seen.add(id(parameter))
                     yield name, parameter
 
-    def _share(self, name: str, parameter: nn.Parameter) -> Share:
+    def _share(self, name: str, parameter: nn.Parameter) -> ParameterShare:
         if self._tensor is None:
-            return Share.whole(tuple(parameter.shape), self._ranks.tensor.rank)
+            return ParameterShare.whole(tuple(parameter.shape), self._ranks.tensor.rank)
         return self._tensor.share(name)
 
     def _added_over(self, name: str) -> tuple[int, ...]:

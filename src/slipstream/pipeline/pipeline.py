@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.model import load_config, pretrained_model, random_model
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.execution import LossFunction
 from slipstream.pipeline.families import Balance, ExecutedStep, ModelInputs, Settings, WeightSource, gather_state
@@ -289,7 +289,7 @@ class Pipeline(Engine):
         self._seed, self._num_steps = state
 
     @property
-    def axes(self) -> dict[str, Group]:
+    def axes(self) -> dict[str, RankGroup]:
         """The groups of ranks that this one is in, by axis: pp, dp, tp."""
         return {"pp": self._ranks.pipeline, "dp": self._ranks.data, "tp": self._ranks.tensor}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import Axes
+from slipstream.parallel import MeshAxes
 from slipstream.schedule import Schedule
 
 
@@ -22,7 +22,7 @@ class Ranks:
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        axes = Axes.of(mesh)
+        axes = MeshAxes.of(mesh)
         self.pipeline, self.data, self.tensor, self.world = axes.pipeline, axes.data, axes.tensor, axes.world
         self.device, self._pipelines = axes.device, axes.pipelines
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from slipstream.profiler.count import count_model
-from slipstream.profiler.identity import (
+from slipstream.profiler.model_counting import count_model
+from slipstream.profiler.profile_identity import (
     identify_hardware,
     identify_model,
     versions,
     without_origin,
 )
-from slipstream.profiler.run import ProfileSettings, profile_model
+from slipstream.profiler.profile_run import ProfileSettings, profile_model
 
 __all__ = [
     "ProfileSettings",

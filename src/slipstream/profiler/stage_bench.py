@@ -10,10 +10,10 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from slipstream.attention import ContextStore, _Slice
-from slipstream.model import Stage, storage_ids
+from slipstream.attention import ContextStore, StoredSlice
+from slipstream.model import CausalLMStage, storage_ids
 from slipstream.model.hooks import TokenSlice
-from slipstream.model.saving import SavedTensors, deferring
+from slipstream.model.saving import SavedTensors, defer_weight_gradients
 from slipstream.planner.costs import AttentionWindow, find_window
 from slipstream.schedule import Op
 
@@ -33,7 +33,7 @@ class PrefilledStore(ContextStore):
     def rewind(self, context: int) -> None:
         """Forget the slices that ran, but for one that covers the first `context` tokens."""
         for each in self._contexts.values():
-            each.slices = {0: _Slice(end=context, first=0)} if context else {}
+            each.slices = {0: StoredSlice(end=context, first=0)} if context else {}
 
 
 class StageBench:
@@ -46,7 +46,7 @@ class StageBench:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: CausalLMStage,
         batch: int,
         seq_len: int,
         vocab_size: int,
@@ -78,7 +78,7 @@ class StageBench:
         backward = partial(torch.autograd.backward, output, gradient)
         if not splits:
             return {Op.B: self._timed(backward)}
-        with deferring() as work:
+        with defer_weight_gradients() as work:
             inputs = self._timed(backward)
         return {Op.I: inputs, Op.W: self._timed(lambda: [add() for add in work])}
 

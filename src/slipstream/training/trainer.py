@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.parallel import Group, make_mesh
+from slipstream.parallel import RankGroup, make_mesh
 from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
@@ -72,7 +72,7 @@ def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
 def start(config: Config, device: torch.device, progress: Progress) -> Trainer:
     """This rank's part of a run that begins, or goes on from a checkpoint. Collective."""
     settings = config.checkpoint
-    folder, world = RunFolder(config.training.output).checkpoints, Group(dist.group.WORLD)
+    folder, world = RunFolder(config.training.output).checkpoints, RankGroup(dist.group.WORLD)
     checkpoints = Checkpoints(folder, world, settings.keep, settings.keep_every, progress.say)
     if settings.every:
         checkpoints.prepare()

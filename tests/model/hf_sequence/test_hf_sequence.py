@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from slipstream import Pipeline, SlipstreamError
-from slipstream.model.hf_sequence.planned_sequence import sequence_of
+from slipstream.model.hf_sequential.planned_sequence import sequence_of
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 
 LENGTH = 11

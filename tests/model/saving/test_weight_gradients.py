@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from slipstream.model.saving.weight_gradients import (
     add_weight_gradients_in_place,
     compiled_modules,
-    deferring,
-    whole_weights,
+    defer_weight_gradients,
+    undeferred_weights,
 )
 
 
@@ -39,7 +39,7 @@ def test_gradients_are_pytorchs(index: int, deferred: bool) -> None:
     for x in inputs:  # the second adds to the first
         expected = backward(theirs, x)
         if deferred:
-            with deferring() as work:
+            with defer_weight_gradients() as work:
                 found = backward(ours, x)
             assert len(work) == 1
             before = None if ours.weight.grad is None else ours.weight.grad.clone()
@@ -67,7 +67,7 @@ def test_embeddings_add_rows(padding_idx: int | None) -> None:
 def test_a_frozen_weight_gets_no_gradient() -> None:
     layer = nn.Linear(5, 3).requires_grad_(False)
     add_weight_gradients_in_place(layer)
-    with deferring() as work:
+    with defer_weight_gradients() as work:
         backward(layer, torch.randn(2, 5))
     assert not work
     assert layer.weight.grad is None
@@ -106,7 +106,7 @@ class LowRank(nn.Linear):
 
 def test_what_stays_whole_is_listed() -> None:
     model = nn.Sequential(nn.Linear(3, 3), LowRank(3, 3), Experts(), nn.LayerNorm(3), nn.Embedding(4, 3, max_norm=1.0))
-    assert whole_weights(model) == ["1.weight", "2.weight", "4.weight"]
+    assert undeferred_weights(model) == ["1.weight", "2.weight", "4.weight"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
@@ -115,6 +115,6 @@ def test_what_is_compiled_stays_whole() -> None:
     model[1].compile()
     add_weight_gradients_in_place(model)
     assert compiled_modules(model) == ["1", "2"]
-    assert whole_weights(model) == ["1.0.weight", "2._orig_mod.weight"]
+    assert undeferred_weights(model) == ["1.0.weight", "2._orig_mod.weight"]
     assert "forward" in vars(model[0])
     assert "forward" not in vars(model[1][0])

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import Group
-from slipstream.parallel.replicas import Gradients, Masters
+from slipstream.parallel import RankGroup
+from slipstream.parallel.replicas import GradientReduction, MasterParameters
 from slipstream.parallel.replicas.buckets import (
-    flatten,
+    flatten_tensors,
     in_buckets,
     pack_rows,
     rows_of,
     take_rows,
-    unflatten,
+    unflatten_tensors,
     unpack_rows,
 )
 from support.architectures import ARCHITECTURES, build, tokens
@@ -25,8 +25,10 @@ from support.architectures import ARCHITECTURES, build, tokens
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6)
 
 
-def alone(model: nn.Module, masters: Masters, *whole: str) -> Gradients:
-    return Gradients({0: [*model.named_parameters()]}, Group(), Group(), lambda _: (), masters, whole=whole)
+def alone(model: nn.Module, masters: MasterParameters, *whole: str) -> GradientReduction:
+    return GradientReduction(
+        {0: [*model.named_parameters()]}, RankGroup(), RankGroup(), lambda _: (), masters, whole=whole
+    )
 
 
 def loss(model: nn.Module) -> Tensor:
@@ -36,7 +38,7 @@ def loss(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("shard", [False, True])
 def test_alone_the_parameters_are_the_masters_and_their_gradients_stay_where_they_are(shard: bool) -> None:
     model = build(ARCHITECTURES["llama"])
-    masters = Masters([*model.named_parameters()], Group(), shard)
+    masters = MasterParameters([*model.named_parameters()], RankGroup(), shard)
     gradients = alone(model, masters)
     assert all(a is b for (_, a), b in zip(masters.named_parameters(), model.parameters(), strict=True))
     memory = []
@@ -52,7 +54,7 @@ def test_alone_the_parameters_are_the_masters_and_their_gradients_stay_where_the
 
 def test_masters_of_one_process_collect_gradients_in_their_dtype() -> None:
     model = build(ARCHITECTURES["llama"]).bfloat16()
-    masters = Masters([*model.named_parameters()], Group(), dtype=torch.float32)
+    masters = MasterParameters([*model.named_parameters()], RankGroup(), dtype=torch.float32)
     gradients = alone(model, masters)
     for _ in range(2):
         gradients.begin()
@@ -73,14 +75,14 @@ def test_masters_of_one_process_collect_gradients_in_their_dtype() -> None:
 def test_a_frozen_parameter_is_its_own_master() -> None:
     model = build(ARCHITECTURES["llama"]).bfloat16()
     model.lm_head.weight.requires_grad_(False)
-    masters = dict(Masters([*model.named_parameters()], Group(), dtype=torch.float32).named_parameters())
+    masters = dict(MasterParameters([*model.named_parameters()], RankGroup(), dtype=torch.float32).named_parameters())
     assert masters["lm_head.weight"] is model.lm_head.weight
     assert masters["model.norm.weight"].dtype == torch.float32
 
 
 def test_freezing_later_is_respected_or_refused() -> None:
     model = build(ARCHITECTURES["llama"])
-    gradients = alone(model, Masters([*model.named_parameters()], Group()))
+    gradients = alone(model, MasterParameters([*model.named_parameters()], RankGroup()))
     model.lm_head.weight.requires_grad_(False)
     gradients.begin()
     loss(model).backward()
@@ -88,7 +90,7 @@ def test_freezing_later_is_respected_or_refused() -> None:
     assert model.lm_head.weight.grad is None
     for frozen in (True, False):
         model = build(ARCHITECTURES["llama"]).bfloat16()
-        masters = Masters([*model.named_parameters()], Group(), dtype=torch.float32)
+        masters = MasterParameters([*model.named_parameters()], RankGroup(), dtype=torch.float32)
         gradients = alone(model, masters)
         parameters = model.named_parameters() if frozen else masters.named_parameters()
         dict(parameters)["lm_head.weight"].requires_grad_(False)
@@ -99,9 +101,9 @@ def test_freezing_later_is_respected_or_refused() -> None:
 def test_masters_that_would_lose_digits_are_refused() -> None:
     model = build(ARCHITECTURES["llama"])
     with pytest.raises(SlipstreamError, match=r"torch\.float32 can't hold the values of .*, which is torch\.float64"):
-        Masters([*model.named_parameters()], Group(), dtype=torch.float32)
+        MasterParameters([*model.named_parameters()], RankGroup(), dtype=torch.float32)
     with pytest.raises(SlipstreamError, match=r"Give torch\.float32"):
-        Masters([*model.half().named_parameters()], Group(), dtype=torch.bfloat16)
+        MasterParameters([*model.half().named_parameters()], RankGroup(), dtype=torch.bfloat16)
 
 
 def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
@@ -109,7 +111,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
     model, fresh = build(ARCHITECTURES["llama"]).bfloat16(), build(ARCHITECTURES["llama"]).bfloat16()
     found = []
     for each in (model, fresh):
-        masters = Masters([*each.named_parameters()], Group(), dtype=torch.float32)
+        masters = MasterParameters([*each.named_parameters()], RankGroup(), dtype=torch.float32)
         gradients = alone(each, masters, name)
         if each is model:
             gradients.begin()
@@ -141,7 +143,7 @@ def test_rows_come_back_from_their_owners(shapes: list[list[int]], num_owners: i
 @given(SHAPES)
 def test_tensors_come_back_from_a_flat_one(shapes: list[list[int]]) -> None:
     tensors = [torch.randn(shape) for shape in shapes]
-    for found, tensor in zip(unflatten(flatten(tensors), shapes), tensors, strict=True):
+    for found, tensor in zip(unflatten_tensors(flatten_tensors(tensors), shapes), tensors, strict=True):
         assert torch.equal(found, tensor)
 
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 
 from slipstream import SlipstreamError
 from slipstream.model import LayerRange, find_anatomy
-from slipstream.model.split import keep_layers
-from slipstream.parallel import Group
+from slipstream.model.model_cutting import keep_layers
+from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.parallel.tensor.parameter_cut import Cut
-from slipstream.parallel.tensor.tensor_plan import Style, TensorPlan, find_tensor_plan
+from slipstream.parallel.tensor.parameter_cut import ParameterCut
+from slipstream.parallel.tensor.tensor_plan import TensorPlan, TensorStyle, find_tensor_plan
 from support.architectures import ARCHITECTURES, build, llama
 from support.examples import examples
 
@@ -73,7 +73,7 @@ def test_experts_are_cut_inside_and_routers_stay_whole() -> None:
     assert plan.cuts["model.layers.0.mlp.experts.down_proj"].dim == 2
     assert "model.layers.0.mlp.gate.weight" not in plan.cuts
     mlp = next(region for region in plan.regions if region.name == "model.layers.0.mlp")
-    assert mlp.styles == {"model.layers.0.mlp.experts": Style.EXPERTS}
+    assert mlp.styles == {"model.layers.0.mlp.experts": TensorStyle.EXPERTS}
     assert not mlp.is_direct
     assert not plan.is_spread("model.layers.0.mlp.gate.weight")
     assert plan.is_spread("model.layers.0.input_layernorm.weight")
@@ -97,7 +97,7 @@ def test_what_is_left_of_a_model_has_the_same_plan() -> None:
 def test_parts_cover_a_parameter_once(sizes: list[int], num_parts: int, copies: int) -> None:
     """Copy 0 of each part, put back, is the whole; parts are those of torch.tensor_split."""
     whole = torch.arange(sum(sizes) * 2.0).reshape(-1, 2)
-    cut, num_ranks = Cut(tuple(whole.shape), 0, tuple(sizes), num_parts), num_parts * copies
+    cut, num_ranks = ParameterCut(tuple(whole.shape), 0, tuple(sizes), num_parts), num_parts * copies
     found = torch.full_like(whole, torch.nan)
     for rank in range(num_ranks):
         share = cut.share(rank, num_ranks)
@@ -170,6 +170,6 @@ def test_sequence_parallelism_needs_one_norm_at_the_end() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(llama())
     plan = find_tensor_plan(model, model.config, 1, anatomy.before, ("model.norm", "model.layers.0", "lm_head"))
-    TensorParallel(plan, Group(), sequence=False)
+    TensorParallel(plan, RankGroup(), sequence=False)
     with pytest.raises(SlipstreamError, match=r"here run model.norm, model.layers.0"):
-        TensorParallel(plan, Group(), sequence=True)
+        TensorParallel(plan, RankGroup(), sequence=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream import Action, Op, Pipeline, SlipstreamError, gpipe
 from slipstream.attention import ContextStore
-from slipstream.model.saving import Recompute, Replay
+from slipstream.model.saving import RecomputePolicy, SliceReplay
 from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
 from slipstream.schedule import Schedule, add_communication, add_recompute
 from support.architectures import (
@@ -163,12 +163,12 @@ def test_bytes_held_are_known() -> None:
         assert memory.num_bytes == 0
 
 
-def forward_and_replay(run: Callable[[Tensor], Tensor], what: Recompute) -> tuple[Tensor, Tensor]:
+def forward_and_replay(run: Callable[[Tensor], Tensor], what: RecomputePolicy) -> tuple[Tensor, Tensor]:
     """The gradient of a plain run's input, and that after replaying it."""
     expected = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
     run(expected).sum().backward()
     hidden = expected.detach().clone().requires_grad_()
-    replay, store = Replay(SavedTensors(set()), what, 0, (hidden,), [True]), ContextStore(3)
+    replay, store = SliceReplay(SavedTensors(set()), what, 0, (hidden,), [True]), ContextStore(3)
     with replay.forward(store):
         output = run(hidden)
     replay.replay(lambda inputs: run(*inputs), store)
@@ -176,8 +176,8 @@ def forward_and_replay(run: Callable[[Tensor], Tensor], what: Recompute) -> tupl
     return expected.grad, hidden.grad
 
 
-@pytest.mark.parametrize("what", [Recompute(), Recompute(keeps_products=True)])
-def test_a_product_changed_in_place_is_computed_again(what: Recompute) -> None:
+@pytest.mark.parametrize("what", [RecomputePolicy(), RecomputePolicy(keeps_products=True)])
+def test_a_product_changed_in_place_is_computed_again(what: RecomputePolicy) -> None:
     weight = torch.randn(4, 4, dtype=torch.float32)
 
     def run(hidden: Tensor) -> Tensor:
@@ -200,9 +200,9 @@ def test_selective_runs_no_product_twice() -> None:
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     weight = torch.randn(4, 4)
-    for what, expected in ((Recompute(keeps_products=True), 0), (Recompute(), 2)):
+    for what, expected in ((RecomputePolicy(keeps_products=True), 0), (RecomputePolicy(), 2)):
         hidden = torch.randn(3, 4, requires_grad=True)
-        replay, store = Replay(SavedTensors(set()), what, 0, (hidden,), [True]), ContextStore(3)
+        replay, store = SliceReplay(SavedTensors(set()), what, 0, (hidden,), [True]), ContextStore(3)
 
         def run(hidden: Tensor) -> Tensor:
             return ((hidden @ weight).tanh() @ weight).sigmoid().exp()
@@ -223,7 +223,7 @@ def test_a_model_that_does_not_repeat_itself_is_found_out() -> None:
         return hidden[:, : next(widths)].exp().sin()
 
     with pytest.raises(RecomputationError, match=r"a forward saved \(3, 4\), its recomputation \(3, 3\)"):
-        forward_and_replay(run, Recompute())
+        forward_and_replay(run, RecomputePolicy())
     lengths = iter([3, 3, 1])
 
     def shorter(hidden: Tensor) -> Tensor:
@@ -232,12 +232,12 @@ def test_a_model_that_does_not_repeat_itself_is_found_out() -> None:
         return hidden
 
     with pytest.raises(RecomputationError, match="a forward saved 3 tensors or more, its recomputation 1"):
-        forward_and_replay(shorter, Recompute())
+        forward_and_replay(shorter, RecomputePolicy())
 
 
 def test_backward_without_recomputation_is_named() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
-    replay, store = Replay(SavedTensors(set()), Recompute(), 0, (hidden,), [True]), ContextStore(3)
+    replay, store = SliceReplay(SavedTensors(set()), RecomputePolicy(), 0, (hidden,), [True]), ContextStore(3)
     with replay.forward(store):
         output = hidden.exp().sum()
     with pytest.raises(RecomputationError, match="before what its forward dropped is recomputed"):

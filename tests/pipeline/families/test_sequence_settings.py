@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream import Pipeline, Skip
-from slipstream.model.sequence.segments import segments_of
+from slipstream.model.sequential.recomputed_segments import choose_segments
 from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
 from support.architectures import BOUND, gradient_error, gradients
 from support.sequences import Unsplit, batch, build
@@ -73,7 +73,7 @@ def test_the_number_of_segments() -> None:
     inputs, targets = torch.randn(64, 32), torch.randint(0, 32, (64,))
     piece = pipe._cut(inputs, targets, None, None).slices[0][0]
     trace = stage._tracer.trace(piece, True)  # type: ignore[attr-defined]
-    segments = segments_of(range(48), trace)
+    segments = choose_segments(range(48), trace)
     size = 64 * 32 * 4
     saved = sum(work.saved_bytes for work in trace.work)
     assert len(segments) == round((48 * (saved / 48) / size) ** 0.5)

@@ -205,9 +205,9 @@ def test_frozen_layers(frozen: slice) -> None:
 
 
 def _named(model: nn.Sequential) -> list[object]:
-    from slipstream.model.sequence import flatten
+    from slipstream.model.sequential import flatten_layers
 
-    return [*flatten(model)]
+    return [*flatten_layers(model)]
 
 
 def test_lengths_may_change_from_step_to_step() -> None:

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import Group, Share
+from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard
 from slipstream.training.checkpoint.background_save import alone_is_fine
 from slipstream.training.checkpoint.verified_files import read_record, write_record
@@ -27,7 +27,7 @@ FILE = "rank-00000.safetensors"
 def pieces(value: float, size: int = 300) -> list[TensorShard]:
     """Two tensors that say when they were saved."""
     tensors = {"weight": torch.full((size, 10), value), "step": torch.tensor(value)}
-    return [TensorShard(key, Share.whole(tuple(tensor.shape)), tensor) for key, tensor in tensors.items()]
+    return [TensorShard(key, ParameterShare.whole(tuple(tensor.shape)), tensor) for key, tensor in tensors.items()]
 
 
 def loaded(checkpoints: Checkpoints, wanted: int | str = "latest") -> float:
@@ -48,7 +48,7 @@ class Run:
 
     def __init__(self, folder: Path, keep: int = 2, keep_every: int = 0) -> None:
         self.folder, self.said = folder / "checkpoints", list[str]()
-        self.checkpoints = Checkpoints(self.folder, Group(), keep, keep_every, self.said.append)
+        self.checkpoints = Checkpoints(self.folder, RankGroup(), keep, keep_every, self.said.append)
         self.checkpoints.prepare()
 
     def save(self, *steps: int) -> None:
@@ -107,7 +107,7 @@ def test_the_last_few_and_every_so_many_stay(tmp_path: Path) -> None:
     run.save(*range(1, 11))
     assert run.names() == [f"step-{step:08d}" for step in (4, 8, 9, 10)]
     with pytest.raises(SlipstreamError, match="keep=0, keep_every=0: keep at least 1"):
-        Checkpoints(tmp_path, Group(), keep=0)
+        Checkpoints(tmp_path, RankGroup(), keep=0)
 
 
 def truncate(path: Path) -> None:
@@ -280,7 +280,7 @@ def test_another_model_is_refused_and_nothing_filled(run: Run) -> None:
     run.save(1)
     found = run.checkpoints.find()
     assert found is not None
-    targets = [*pieces(-1.0), TensorShard("more", Share.whole((2,)), torch.zeros(2))]
+    targets = [*pieces(-1.0), TensorShard("more", ParameterShare.whole((2,)), torch.zeros(2))]
     with pytest.raises(SlipstreamError, match=r"can't be loaded: more isn't in it\. Start with"):
         run.checkpoints.load(found, targets)
     assert (targets[0].tensor == -1.0).all()
@@ -290,7 +290,7 @@ def test_many_differences_are_not_all_told(run: Run) -> None:
     run.save(1)
     found = run.checkpoints.find()
     assert found is not None
-    targets = [TensorShard(f"layer {index}", Share.whole((2,)), torch.zeros(2)) for index in range(40)]
+    targets = [TensorShard(f"layer {index}", ParameterShare.whole((2,)), torch.zeros(2)) for index in range(40)]
     with pytest.raises(SlipstreamError, match="layer 4 isn't in it; and 35 more"):
         run.checkpoints.load(found, targets)
 
@@ -360,7 +360,7 @@ def test_facts_are_json(run: Run) -> None:
 def test_tensors_of_a_gpu(run: Run) -> None:
     """They are copied before `save` returns, beside kernels that are still queued before and after it."""
     value = torch.randn(4096, 4096, device="cuda")
-    there = TensorShard("a", Share.whole((4096, 4096)), torch.zeros_like(value))
+    there = TensorShard("a", ParameterShare.whole((4096, 4096)), torch.zeros_like(value))
     for _ in range(3):
         torch.matmul(value, value, out=there.tensor)
     wanted = value @ value

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import Group, Share
+from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import SavedCheckpoint, TensorShard
 from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
 from slipstream.training.checkpoint.dcp_planners import BoxSavePlanner
@@ -52,7 +52,7 @@ def nothing() -> None:
 
 def load(found: SavedCheckpoint, *pieces: TensorShard) -> None:
     assert found.misfits(pieces) == ""
-    found.load(pieces, Group())
+    found.load(pieces, RankGroup())
 
 
 @given(seeds, sizes, sizes, sizes, sizes)
@@ -70,17 +70,17 @@ def test_any_mesh_loads_what_any_other_saved(seed: int, tp: int, dp: int, later_
 
 def test_a_file_is_safetensors_of_boxes(tmp_path: Path) -> None:
     whole = tensors(0)
-    share = Share((24, 8), 1, ((0, 2), (5, 8)))
+    share = ParameterShare((24, 8), 1, ((0, 2), (5, 8)))
     found = save(tmp_path, [[TensorShard("packed", share, share.take(whole["packed"]))], [rest(whole, share)]])
     stored = load_file(found.folder / "0.safetensors")
     assert set(stored) == {"packed@0,0", "packed@0,5"}
     assert same_bits(stored["packed@0,5"], whole["packed"][:, 5:])
 
 
-def rest(whole: dict[str, torch.Tensor], share: Share) -> TensorShard:
+def rest(whole: dict[str, torch.Tensor], share: ParameterShare) -> TensorShard:
     """What lies between the share's two ranges."""
     ((_, start), (stop, _)) = share.ranges
-    between = Share(share.shape, share.dim, ((start, stop),))
+    between = ParameterShare(share.shape, share.dim, ((start, stop),))
     return TensorShard("packed", between, between.take(whole["packed"]))
 
 
@@ -88,17 +88,17 @@ def test_memory_is_used_again_by_smaller_and_larger_saves(tmp_path: Path) -> Non
     snapshot = Snapshot()
     for size in (100, 30, 200, 199):
         value = torch.arange(size) * size
-        found = save(tmp_path, [[TensorShard("a", Share.whole((size,)), value)]], snapshot)
+        found = save(tmp_path, [[TensorShard("a", ParameterShare.whole((size,)), value)]], snapshot)
         target = torch.zeros_like(value)
-        load(found, TensorShard("a", Share.whole((size,)), target))
+        load(found, TensorShard("a", ParameterShare.whole((size,)), target))
         assert bits(target).equal(bits(value))
 
 
 def test_strided_tensors_and_parameters(tmp_path: Path) -> None:
     value = torch.nn.Parameter(torch.randn(6, 4))
-    found = save(tmp_path, [[TensorShard("a", Share.whole((4, 6)), value.t())]])
+    found = save(tmp_path, [[TensorShard("a", ParameterShare.whole((4, 6)), value.t())]])
     target = torch.nn.Parameter(torch.zeros(4, 12))
-    load(found, TensorShard("a", Share.whole((4, 6)), target[:, ::2]))
+    load(found, TensorShard("a", ParameterShare.whole((4, 6)), target[:, ::2]))
     assert target[:, ::2].equal(value.t())
     assert not target[:, 1::2].any()
 
@@ -106,17 +106,20 @@ def test_strided_tensors_and_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pieces", "reason"),
     [
-        ([TensorShard("c", Share.whole((4,)), torch.zeros(4))], "c isn't in it"),
-        ([TensorShard("a", Share.whole((5,)), torch.zeros(5))], r"a has shape \(4,\) in it and \(5,\) here"),
-        ([TensorShard("a", Share.whole((4,)), torch.zeros(4).double())], "a is float32 in it and float64 here"),
-        ([TensorShard("a", Share.whole((4,)), torch.zeros(4), first_row=1)], "a isn't all in it"),
-        ([TensorShard("b", Share((4, 2), 1, ((0, 1),)), torch.zeros(4, 1), first_row=1)], "b isn't all in it"),
+        ([TensorShard("c", ParameterShare.whole((4,)), torch.zeros(4))], "c isn't in it"),
+        ([TensorShard("a", ParameterShare.whole((5,)), torch.zeros(5))], r"a has shape \(4,\) in it and \(5,\) here"),
+        (
+            [TensorShard("a", ParameterShare.whole((4,)), torch.zeros(4).double())],
+            "a is float32 in it and float64 here",
+        ),
+        ([TensorShard("a", ParameterShare.whole((4,)), torch.zeros(4), first_row=1)], "a isn't all in it"),
+        ([TensorShard("b", ParameterShare((4, 2), 1, ((0, 1),)), torch.zeros(4, 1), first_row=1)], "b isn't all in it"),
     ],
 )
 def test_what_does_not_fit_is_told(tmp_path: Path, pieces: list[TensorShard], reason: str) -> None:
     saved = [
-        TensorShard("a", Share.whole((4,)), torch.ones(4)),
-        TensorShard("b", Share.whole((4, 2)), torch.ones(4, 2)),
+        TensorShard("a", ParameterShare.whole((4,)), torch.ones(4)),
+        TensorShard("b", ParameterShare.whole((4, 2)), torch.ones(4, 2)),
     ]
     found = save(tmp_path, [saved])
     assert re.fullmatch(reason, found.misfits(pieces))
@@ -135,7 +138,7 @@ def test_other_models_differ_by_field(tmp_path: Path) -> None:
 
 def test_every_element_is_written_once(tmp_path: Path) -> None:
     ones = torch.ones(4)
-    whole = TensorShard("a", Share.whole((4,)), ones)
+    whole = TensorShard("a", ParameterShare.whole((4,)), ones)
     with pytest.raises(ValueError, match="two shards of this rank are the elements a@0"):
         save(tmp_path, [[whole, whole]])
     with pytest.raises(ValueError, match="several ranks write the same elements of a"):
@@ -143,18 +146,21 @@ def test_every_element_is_written_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the ranks write 3 elements of a, which has 4"):
         save(
             tmp_path,
-            [[TensorShard("a", Share.whole((4,)), ones[:2])], [TensorShard("a", Share.whole((4,)), ones[:1], 2)]],
+            [
+                [TensorShard("a", ParameterShare.whole((4,)), ones[:2])],
+                [TensorShard("a", ParameterShare.whole((4,)), ones[:1], 2)],
+            ],
         )
     with pytest.raises(ValueError, match=r"a is \('float32', \(4,\)\) on one rank and \('float64', \(4,\)\)"):
         save(
             tmp_path,
             [
-                [TensorShard("a", Share.whole((4,)), ones[:2])],
-                [TensorShard("a", Share.whole((4,)), ones[:2].double(), 2)],
+                [TensorShard("a", ParameterShare.whole((4,)), ones[:2])],
+                [TensorShard("a", ParameterShare.whole((4,)), ones[:2].double(), 2)],
             ],
         )
 
 
 def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=r"a is of torch.complex64, which checkpoints don't hold"):
-        save(tmp_path, [[TensorShard("a", Share.whole((4,)), torch.ones(4, dtype=torch.complex64))]])
+        save(tmp_path, [[TensorShard("a", ParameterShare.whole((4,)), torch.ones(4, dtype=torch.complex64))]])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 from slipstream.training.checkpoint import Checkpoints
 from support.checkpoint_layouts import emptied, layout, same_bits, tensors
 from support.checkpoint_run import pieces_of, start, train
@@ -27,7 +27,7 @@ def succeed(num_processes: int, *arguments: str) -> None:
 def test_another_number_of_ranks_loads_to_the_bit(tmp_path: Path, saved_by: int, loaded_by: int) -> None:
     succeed(saved_by, "save", str(tmp_path))
     succeed(loaded_by, "load", str(tmp_path))
-    alone = Checkpoints(tmp_path, Group())
+    alone = Checkpoints(tmp_path, RankGroup())
     for seed in SEEDS:
         (pieces,) = layout(seed, tensors(seed), 1, 1)
         targets = emptied(pieces)
@@ -46,7 +46,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_one_before(tmp_path: Path, vict
     ended = launch(2, WORKER, "kill", str(tmp_path), victim)
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002.part"]
-    checkpoints = Checkpoints(tmp_path, Group())
+    checkpoints = Checkpoints(tmp_path, RankGroup())
     found = checkpoints.find()
     assert found is not None
     assert found.step == 1
@@ -61,7 +61,7 @@ def test_all_ranks_are_told_alike_what_went_wrong(tmp_path: Path) -> None:
 def test_one_process_goes_on_to_the_bit_where_two_were(tmp_path: Path) -> None:
     """Parameters, moments and the steps taken, of a real model, from two ranks' rows."""
     succeed(2, "train", str(tmp_path))
-    checkpoints, again = Checkpoints(tmp_path, Group()), start(seed=5)
+    checkpoints, again = Checkpoints(tmp_path, RankGroup()), start(seed=5)
     early, late = checkpoints.find(1), checkpoints.find(3)
     assert early is not None
     assert late is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 from slipstream.training.metrics.traffic import Traffic
 from support.forked import launch
 from support.paths import WORKERS
@@ -26,4 +26,4 @@ def test_collectives_send_what_a_ring_sends() -> None:
 
 
 def test_a_process_alone_sends_nothing() -> None:
-    assert Traffic({"dp": Group(), "tp": Group()}).of_step(0) == {"pp": 0, "dp": 0, "tp": 0}
+    assert Traffic({"dp": RankGroup(), "tp": RankGroup()}).of_step(0) == {"pp": 0, "dp": 0, "tp": 0}

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.model.saving import add_weight_gradients_in_place
-from slipstream.parallel import Axes, Group, make_mesh
-from slipstream.parallel.replicas import Gradients, Masters
+from slipstream.parallel import MeshAxes, RankGroup, make_mesh
+from slipstream.parallel.replicas import GradientReduction, MasterParameters
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -111,16 +111,16 @@ def reductions_run_beside_the_pipeline() -> None:
 def tied_weights_are_delivered_whole() -> None:
     """The embedding's and the head's gradients are reduced apart, added by the caller, and cut into rows last."""
     (name, head_name) = "model.embed_tokens.weight", "lm_head.weight"
-    for data in (world(), Group()):
+    for data in (world(), RankGroup()):
         for shard in (False, True):
             whole, model = build(ARCHITECTURES["llama, tied"], seed=3), build(ARCHITECTURES["llama, tied"], seed=3)
             embedding = dict(model.named_parameters())[name]
             model.lm_head.weight = head = nn.Parameter(embedding.detach())
             add_weight_gradients_in_place(model)
-            masters = Masters([(n, p) for n, p in model.named_parameters() if n != head_name], data, shard)
+            masters = MasterParameters([(n, p) for n, p in model.named_parameters() if n != head_name], data, shard)
             stages = {0: [(name, embedding)], 1: [(n, p) for n, p in model.named_parameters() if n != head_name]}
             stages[1].append((name, head))
-            reduced = Gradients(stages, data, Group(), none_partial, masters, whole={name})
+            reduced = GradientReduction(stages, data, RankGroup(), none_partial, masters, whole={name})
             for seed in range(2):
                 inputs, labels = batch(seed, data.size)
                 unsplit_step(whole, inputs, labels)
@@ -145,7 +145,7 @@ def partial_gradients_are_summed_over_tensor_ranks() -> None:
     """Norms over all of them, keys' and values' weights over those that share them, the rest not at all."""
     size = dist.get_world_size()
     for dp, tp in [(1, 2)] if size == 2 else [(1, size), (2, size // 2)]:
-        axes = Axes.of(make_mesh(dp=dp, tp=tp))
+        axes = MeshAxes.of(make_mesh(dp=dp, tp=tp))
         pairs = [(first, first + 1) for first in range(0, tp, 2)]
         mine = pairs[axes.tensor.rank // 2]
 
@@ -155,9 +155,9 @@ def partial_gradients_are_summed_over_tensor_ranks() -> None:
         for shard in (False, True):
             model = build(ARCHITECTURES["llama"], seed=3)
             named = [*model.named_parameters()]
-            masters = Masters(named, axes.data, shard)
+            masters = MasterParameters(named, axes.data, shard)
             axes.tensor.payload.clear()
-            reduced = Gradients({0: named}, axes.data, axes.tensor, added_over, masters, bucket_bytes=1000)
+            reduced = GradientReduction({0: named}, axes.data, axes.tensor, added_over, masters, bucket_bytes=1000)
             wanted = {name: torch.zeros_like(parameter) for name, parameter in named}
             for seed in range(2):
                 reduced.begin()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream import Pipeline, make_mesh
-from slipstream.parallel import Group
-from slipstream.parallel.replicas import Gradients, LossScale, Masters
+from slipstream.parallel import RankGroup
+from slipstream.parallel.replicas import GradientReduction, LossScale, MasterParameters
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, unsplit_step
 from support.replica import ROWS, Replica, batch, local_loss, none_partial, world
 
@@ -163,10 +163,10 @@ def short_parameters_are_on_some_replicas() -> None:
     data = world()
     for dtype in (None, torch.float64):
         model, whole = Short(), Short()
-        masters = Masters([*model.named_parameters()], data, True, dtype)
+        masters = MasterParameters([*model.named_parameters()], data, True, dtype)
         assert ("scalar" in dict(masters.named_parameters())) == (data.rank == 0)
         assert all(master.ndim == whole.get_parameter(name).ndim for name, master in masters.named_parameters())
-        reduced = Gradients({0: [*model.named_parameters()]}, data, Group(), none_partial, masters)
+        reduced = GradientReduction({0: [*model.named_parameters()]}, data, RankGroup(), none_partial, masters)
         optimizers = [
             torch.optim.AdamW([p for _, p in named], lr=1e-2)
             for named in (masters.named_parameters(), whole.named_parameters())

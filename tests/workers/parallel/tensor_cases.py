@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream import SlipstreamError
 from slipstream.model import LayerRange, find_anatomy, find_halves
-from slipstream.model.saving import add_weight_gradients_in_place, deferring
-from slipstream.model.split import keep_layers, share
-from slipstream.parallel import Group
+from slipstream.model.model_cutting import copy_with_shared_weights, keep_layers
+from slipstream.model.saving import add_weight_gradients_in_place, defer_weight_gradients
+from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import vocabulary_cross_entropy
-from slipstream.parallel.tensor.regions import with_first_tensor
+from slipstream.parallel.tensor.region_hooks import with_first_tensor
 from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
@@ -30,7 +30,7 @@ from support.architectures import BOUND, VOCABULARY, gradient_error
 from support.shared_models import BATCH, CONFIGS, LENGTH, Shared, batch, whole_model, whole_step
 
 
-def compare(name: str, group: Group) -> None:
+def compare(name: str, group: RankGroup) -> None:
     """Loss and gradients are the whole model's: weight gradients by autograd, and in place and deferred."""
     whole = whole_model(name)
     inputs, labels = batch()
@@ -40,7 +40,7 @@ def compare(name: str, group: Group) -> None:
             shared = Shared(whole, group, sequence)
             if defers:
                 add_weight_gradients_in_place(shared.model)
-            with deferring() if defers else nullcontext([]) as work:
+            with defer_weight_gradients() if defers else nullcontext([]) as work:
                 loss = shared.loss(inputs, labels)
                 loss.backward()
             for each in work:
@@ -50,7 +50,7 @@ def compare(name: str, group: Group) -> None:
             assert error < BOUND, f"{name}, sequence={sequence}, defers={defers}: {error}"
 
 
-def stages_share_what_is_left_of_a_model(group: Group) -> None:
+def stages_share_what_is_left_of_a_model(group: RankGroup) -> None:
     """Two skeletons over the same shares, cut at or inside a layer, one row each: what goes from the first to the
     second is a rank's tokens, or all; the second doesn't embed."""
     inputs, labels = batch()
@@ -62,7 +62,7 @@ def stages_share_what_is_left_of_a_model(group: Group) -> None:
         anatomy = replace(anatomy, halves=find_halves(whole.config, anatomy))
         shared = Shared(whole, group, sequence, installs=False)
         shared.parallel.begin(LENGTH)
-        stages = [share(shared.model) for _ in range(2)]
+        stages = [copy_with_shared_weights(shared.model) for _ in range(2)]
         sent: list[Tensor] = []
         for stage, owned in zip(stages, (LayerRange(0, middle), LayerRange(middle, 2)), strict=True):
             keep_layers(stage, anatomy, owned)
@@ -88,7 +88,7 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def each_rank_has_its_share(group: Group) -> None:
+def each_rank_has_its_share(group: RankGroup) -> None:
     """Of what is cut 1/t, tied weights once; names stay."""
     whole = whole_model("llama, tied", vocab_size=64)
     shared = Shared(whole, group)
@@ -106,7 +106,7 @@ def each_rank_has_its_share(group: Group) -> None:
     assert bytes_here == sum(p.nbytes for p in shared.model.parameters()), "a share keeps the whole's memory"
 
 
-def two_all_reduces_a_layer_each_way(group: Group) -> None:
+def two_all_reduces_a_layer_each_way(group: RankGroup) -> None:
     """PTD-P section 3.2: 8 b s h (t-1)/t elements a layer; all-reduces of a ring send 2 (t-1)/t of what they reduce."""
     whole, (inputs, _) = whole_model("llama"), batch(24)
     num_layers, size = whole.config.num_hidden_layers, BATCH * 24 * whole.config.hidden_size * 8
@@ -134,7 +134,7 @@ def two_all_reduces_a_layer_each_way(group: Group) -> None:
         assert elements == num_layers * 8 * BATCH * 24 * whole.config.hidden_size * (group.size - 1) / group.size
 
 
-def the_loss_is_that_of_all_logits(group: Group) -> None:
+def the_loss_is_that_of_all_logits(group: RankGroup) -> None:
     """Alone: sizes that don't divide, ignored labels, lower precision, large logits; no rank sees another's."""
     generator = torch.Generator().manual_seed(group.size)
     whole = 30 * torch.randn(2, 9, VOCABULARY, generator=generator, dtype=torch.float64)
@@ -176,7 +176,7 @@ class _Shapes(TorchDispatchMode):
         return result
 
 
-def no_rank_holds_all_logits(group: Group) -> None:
+def no_rank_holds_all_logits(group: RankGroup) -> None:
     whole, (inputs, labels) = whole_model("llama, tied", vocab_size=67), batch()
     for sequence in (False, True):
         shared = Shared(whole, group, sequence)
@@ -189,7 +189,7 @@ def no_rank_holds_all_logits(group: Group) -> None:
     assert 67 in seen.columns
 
 
-def nothing_stays_of_a_forward(group: Group) -> None:
+def nothing_stays_of_a_forward(group: RankGroup) -> None:
     """Without gradients, and after one that was broken off inside a region, as a replay is; then all is as before."""
     whole, (inputs, labels) = whole_model("llama, biases"), batch()
     _, expected = whole_step(whole, inputs, labels)
@@ -221,7 +221,7 @@ def _break_off(*_: Any) -> None:
     raise _BrokenOffError
 
 
-def autocast(group: Group) -> None:
+def autocast(group: RankGroup) -> None:
     """Products in bfloat16, sums and norms wider: gradients differ from the whole model's by roundings alone."""
     for name in ("llama, biases", "gpt2", "mixtral"):
         torch.manual_seed(1)
@@ -247,7 +247,7 @@ def _distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float
     return float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5)
 
 
-def ranks_are_told_what_is_their_own(group: Group) -> None:
+def ranks_are_told_what_is_their_own(group: RankGroup) -> None:
     """Dropout that agrees where tensors do: with its random state switched, what ranks share stays equal."""
     events: list[str] = []
     whole = whole_model("llama")
@@ -261,7 +261,7 @@ def ranks_are_told_what_is_their_own(group: Group) -> None:
         assert events == expected * whole.config.num_hidden_layers, events
 
 
-def dropout_agrees_where_tensors_do(group: Group) -> None:
+def dropout_agrees_where_tensors_do(group: RankGroup) -> None:
     states: list[Tensor] = []
 
     def enter() -> None:
@@ -282,7 +282,7 @@ def dropout_agrees_where_tensors_do(group: Group) -> None:
         assert agree is switches
 
 
-def toys_are_checked(group: Group) -> None:
+def toys_are_checked(group: RankGroup) -> None:
     """Plans that are right pass; wrong ones are refused on every rank, by the parameter that would be trained wrong."""
     for name in ("llama", "gpt2", "qwen2_moe, a dense layer", "phi3", "gemma2, tied, one key head"):
         for sequence in (False, True):
@@ -302,7 +302,7 @@ def toys_are_checked(group: Group) -> None:
         check_tensor_parallel(CONFIGS["llama"], plan | {"model.layers.*.mlp.up_porj": "colwise"}, group, False)
 
 
-def a_plan_may_be_given(group: Group) -> None:
+def a_plan_may_be_given(group: RankGroup) -> None:
     """Attention alone or MLP alone; what isn't named stays whole, and sees all tokens."""
     whole, (inputs, labels) = whole_model("llama, biases"), batch()
     _, expected = whole_step(whole, inputs, labels)
@@ -316,7 +316,7 @@ def a_plan_may_be_given(group: Group) -> None:
             assert any(part in name and "proj.weight" in name for name in whole_parts) is False
 
 
-def layers_without_an_mlp_of_their_own(group: Group) -> None:
+def layers_without_an_mlp_of_their_own(group: RankGroup) -> None:
     """OPT's layers hold two linear layers themselves, and flatten tokens before them: exact, or refused by name."""
     names = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
     plan = {f"model.decoder.layers.*.self_attn.{name}": style for name, style in names.items()}

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 from support.architectures import no_rounding_inside
 from support.shared_models import CONFIGS
 from workers.parallel import tensor_cases
@@ -35,7 +35,7 @@ ROUNDING = (tensor_cases.autocast, tensor_cases.the_loss_is_that_of_all_logits) 
 def main(wanted: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    group = Group(dist.group.WORLD)
+    group = RankGroup(dist.group.WORLD)
     cases = {case.__name__: case for case in CASES} | {name: partial(tensor_cases.compare, name) for name in CONFIGS}
     for name, case in cases.items():
         if wanted and name not in wanted:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import Group, Share
+from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard, dcp_storage
 from support.checkpoint_layouts import emptied, layout, same_bits, tensors
 
@@ -81,7 +81,7 @@ def trouble(folder: Path, checkpoints: Checkpoints) -> None:
     """All ranks are told alike what is wrong with one, and go on."""
     said: list[str] = []
     rank = dist.get_rank()
-    checkpoints = Checkpoints(folder, Group(dist.group.WORLD), say=said.append)
+    checkpoints = Checkpoints(folder, RankGroup(dist.group.WORLD), say=said.append)
     checkpoints.save(1, large(1.0, 5000), {})
     checkpoints.wait()
 
@@ -92,7 +92,7 @@ def trouble(folder: Path, checkpoints: Checkpoints) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "step 2 was not saved: rank 1: [Errno 27] File too large" in said.pop()
 
-    checkpoints.save(3, [*large(3.0, 5000), TensorShard("twice", Share.whole((2,)), torch.ones(2))], {})
+    checkpoints.save(3, [*large(3.0, 5000), TensorShard("twice", ParameterShare.whole((2,)), torch.ones(2))], {})
     checkpoints.wait()
     told = said.pop()
     assert "step 3 was not saved: " in told
@@ -100,7 +100,7 @@ def trouble(folder: Path, checkpoints: Checkpoints) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001"]
 
     dcp_storage._SECONDS_TO_APPEAR = 0.5
-    apart = Checkpoints(folder.parent / f"of rank {rank}", Group(dist.group.WORLD), say=said.append)
+    apart = Checkpoints(folder.parent / f"of rank {rank}", RankGroup(dist.group.WORLD), say=said.append)
     apart.save(1, large(1.0, 5000), {})
     apart.close()
     assert "rank-00001.safetensors was written by its rank but hasn't appeared for rank 0 within" in said.pop()
@@ -109,7 +109,7 @@ def trouble(folder: Path, checkpoints: Checkpoints) -> None:
     found = checkpoints.find()
     assert found is not None
     with pytest.raises(SlipstreamError, match=r"can't be loaded: 1 isn't in it|can't be loaded: 0 has shape"):
-        checkpoints.load(found, [TensorShard(str(rank), Share.whole((3,)), torch.ones(3))])
+        checkpoints.load(found, [TensorShard(str(rank), ParameterShare.whole((3,)), torch.ones(3))])
     dist.barrier()
     if rank == 0:
         file = folder / "step-00000001" / "rank-00001.safetensors"
@@ -136,7 +136,7 @@ def train_on(folder: Path, checkpoints: Checkpoints) -> None:
 
 def large(value: float, size: int) -> list[TensorShard]:
     """A tensor of this rank's own."""
-    return [TensorShard(str(dist.get_rank()), Share.whole((size,)), torch.full((size,), value))]
+    return [TensorShard(str(dist.get_rank()), ParameterShare.whole((size,)), torch.full((size,), value))]
 
 
 if __name__ == "__main__":
@@ -144,6 +144,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     cases = {"save": save, "load": load, "kill": kill, "trouble": trouble, "train": train_on}
     folder = Path(sys.argv[2])
-    cases[sys.argv[1]](folder, Checkpoints(folder, Group(dist.group.WORLD), keep=100), *sys.argv[3:])
+    cases[sys.argv[1]](folder, Checkpoints(folder, RankGroup(dist.group.WORLD), keep=100), *sys.argv[3:])
     dist.barrier()
     dist.destroy_process_group()

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from slipstream.model.hooks.masks import MaskTables
-from slipstream.model.hooks.rope import fix_length_dependent_rope
+from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
+from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.token_slice import (
     SliceContext,
     TokenSlice,
-    active_slice,
+    active_forward,
+    current_forward,
+    current_layer,
     keyed_random_state,
     keyed_seed,
-    running,
-    running_layer,
 )
 
 __all__ = [
     "MaskTables",
     "SliceContext",
     "TokenSlice",
-    "active_slice",
+    "active_forward",
+    "current_forward",
+    "current_layer",
     "fix_length_dependent_rope",
     "keyed_random_state",
     "keyed_seed",
-    "running",
-    "running_layer",
 ]

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from slipstream.attention import KeyRanges, attend
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.masks import MaskFunction, NotCausalError
+from slipstream.model.hooks.mask_tables import MaskFunction, NotCausalError
 from slipstream.model.hooks.token_slice import current_slice
 
 NAME = "slipstream"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.attention import ContextStore, KeyRanges
-from slipstream.model.hooks.masks import MaskTables, NotCausalError
+from slipstream.model.hooks.mask_tables import MaskTables, NotCausalError
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,16 @@ def keyed_seed(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
 
 
-class RunningLayers(Protocol):
+class RunningForward(Protocol):
     """A stage's forward."""
 
     layer: int  # that runs, counted over the whole model
 
 
-_current: ContextVar[RunningLayers | None] = ContextVar("slipstream_slice", default=None)
+_current: ContextVar[RunningForward | None] = ContextVar("slipstream_slice", default=None)
 
 
-def running_layer() -> int:
+def current_layer() -> int:
     """The layer whose forward runs, counted over the whole model: -1 before the first, beyond all for the loss."""
     context = _current.get()
     return sys.maxsize if context is None else context.layer
@@ -112,13 +112,13 @@ def current_slice() -> SliceContext:
     return context
 
 
-def running() -> RunningLayers | None:
+def current_forward() -> RunningForward | None:
     """What runs a forward at the moment, if anything does."""
     return _current.get()
 
 
 @contextmanager
-def active_slice(context: RunningLayers) -> Iterator[RunningLayers]:
+def active_forward(context: RunningForward) -> Iterator[RunningForward]:
     token = _current.set(context)
     try:
         yield context

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from slipstream.model.saving.recompute import Recompute, Replay
+from slipstream.model.saving.recomputation import RecomputePolicy, SliceReplay
 from slipstream.model.saving.saved_tensors import SavedTensors
 from slipstream.model.saving.weight_gradients import (
     WeightGradient,
     add_weight_gradients_in_place,
     compiled_modules,
-    deferring,
+    defer_weight_gradients,
     is_compiled,
 )
 
 __all__ = [
-    "Recompute",
-    "Replay",
+    "RecomputePolicy",
     "SavedTensors",
+    "SliceReplay",
     "WeightGradient",
     "add_weight_gradients_in_place",
     "compiled_modules",
-    "deferring",
+    "defer_weight_gradients",
     "is_compiled",
 ]

@@ -19,7 +19,7 @@ class RecomputationError(RuntimeError):
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Slot:
+class SavedTensorSlot:
     """Stands in the autograd graph for one saved tensor, and is freed with the node that saved it."""
 
     tensor: Tensor | None  # without grad_fn, or the graph would keep itself alive; None: dropped, or moved to the host
@@ -27,10 +27,10 @@ class Slot:
 
 
 @dataclass
-class _Moved:
+class _MovedTensor:
     """A tensor whose storage is on the host: where to find it once the storage is back."""
 
-    slot: Slot
+    slot: SavedTensorSlot
     block: int
     dtype: torch.dtype
     size: torch.Size
@@ -53,9 +53,9 @@ class SavedTensors:
 
     def __init__(self, shared: set[int]) -> None:
         self._shared = shared
-        self._slots: list[weakref.ref[Slot]] = []
-        self._held: list[weakref.ref[Slot]] = []
-        self._moved: list[_Moved] = []
+        self._slots: list[weakref.ref[SavedTensorSlot]] = []
+        self._held: list[weakref.ref[SavedTensorSlot]] = []
+        self._moved: list[_MovedTensor] = []
 
     def saving(
         self, keeps: Callable[[Tensor], bool], recompute: Callable[[], None] | None = None
@@ -63,21 +63,21 @@ class SavedTensors:
         """Around the forward: of what autograd saves, keep the tensors that `keeps` is true of. A backward that needs
         another calls `recompute`, if that is given, which must `refill` them all."""
 
-        def pack(tensor: Tensor) -> Slot:
-            slot = Slot(tensor.detach() if keeps(tensor) else None, tensor.shape)
+        def pack(tensor: Tensor) -> SavedTensorSlot:
+            slot = SavedTensorSlot(tensor.detach() if keeps(tensor) else None, tensor.shape)
             self._slots.append(weakref.ref(slot))
             return slot
 
-        def unpack(slot: Slot) -> Tensor:
+        def unpack(slot: SavedTensorSlot) -> Tensor:
             if slot.tensor is None and recompute is not None:
                 recompute()
             return _unpack(slot)
 
         return saved_tensors_hooks(pack, unpack)
 
-    def hold(self, tensor: Tensor) -> Slot:
+    def hold(self, tensor: Tensor) -> SavedTensorSlot:
         """A slot of the caller's own, for a tensor that its replay needs: moved and counted like the graph's."""
-        slot = Slot(tensor, tensor.shape)
+        slot = SavedTensorSlot(tensor, tensor.shape)
         self._held.append(weakref.ref(slot))
         return slot
 
@@ -96,13 +96,13 @@ class SavedTensors:
                 _fill(dropped[count], tensor)
             count += 1
             if count > last:
-                raise _Filled
+                raise _ReplayFinished
 
         if dropped:
             try:
                 with saved_tensors_hooks(pack, _unpack):
                     run()
-            except _Filled:
+            except _ReplayFinished:
                 return
             raise RecomputationError(f"a forward saved {last + 1} tensors or more, its recomputation {count}")
 
@@ -126,7 +126,7 @@ class SavedTensors:
                 storage = tensor.untyped_storage()
                 blocks.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
             layout = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            self._moved.append(_Moved(slot, numbers[identity], *layout))
+            self._moved.append(_MovedTensor(slot, numbers[identity], *layout))
             slot.tensor = None
         return blocks
 
@@ -138,22 +138,22 @@ class SavedTensors:
             moved.slot.tensor = tensor.set_(storage, moved.offset, moved.size, moved.stride)
         self._moved.clear()
 
-    def _filled(self) -> Iterator[Slot]:
+    def _filled(self) -> Iterator[SavedTensorSlot]:
         slots = (reference() for reference in (*self._slots, *self._held))
         return (slot for slot in slots if slot is not None and slot.tensor is not None)
 
 
-class _Filled(Exception):  # noqa: N818  not an error: the replay has done its work
+class _ReplayFinished(Exception):  # noqa: N818  not an error: the replay has done its work
     """Ends a replay."""
 
 
-def _fill(slot: Slot, tensor: Tensor) -> None:
+def _fill(slot: SavedTensorSlot, tensor: Tensor) -> None:
     if tensor.shape != slot.shape:
         raise RecomputationError(f"a forward saved {tuple(slot.shape)}, its recomputation {tuple(tensor.shape)}")
     slot.tensor = tensor.detach()
 
 
-def _unpack(slot: Slot) -> Tensor:
+def _unpack(slot: SavedTensorSlot) -> Tensor:
     if slot.tensor is None:
         raise RecomputationError("a backward runs before what its forward dropped is recomputed and reloaded")
     return slot.tensor

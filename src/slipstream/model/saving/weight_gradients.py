@@ -24,7 +24,7 @@ _deferred: list[WeightGradient] | None = None
 
 
 @contextmanager
-def deferring() -> Iterator[list[WeightGradient]]:
+def defer_weight_gradients() -> Iterator[list[WeightGradient]]:
     """A backward within it (I) leaves its weight gradients in the list; calling each of them is W."""
     global _deferred
     work: list[WeightGradient] = []
@@ -38,7 +38,7 @@ def deferring() -> Iterator[list[WeightGradient]]:
 def add_weight_gradients_in_place(model: nn.Module) -> None:
     """Give every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below.
 
-    Subclasses and what is inside a compiled module stay as they are; `whole_weights` lists them.
+    Subclasses and what is inside a compiled module stay as they are; `undeferred_weights` lists them.
     """
     for module in _splittable(model):
         original = _embedding if isinstance(module, nn.Embedding) else _linear
@@ -50,7 +50,7 @@ def compiled_modules(model: nn.Module) -> list[str]:
     return [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
 
 
-def whole_weights(model: nn.Module) -> list[str]:
+def undeferred_weights(model: nn.Module) -> list[str]:
     """Matrices and larger weights whose gradients I computes, W having nothing left to do: experts in one 3-D tensor,
     subclasses of linear layers, compiled modules."""
     split = {id(parameter) for module in _splittable(model) for parameter in module.parameters(recurse=False)}

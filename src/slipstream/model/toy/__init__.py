@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from slipstream.model.toy.reference import full_precision, noting_attention
-from slipstream.model.toy.small_model import (
+from slipstream.model.toy.reference_attention import full_precision, recorded_attention
+from slipstream.model.toy.toy_models import (
     TOY_LENGTH,
-    move_off_special_values,
+    perturb_parameters,
     quiet_transformers,
-    small_model,
+    reference_model,
     toy_config,
     toy_model,
     toy_tokens,
@@ -16,10 +16,10 @@ from slipstream.model.toy.small_model import (
 __all__ = [
     "TOY_LENGTH",
     "full_precision",
-    "move_off_special_values",
-    "noting_attention",
+    "perturb_parameters",
     "quiet_transformers",
-    "small_model",
+    "recorded_attention",
+    "reference_model",
     "toy_config",
     "toy_model",
     "toy_tokens",

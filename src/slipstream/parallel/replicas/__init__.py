@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from slipstream.parallel.replicas.gradient_reduction import Gradients
+from slipstream.parallel.replicas.gradient_reduction import GradientReduction
 from slipstream.parallel.replicas.loss_scale import LossScale
-from slipstream.parallel.replicas.masters import Masters
+from slipstream.parallel.replicas.master_parameters import MasterParameters
 from slipstream.parallel.replicas.sharded_parameters import ShardedParameters
 
 __all__ = [
-    "Gradients",
+    "GradientReduction",
     "LossScale",
-    "Masters",
+    "MasterParameters",
     "ShardedParameters",
 ]

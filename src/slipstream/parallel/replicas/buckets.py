@@ -14,28 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.parallel.tensor import bounds
+from slipstream.parallel.tensor import part_bounds
 
 BUCKET_BYTES = 25 * 2**20
-Named = tuple[str, nn.Parameter]
+NamedParameter = tuple[str, nn.Parameter]
 
 
 @dataclass(frozen=True)
-class Started:
+class PendingReduction:
     """A collective over the replicas that runs: what it fills, of which parameters' gradients."""
 
-    bucket: list[Named]
+    bucket: list[NamedParameter]
     sent: Tensor
     result: Tensor  # all of it, or of a scatter this replica's rows
     work: dist.Work | None
 
 
 def in_buckets(
-    parameters: Iterable[Named], dtype_of: Callable[[nn.Parameter], torch.dtype], bucket_bytes: int
-) -> list[list[Named]]:
+    parameters: Iterable[NamedParameter], dtype_of: Callable[[nn.Parameter], torch.dtype], bucket_bytes: int
+) -> list[list[NamedParameter]]:
     """The parameters in order, those of each dtype in buckets of at most `bucket_bytes`; a larger one has its own."""
-    buckets: list[list[Named]] = []
-    filling: dict[torch.dtype, list[Named]] = {}
+    buckets: list[list[NamedParameter]] = []
+    filling: dict[torch.dtype, list[NamedParameter]] = {}
     for name, parameter in parameters:
         dtype = dtype_of(parameter)
         room = bucket_bytes // dtype.itemsize - parameter.numel()
@@ -46,14 +46,14 @@ def in_buckets(
     return buckets
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
+def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """One after the other in a new tensor of one dimension; a single one as it is."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def unflatten(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+def unflatten_tensors(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
     """Views of these shapes, one after the other; what is left at the end is padding."""
     views, position = [], 0
     for shape in shapes:
@@ -64,7 +64,7 @@ def unflatten(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
 
 def rows_of(tensor: Tensor, owner: int, num_owners: int) -> range:
     """The rows of `tensor` that belong to one of several owners."""
-    return range(*bounds(tensor.shape[0] if tensor.ndim else 1, num_owners, owner))
+    return range(*part_bounds(tensor.shape[0] if tensor.ndim else 1, num_owners, owner))
 
 
 def take_rows(tensor: Tensor, rows: range) -> Tensor:
@@ -88,7 +88,7 @@ def pack_line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> Tensor:
 def unpack_rows(line: Tensor, tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:
     """Undo `pack_rows` for one owner: views of its rows, in the shapes they have in `tensors`."""
     shapes = [take_rows(tensor, rows_of(tensor, owner, num_owners)).shape for tensor in tensors]
-    return unflatten(line, shapes)
+    return unflatten_tensors(line, shapes)
 
 
 def _line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:

@@ -9,33 +9,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.parallel.group import Group
+from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.replicas.buckets import (
     BUCKET_BYTES,
-    Named,
-    Started,
-    flatten,
+    NamedParameter,
+    PendingReduction,
+    flatten_tensors,
     in_buckets,
     pack_rows,
-    unflatten,
+    unflatten_tensors,
     unpack_rows,
 )
-from slipstream.parallel.replicas.masters import Masters
+from slipstream.parallel.replicas.master_parameters import MasterParameters
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _StageCollectives:
     """One stage's collectives, in order: buckets to sum over tensor ranks, then to sum or to scatter over replicas."""
 
-    partial: list[tuple[Group, list[Named]]]
-    summed: list[list[Named]]
-    scattered: list[list[Named]]
+    partial: list[tuple[RankGroup, list[NamedParameter]]]
+    summed: list[list[NamedParameter]]
+    scattered: list[list[NamedParameter]]
 
     def __bool__(self) -> bool:
         return bool(self.partial or self.summed or self.scattered)
 
 
-class Gradients:
+class GradientReduction:
     """Around every step: `begin`, `reduce` of each stage after its last backward, `finish`; then `.grad` is complete.
 
     The loss is divided by the tokens of the whole batch, so replicas' gradients are summed up, never averaged: buckets
@@ -48,11 +48,11 @@ class Gradients:
 
     def __init__(
         self,
-        stages: Mapping[int, Sequence[Named]],
-        data: Group,
-        tensor: Group,
+        stages: Mapping[int, Sequence[NamedParameter]],
+        data: RankGroup,
+        tensor: RankGroup,
         added_over: Callable[[str], tuple[int, ...]],
-        masters: Masters,
+        masters: MasterParameters,
         whole: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -78,10 +78,10 @@ class Gradients:
             for _, parameter in parameters:
                 if parameter.requires_grad:
                     parameter.grad_dtype = masters.dtype_of(parameter)  # of every slice's addition
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, _StageCollectives] = {}
         self._missing: set[int] = set()
         self._earlier: dict[int, Tensor | None] = {}
-        self._started: list[Started] = []
+        self._started: list[PendingReduction] = []
         self._scale = 1.0
 
     def begin(self, scale: float = 1.0) -> None:
@@ -107,16 +107,16 @@ class Gradients:
         plan = self._plans[stage]
         self._missing.discard(stage)
         for group, bucket in plan.partial:
-            flat = group.sum(flatten(_taken(bucket)))
-            totals = unflatten(flat, (parameter.shape for _, parameter in bucket))
+            flat = group.sum(flatten_tensors(_taken(bucket)))
+            totals = unflatten_tensors(flat, (parameter.shape for _, parameter in bucket))
             for (_, parameter), total in zip(bucket, totals, strict=True):
                 parameter.grad = total
         for bucket in plan.summed:
-            flat = flatten(_taken(bucket))
-            self._started.append(Started(bucket, flat, flat, self._data.start_sum(flat)))
+            flat = flatten_tensors(_taken(bucket))
+            self._started.append(PendingReduction(bucket, flat, flat, self._data.start_sum(flat)))
         for bucket in plan.scattered:
             packed = pack_rows(_taken(bucket), self._data.size)
-            self._started.append(Started(bucket, packed, *self._data.start_reduce_scatter(packed)))
+            self._started.append(PendingReduction(bucket, packed, *self._data.start_reduce_scatter(packed)))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -151,7 +151,7 @@ class Gradients:
                 started.work.wait()
             parameters = [parameter for _, parameter in started.bucket]
             if started.result is started.sent:
-                pieces = unflatten(started.result, (parameter.shape for parameter in parameters))
+                pieces = unflatten_tensors(started.result, (parameter.shape for parameter in parameters))
             else:
                 pieces = unpack_rows(started.result, parameters, self._data.rank, self._data.size)
             yield from ((name, p, piece) for (name, p), piece in zip(started.bucket, pieces, strict=True))
@@ -160,7 +160,7 @@ class Gradients:
     def _unscaled(self, gradient: Tensor) -> Tensor:
         return gradient if self._scale == 1 else gradient.div_(self._scale)
 
-    def _plan(self, parameters: Sequence[Named]) -> _Plan:
+    def _plan(self, parameters: Sequence[NamedParameter]) -> _StageCollectives:
         trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         partial = [
             (group, bucket)
@@ -168,15 +168,15 @@ class Gradients:
             for bucket in self._in_buckets(named for named in trained if self._added_over.get(named[0]) == ranks)
         ]
         if self._data.size == 1:
-            return _Plan(partial, [], [])
+            return _StageCollectives(partial, [], [])
         whole = [named for named in trained if not self._masters.is_sharded or named[0] in self._whole]
         rows = [named for named in trained if self._masters.is_sharded and named[0] not in self._whole]
-        return _Plan(partial, self._in_buckets(whole), self._in_buckets(rows))
+        return _StageCollectives(partial, self._in_buckets(whole), self._in_buckets(rows))
 
-    def _in_buckets(self, parameters: Iterable[Named]) -> list[list[Named]]:
+    def _in_buckets(self, parameters: Iterable[NamedParameter]) -> list[list[NamedParameter]]:
         return in_buckets(parameters, self._masters.dtype_of, self._bucket_bytes)
 
-    def _handled(self) -> Iterator[Named]:
+    def _handled(self) -> Iterator[NamedParameter]:
         """Those whose gradients don't simply stay where backward leaves them."""
         everything = self._data.size > 1 or self._scale != 1
         for parameters in self._stages.values():
@@ -186,26 +186,26 @@ class Gradients:
                     yield name, parameter
 
 
-def _each_once(stages: Mapping[int, Sequence[Named]]) -> dict[int, list[Named]]:
+def _each_once(stages: Mapping[int, Sequence[NamedParameter]]) -> dict[int, list[NamedParameter]]:
     seen: set[int] = set()
-    once: dict[int, list[Named]] = {}
+    once: dict[int, list[NamedParameter]] = {}
     for stage in sorted(stages):
         once[stage] = [(name, parameter) for name, parameter in stages[stage] if id(parameter) not in seen]
         seen |= {id(parameter) for _, parameter in once[stage]}
     return once
 
 
-def _subgroup(tensor: Group, ranks: tuple[int, ...]) -> Group:
+def _subgroup(tensor: RankGroup, ranks: tuple[int, ...]) -> RankGroup:
     """Some of the tensor ranks; what they exchange counts as the axis's."""
     if len(ranks) == tensor.size:
         return tensor
     members = [tensor.global_ranks[rank] for rank in ranks]
-    group = Group(dist.new_group(members, use_local_synchronization=True))
+    group = RankGroup(dist.new_group(members, use_local_synchronization=True))
     group.calls, group.payload = tensor.calls, tensor.payload
     return group
 
 
-def _taken(bucket: Sequence[Named]) -> list[Tensor]:
+def _taken(bucket: Sequence[NamedParameter]) -> list[Tensor]:
     """The gradients of a bucket's parameters, zeros for those that have none; they are no longer in `.grad`."""
     gradients = []
     for _, parameter in bucket:

@@ -14,12 +14,21 @@ from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import storage_id
-from slipstream.parallel.group import Group
-from slipstream.parallel.replicas.buckets import BUCKET_BYTES, Named, Started, in_buckets, unflatten
+from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.replicas.buckets import (
+    BUCKET_BYTES,
+    NamedParameter,
+    PendingReduction,
+    in_buckets,
+    unflatten_tensors,
+)
 
 
 class ShardedParameters:
-    """Around every step: `begin`, `reduce` of each stage after its last backward, `finish`; as Gradients and Masters.
+    """Shards parameters, gradients and optimizer state over the replicas, with the methods of
+    GradientReduction and MasterParameters.
+
+    Every step calls `begin`, then `reduce` for each stage after its last backward, then `finish`.
 
     Rajbhandari et al. 2020, "ZeRO", P_os+g+p (section 5.3), with the gathers of a whole step made into one. A replica
     keeps its rows (dim 0) of every parameter, its gradient and its optimizer's state:
@@ -41,7 +50,7 @@ class ShardedParameters:
     def __init__(
         self,
         stages: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]],
-        data: Group,
+        data: RankGroup,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Collective over the replicas, which hold equal parameters. From now on parameters of the modules are DTensors
@@ -65,10 +74,10 @@ class ShardedParameters:
         self._trained = {name for name, parameter in named if parameter.requires_grad}
         self._masters = {name: master for name, parameter in named if (master := _rows_of(parameter)).numel()}
         self._missing: set[int] = set()
-        self._started: list[Started] = []
+        self._started: list[PendingReduction] = []
         self._scale = 1.0
 
-    def named_parameters(self) -> Iterator[Named]:
+    def named_parameters(self) -> Iterator[NamedParameter]:
         """What goes to the optimizer, under the parameters' names: this replica's rows, views of FSDP2's shards.
 
         A parameter of fewer rows than replicas has none on some.
@@ -113,7 +122,7 @@ class ShardedParameters:
         trained = [named for named in self._models[stage].named_parameters() if named[0] in self._trained]
         for bucket in in_buckets(trained, lambda parameter: parameter.dtype, self._bucket_bytes):
             packed = torch.cat([_in_parts(_taken(parameter), self._data.size) for _, parameter in bucket], 1)
-            self._started.append(Started(bucket, packed, *self._data.start_reduce_scatter(packed)))
+            self._started.append(PendingReduction(bucket, packed, *self._data.start_reduce_scatter(packed)))
         _reshard(self._modules[stage])
 
     @torch.no_grad()
@@ -125,7 +134,7 @@ class ShardedParameters:
             if started.work is not None:
                 started.work.wait()
             names = [name for name, _ in started.bucket]
-            parts = unflatten(started.result, (self._padded(name) for name in names))
+            parts = unflatten_tensors(started.result, (self._padded(name) for name in names))
             for name, part in zip(names, parts, strict=True):
                 self._add(name, part[: len(self.rows(name))])
         self._started = []
@@ -167,7 +176,7 @@ def _check_can_be_sharded(model: nn.Module) -> None:
             )
 
 
-def _mesh(data: Group, model: nn.Module) -> DeviceMesh:
+def _mesh(data: RankGroup, model: nn.Module) -> DeviceMesh:
     assert data.process_group is not None
     return DeviceMesh.from_group(data.process_group, next(model.parameters()).device.type, mesh_dim_names=("dp",))
 

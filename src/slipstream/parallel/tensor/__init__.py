@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from slipstream.parallel.tensor.parameter_cut import bounds
+from slipstream.parallel.tensor.parameter_cut import part_bounds
 from slipstream.parallel.tensor.tensor_parallel import TensorParallel
 from slipstream.parallel.tensor.tensor_plan import TensorPlan, find_tensor_plan
-from slipstream.parallel.tensor.vocabulary import vocabulary_cross_entropy
+from slipstream.parallel.tensor.vocabulary_parallel import vocabulary_cross_entropy
 
 __all__ = [
     "TensorParallel",
     "TensorPlan",
-    "bounds",
     "find_tensor_plan",
+    "part_bounds",
     "vocabulary_cross_entropy",
 ]

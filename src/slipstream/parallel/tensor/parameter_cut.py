@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.parallel.shares import Share
+from slipstream.parallel.parameter_share import ParameterShare
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParameterCut:
     """Each of the matrices that lie one after the other along `dim` is cut into `num_parts`.
 
     As many parts as tensor ranks, or fewer where several neighbouring ranks have the same part: a key and value head
@@ -21,15 +21,15 @@ class Cut:
     matrices: tuple[int, ...]  # their sizes along dim
     num_parts: int
 
-    def share(self, rank: int, num_ranks: int) -> Share:
+    def share(self, rank: int, num_ranks: int) -> ParameterShare:
         """What tensor rank `rank` has."""
         part, copy = divmod(rank, num_ranks // self.num_parts)
         ranges, offset = [], 0
         for size in self.matrices:
-            start, stop = bounds(size, self.num_parts, part)
+            start, stop = part_bounds(size, self.num_parts, part)
             ranges.append((offset + start, offset + stop))
             offset += size
-        return Share(self.shape, self.dim, tuple(ranges), copy)
+        return ParameterShare(self.shape, self.dim, tuple(ranges), copy)
 
     def holders(self, rank: int, num_ranks: int) -> tuple[int, ...]:
         """The tensor ranks that have the same part as `rank`, itself among them."""
@@ -38,7 +38,7 @@ class Cut:
         return tuple(range(first, first + copies))
 
 
-def bounds(size: int, num_parts: int, part: int) -> tuple[int, int]:
+def part_bounds(size: int, num_parts: int, part: int) -> tuple[int, int]:
     """The [start, stop) of one part."""
     each, rest = divmod(size, num_parts)
     start = part * each + min(part, rest)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.group import Group
-from slipstream.parallel.shares import Share
-from slipstream.parallel.tensor.operators import copy_to_ranks, gather, part_length, split
-from slipstream.parallel.tensor.regions import TOKENS, RegionOperators, Whose, with_first_tensor
+from slipstream.parallel.parameter_share import ParameterShare
+from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.tensor.region_hooks import TOKENS, RegionHooks, ReplicationTracker, with_first_tensor
+from slipstream.parallel.tensor.tensor_operators import copy_to_ranks, gather, part_length, split
 from slipstream.parallel.tensor.tensor_plan import TensorPlan
-from slipstream.parallel.tensor.vocabulary import VocabularyEmbedding
+from slipstream.parallel.tensor.vocabulary_parallel import VocabularyEmbedding
 
 
 class TensorParallel:
@@ -31,7 +31,7 @@ class TensorParallel:
     Raises SlipstreamError where `sequence` is asked of a model with more than a norm between its layers and its head.
     """
 
-    def __init__(self, plan: TensorPlan, group: Group, sequence: bool) -> None:
+    def __init__(self, plan: TensorPlan, group: RankGroup, sequence: bool) -> None:
         if group.size != plan.tensor_ranks:
             raise ValueError(f"a plan for {plan.tensor_ranks} tensor ranks, but the group has {group.size}")
         if sequence and len(plan.after_layers) > 1:
@@ -71,11 +71,11 @@ class TensorParallel:
         """
         every = dict(model.named_modules())
         modules = {name: module for name, module in every.items() if next(module.parameters(), None) is not None}
-        whose = Whose(enter, leave, is_own=self.sequence)
+        whose = ReplicationTracker(enter, leave, is_own=self.sequence)
         self._adjust_sizes(modules)
         for region in self.plan.regions:
             if region.name in modules:
-                RegionOperators(region, self.group, self.sequence, lambda: self._length, whose).install(modules)
+                RegionHooks(region, self.group, self.sequence, lambda: self._length, whose).install(modules)
         embedding = modules.get(self.plan.embedding)
         if isinstance(embedding, nn.Embedding):
             first_id = self._first_row(self.plan.embedding)
@@ -85,11 +85,11 @@ class TensorParallel:
         elif self.plan.head in modules:
             modules[self.plan.head].register_forward_pre_hook(self._before_head)
 
-    def share(self, name: str) -> Share:
+    def share(self, name: str) -> ParameterShare:
         """What this rank has of the parameter that the whole model calls `name`, or ties to another of that name."""
         cut = self.plan.cuts.get(name)
         if cut is None:
-            return Share.whole(self.plan.shapes[name], copy=self.group.rank)
+            return ParameterShare.whole(self.plan.shapes[name], copy=self.group.rank)
         return cut.share(self.group.rank, self.group.size)
 
     def added_over(self, name: str) -> tuple[int, ...]:

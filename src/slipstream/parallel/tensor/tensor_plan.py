@@ -17,12 +17,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.tensor.heads import Heads, is_attention
-from slipstream.parallel.tensor.parameter_cut import Cut
+from slipstream.parallel.tensor.attention_heads import AttentionHeads, is_attention
+from slipstream.parallel.tensor.parameter_cut import ParameterCut
 from slipstream.parallel.tensor.weight_cutting import cut_experts, cut_linear, cut_vocabulary
 
 
-class Style(Enum):
+class TensorStyle(Enum):
     """How a module is spread, by transformers' names."""
 
     COLUMN = "colwise"  # f before it; output features are this rank's own
@@ -34,9 +34,9 @@ class Style(Enum):
     PER_HEAD = "replicated_with_grad_allreduce"  # whole, but each rank applies it to its own heads
 
 
-COLUMNS = (Style.COLUMN, Style.PACKED_COLUMN, Style.GATHERED_COLUMN)
-ROWS = (Style.ROW, Style.SPLIT_ROW)
-_ALSO_CALLED = {"colwise_rep": Style.GATHERED_COLUMN, "rowwise_rep": Style.SPLIT_ROW}
+COLUMNS = (TensorStyle.COLUMN, TensorStyle.PACKED_COLUMN, TensorStyle.GATHERED_COLUMN)
+ROWS = (TensorStyle.ROW, TensorStyle.SPLIT_ROW)
+_ALSO_CALLED = {"colwise_rep": TensorStyle.GATHERED_COLUMN, "rowwise_rep": TensorStyle.SPLIT_ROW}
 _WITHOUT_STYLE = {"replicate"}
 _VOCABULARY_STYLES = {"embedding_rowwise", "colwise", "colwise_gather_output", "colwise_rep"}
 _OWN_PLANS = {  # of models for which transformers has none
@@ -50,11 +50,11 @@ _OWN_PLANS = {  # of models for which transformers has none
 
 
 @dataclass(frozen=True)
-class Region:
+class TensorRegion:
     """A layer's child with something in it that is cut. What goes in and what comes out is not."""
 
     name: str  # "model.layers.0.mlp"
-    styles: Mapping[str, Style]  # of the modules in it, by their names in the model
+    styles: Mapping[str, TensorStyle]  # of the modules in it, by their names in the model
     is_direct: bool  # from its input only to columns, and to its output only from a row: nothing else has parameters
 
     @property
@@ -71,9 +71,9 @@ class TensorPlan:
     embedding: str  # "model.embed_tokens"
     head: str  # "lm_head"
     after_layers: tuple[str, ...]  # what runs between the layers and the head: ("model.norm",)
-    regions: tuple[Region, ...]
+    regions: tuple[TensorRegion, ...]
     shapes: Mapping[str, tuple[int, ...]]  # of every whole parameter, tied names included
-    cuts: Mapping[str, Cut]  # of those that are cut
+    cuts: Mapping[str, ParameterCut]  # of those that are cut
     per_head: frozenset[str]  # parameters that are whole and whose gradients are of a rank's own heads
     attributes: Mapping[str, Mapping[str, int]]  # of modules whose code reads sizes: what they are on a rank
 
@@ -119,7 +119,7 @@ def find_tensor_plan(
         attributes |= sizes
     parameters = dict(model.named_parameters(remove_duplicate=False))
     per_head = frozenset(
-        name for name in parameters if styles.get(name, styles.get(name.rpartition(".")[0])) is Style.PER_HEAD
+        name for name in parameters if styles.get(name, styles.get(name.rpartition(".")[0])) is TensorStyle.PER_HEAD
     )
     return TensorPlan(
         tensor_ranks,
@@ -142,9 +142,10 @@ def _own_plan(model: nn.Module, config: Any) -> Mapping[str, str]:
         found: Mapping[str, str] = plan
         return found
     linear = _linear_layers(model)
+    styles = ", ".join(style.value for style in TensorStyle)
     raise SlipstreamError(
         f"model_type {config.model_type!r} has no plan for tensor parallelism. Its linear layers are "
-        f"{', '.join(linear)}. Give each that is to be cut a style ({', '.join(style.value for style in Style)}), such "
+        f"{', '.join(linear)}. Give each that is to be cut a style ({styles}), such "
         f"as tensor_plan={{{linear[0]!r}: 'colwise', ...}}, or train with tp=1."
     )
 
@@ -157,11 +158,11 @@ def _linear_layers(model: nn.Module) -> list[str]:
 
 def _resolve(
     model: nn.Module, config: Any, given: Mapping[str, str] | None, embedding: str, head: str
-) -> dict[str, Style]:
+) -> dict[str, TensorStyle]:
     """The style of every module, or parameter of experts, that a pattern is meant for."""
     names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
     base = "" if given is not None else r"(?:.+\.)?"
-    found: dict[str, Style] = {}
+    found: dict[str, TensorStyle] = {}
     for pattern, style in (_own_plan(model, config) if given is None else given).items():
         matcher = re.compile(base + re.escape(pattern).replace(r"\*", r"[^.]+"))
         matches = [name for name in names if matcher.fullmatch(name)]
@@ -176,17 +177,17 @@ def _resolve(
     return found
 
 
-def _style(pattern: str, style: str) -> Style:
+def _style(pattern: str, style: str) -> TensorStyle:
     try:
-        return _ALSO_CALLED.get(style) or Style(style)
+        return _ALSO_CALLED.get(style) or TensorStyle(style)
     except ValueError:
         raise SlipstreamError(
             f"the plan spreads {pattern!r} in the style {style!r}, which isn't run here. Known are "
-            f"{', '.join(known.value for known in Style)}: give a tensor_plan with these, or train with tp=1."
+            f"{', '.join(known.value for known in TensorStyle)}: give a tensor_plan with these, or train with tp=1."
         ) from None
 
 
-def _common_list(styles: Mapping[str, Style]) -> str:
+def _common_list(styles: Mapping[str, TensorStyle]) -> str:
     """The list of layers that all the names are in."""
     lists = {re.split(r"\.\d+(?=\.)", name, maxsplit=1)[0] if re.search(r"\.\d+\.", name) else "" for name in styles}
     if len(lists) != 1 or "" in lists:
@@ -199,53 +200,66 @@ def _common_list(styles: Mapping[str, Style]) -> str:
 
 
 def _cut(
-    model: nn.Module, config: Any, name: str, style: Style, tensor_ranks: int, styles: Mapping[str, Style]
-) -> tuple[dict[str, Cut], dict[str, Mapping[str, int]]]:
+    model: nn.Module, config: Any, name: str, style: TensorStyle, tensor_ranks: int, styles: Mapping[str, TensorStyle]
+) -> tuple[dict[str, ParameterCut], dict[str, Mapping[str, int]]]:
     """The cuts of the parameters of one module, and the attributes to change in the one around it, or in itself."""
     parent = name.rpartition(".")[0]
-    if style is Style.PER_HEAD or styles.get(parent) is Style.EXPERTS:
+    if style is TensorStyle.PER_HEAD or styles.get(parent) is TensorStyle.EXPERTS:
         return {}, {}  # whole; a parameter of experts, which are cut together
     module = model.get_submodule(name)
-    if style is Style.EXPERTS:
-        of_styles = {kind: _parameters_of(module, name, kind, styles) for kind in Style}
+    if style is TensorStyle.EXPERTS:
+        of_styles = {kind: _parameters_of(module, name, kind, styles) for kind in TensorStyle}
         cuts, sizes = cut_experts(
-            module, name, of_styles[Style.PACKED_COLUMN], of_styles[Style.COLUMN], of_styles[Style.ROW], tensor_ranks
+            module,
+            name,
+            of_styles[TensorStyle.PACKED_COLUMN],
+            of_styles[TensorStyle.COLUMN],
+            of_styles[TensorStyle.ROW],
+            tensor_ranks,
         )
         return cuts, {name: sizes}
     around = model.get_submodule(parent)
-    keeps_heads = style in (Style.GATHERED_COLUMN, Style.SPLIT_ROW)  # the code around sees all of them
-    heads = Heads.of(around, config) if is_attention(around) and not keeps_heads else None
-    cuts = cut_linear(module, name, style in ROWS, tensor_ranks, heads, style is Style.PACKED_COLUMN)
+    keeps_heads = style in (TensorStyle.GATHERED_COLUMN, TensorStyle.SPLIT_ROW)  # the code around sees all of them
+    heads = AttentionHeads.of(around, config) if is_attention(around) and not keeps_heads else None
+    cuts = cut_linear(module, name, style in ROWS, tensor_ranks, heads, style is TensorStyle.PACKED_COLUMN)
     return cuts, {} if heads is None else {parent: heads.attributes(around, tensor_ranks)}
 
 
-def _parameters_of(module: nn.Module, name: str, style: Style, styles: Mapping[str, Style]) -> set[str]:
+def _parameters_of(module: nn.Module, name: str, style: TensorStyle, styles: Mapping[str, TensorStyle]) -> set[str]:
     return {key for key, _ in module.named_parameters() if styles.get(f"{name}.{key}") is style}
 
 
 def _regions(
-    model: nn.Module, layers: str, styles: Mapping[str, Style], cuts: Mapping[str, Cut], per_head: frozenset[str]
-) -> tuple[Region, ...]:
+    model: nn.Module,
+    layers: str,
+    styles: Mapping[str, TensorStyle],
+    cuts: Mapping[str, ParameterCut],
+    per_head: frozenset[str],
+) -> tuple[TensorRegion, ...]:
     """With those children of layers that attend and have nothing cut: they need all tokens."""
     depth = layers.count(".") + 3  # the list, a layer's number, its child
-    found: dict[str, dict[str, Style]] = {}
+    found: dict[str, dict[str, TensorStyle]] = {}
     for name, module in model.named_modules():
-        is_cut = styles.get(name, Style.PER_HEAD) is not Style.PER_HEAD
+        is_cut = styles.get(name, TensorStyle.PER_HEAD) is not TensorStyle.PER_HEAD
         if is_cut or (name.startswith(f"{layers}.") and name.count(".") >= depth - 1 and is_attention(module)):
             inside = found.setdefault(".".join(name.split(".")[:depth]), {})
             inside |= {name: styles[name]} if is_cut else {}
     return tuple(
-        Region(name, inside, _is_direct(model, name, inside, cuts, per_head)) for name, inside in found.items()
+        TensorRegion(name, inside, _is_direct(model, name, inside, cuts, per_head)) for name, inside in found.items()
     )
 
 
 def _is_direct(
-    model: nn.Module, region: str, styles: Mapping[str, Style], cuts: Mapping[str, Cut], per_head: frozenset[str]
+    model: nn.Module,
+    region: str,
+    styles: Mapping[str, TensorStyle],
+    cuts: Mapping[str, ParameterCut],
+    per_head: frozenset[str],
 ) -> bool:
     rows = [name for name, style in styles.items() if style in ROWS]
     parameters = {f"{region}.{name}" for name, _ in model.get_submodule(region).named_parameters()}
     whole = parameters - set(cuts) - per_head - {f"{name}.bias" for name in rows}
-    return bool(styles) and not whole and len(rows) <= 1 and Style.EXPERTS not in styles.values()
+    return bool(styles) and not whole and len(rows) <= 1 and TensorStyle.EXPERTS not in styles.values()
 
 
 def _name_of(model: nn.Module, wanted: Any, names: Sequence[str], role: str) -> str:

@@ -8,15 +8,20 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.tensor.heads import Heads
-from slipstream.parallel.tensor.parameter_cut import Cut
+from slipstream.parallel.tensor.attention_heads import AttentionHeads
+from slipstream.parallel.tensor.parameter_cut import ParameterCut
 
 _EXPERT_SIZES = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim")
 
 
 def cut_linear(
-    module: nn.Module, name: str, by_rows: bool, tensor_ranks: int, heads: Heads | None, is_packed: bool = False
-) -> dict[str, Cut]:
+    module: nn.Module,
+    name: str,
+    by_rows: bool,
+    tensor_ranks: int,
+    heads: AttentionHeads | None,
+    is_packed: bool = False,
+) -> dict[str, ParameterCut]:
     """Of y = x W^T + b: `by_rows` W's columns, which are x's features, and b stays whole; else W's rows, and b.
 
     (PTD-P cuts A in Y = X A, so that its rows are W's columns.) `heads` are those of the attention module around it;
@@ -38,9 +43,9 @@ def cut_linear(
         num_parts = heads.num_parts(size, tensor_ranks)
     for each in matrices:
         _check_features(name, each, num_parts)
-    cuts = {f"{name}.weight": Cut(shape, dim, matrices, num_parts)}
+    cuts = {f"{name}.weight": ParameterCut(shape, dim, matrices, num_parts)}
     if not by_rows and module.bias is not None:
-        cuts[f"{name}.bias"] = Cut(tuple(module.bias.shape), 0, matrices, num_parts)
+        cuts[f"{name}.bias"] = ParameterCut(tuple(module.bias.shape), 0, matrices, num_parts)
     return cuts
 
 
@@ -51,7 +56,7 @@ def cut_experts(
     columns: Collection[str],
     rows: Collection[str],
     tensor_ranks: int,
-) -> tuple[dict[str, Cut], dict[str, int]]:
+) -> tuple[dict[str, ParameterCut], dict[str, int]]:
     """Of experts held as 3-D weights (expert, output, input), each cut alike; and the sizes that their code reads."""
     parameters = dict(module.named_parameters())
     without = sorted(set(parameters) - {*packed, *columns, *rows})
@@ -71,12 +76,12 @@ def cut_experts(
         dim = len(shape) - 1 if key in rows else len(shape) - 2
         matrices = (shape[dim] // 2,) * 2 if key in packed else (shape[dim],)
         _check_features(f"{name}.{key}", matrices[0], tensor_ranks)
-        cuts[f"{name}.{key}"] = Cut(shape, dim, matrices, tensor_ranks)
+        cuts[f"{name}.{key}"] = ParameterCut(shape, dim, matrices, tensor_ranks)
     sizes = {key: value for key, value in vars(module).items() if key in _EXPERT_SIZES and isinstance(value, int)}
     return cuts, {key: value // tensor_ranks for key, value in sizes.items()}
 
 
-def cut_vocabulary(model: nn.Module, names: Sequence[str], tensor_ranks: int) -> dict[str, Cut]:
+def cut_vocabulary(model: nn.Module, names: Sequence[str], tensor_ranks: int) -> dict[str, ParameterCut]:
     """Of embedding and head: rows, one an id. Any vocabulary can be cut that has a row for each rank."""
     cuts = {}
     for name in names:
@@ -86,7 +91,7 @@ def cut_vocabulary(model: nn.Module, names: Sequence[str], tensor_ranks: int) ->
             shape = tuple(parameter.shape)
             if shape[0] < tensor_ranks:
                 raise SlipstreamError(f"{name} has {shape[0]} rows, too few for {tensor_ranks} tensor ranks.")
-            cuts[f"{name}.{key}"] = Cut(shape, 0, (shape[0],), tensor_ranks)
+            cuts[f"{name}.{key}"] = ParameterCut(shape, 0, (shape[0],), tensor_ranks)
     return cuts
 
 
@@ -106,7 +111,7 @@ def _check_vocabulary(module: nn.Module, name: str) -> None:
         )
 
 
-def _packed(name: str, size: int, heads: Heads | None, tensor_ranks: int) -> tuple[int, ...]:
+def _packed(name: str, size: int, heads: AttentionHeads | None, tensor_ranks: int) -> tuple[int, ...]:
     if heads is None:
         return (size // 2,) * 2  # gate and up
     matrices = heads.matrices()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.model import Tensors, TensorSpec, apart, model_storages, storage_ids
-from slipstream.model.saving import Recompute, Replay, SavedTensors, deferring
+from slipstream.model import Tensors, TensorSpec, copied_from_messages, model_storages, storage_ids
+from slipstream.model.saving import RecomputePolicy, SavedTensors, SliceReplay, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.host_memory import host_memory_of
 from slipstream.pipeline.execution.step_state import SliceKey, StepState, backward, entrances, key_of, roots_of
@@ -35,7 +35,7 @@ class Executor:
         transport: Transport,
         loss_function: LossFunction,
         device: torch.device,
-        recompute: Recompute | None = None,
+        recompute: RecomputePolicy | None = None,
         reduce_gradients: Callable[[int], None] | None = None,
     ) -> None:
         """`recompute` says what the schedule's R actions recompute; by default all. `reduce_gradients` is what
@@ -45,7 +45,7 @@ class Executor:
         self._transport = transport
         self._loss_function = loss_function
         self._device = device
-        self._recompute = recompute or Recompute()
+        self._recompute = recompute or RecomputePolicy()
         self._reduce_gradients = reduce_gradients
         self._host = host_memory_of(device)
         self._handlers: dict[Op, Callable[[Action], None]] = {
@@ -136,7 +136,7 @@ class Executor:
         if self._schedule.has_backward:
             state.roots[key] = roots_of(outputs)
         else:
-            outputs = apart(outputs, inputs)
+            outputs = copied_from_messages(outputs, inputs)
             self._end_forward_only(action)
         if not stage.is_last:
             self._hand_on(Action(Op.SEND_F, g, m, i), outputs, state.handed, (g + 1, m, i))
@@ -182,7 +182,7 @@ class Executor:
         shared = self._storages[g] | storage_ids((*piece.tensors, targets))
         needs_gradient = [spec.needs_gradient for spec in self._specs(Op.RECV_F, key)]
         what = self._recompute if recomputed else None
-        replay = Replay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)
+        replay = SliceReplay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)
         self._state.replays[key] = replay
         return replay.forward(store)
 
@@ -236,7 +236,7 @@ class Executor:
 
     def _backward_input(self, action: Action) -> None:
         """I: everything but the weight gradients of linear layers. W needs what came in, so it releases that."""
-        with deferring() as work:
+        with defer_weight_gradients() as work:
             messages = self._differentiate(action)
         work.append(partial(self._release, messages))
         self._state.weights[key_of(action)] = work
@@ -263,7 +263,9 @@ class Executor:
             sent = [found.pop(index, None) for index in self._needing(Op.RECV_F, key)]
             full = self._in_full(key, sent)
             # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
-            self._hand_on(Action(Op.SEND_B, g, m, i), apart(full, gradients), state.gradients, (g - 1, m, i))
+            self._hand_on(
+                Action(Op.SEND_B, g, m, i), copied_from_messages(full, gradients), state.gradients, (g - 1, m, i)
+            )
         received = self._received(action)
         if not self._is_scheduled(Op.OFFLOAD, action):
             received += self._received(Action(Op.F, g, m, i))

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
 from slipstream.model import Tensors, TensorSpec
-from slipstream.model.saving import Replay, WeightGradient
+from slipstream.model.saving import SliceReplay, WeightGradient
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.host_memory import OffloadedBlocks
 from slipstream.schedule import Action
@@ -38,7 +38,7 @@ class StepState:
         default_factory=dict
     )  # by the input, for the stages before
     roots: dict[SliceKey, Roots] = field(default_factory=dict)  # of the backward; none: all frozen
-    replays: dict[SliceKey, Replay] = field(default_factory=dict)  # of slices that are recomputed or offloaded
+    replays: dict[SliceKey, SliceReplay] = field(default_factory=dict)  # of slices that are recomputed or offloaded
     offloaded: dict[SliceKey, OffloadedBlocks] = field(default_factory=dict)
     handed: dict[SliceKey, Tensors] = field(default_factory=dict)  # from a stage of the same rank: its outputs
     gradients: dict[SliceKey, Tensors] = field(default_factory=dict)  # of a stage's outputs, from the same rank

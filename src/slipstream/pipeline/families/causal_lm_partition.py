@@ -11,16 +11,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
-    ALLOWED_COUNTS,
-    Anatomy,
-    Edge,
-    Half,
+    ALLOWED_LAYER_COUNTS,
+    LayerHalf,
     LayerPart,
     LayerRange,
-    are_allowed,
+    ModelAnatomy,
+    ModelEnd,
+    are_allowed_layer_counts,
     find_halves,
-    half_of,
-    skeleton,
+    layer_half_of,
+    meta_model,
     uses_randomness,
 )
 from slipstream.planner.partition import partition_layers
@@ -30,11 +30,11 @@ WORTH_CUTTING = 0.97  # layers are cut in half where the slowest rank's cost fal
 
 def assign_layers(
     config: PretrainedConfig,
-    anatomy: Anatomy,
+    anatomy: ModelAnatomy,
     partition: str | Sequence[float],
     placement: Sequence[int],
     seq_len: int | None = None,
-) -> tuple[tuple[LayerRange, ...], Anatomy]:
+) -> tuple[tuple[LayerRange, ...], ModelAnatomy]:
     """The layers of every stage, and the anatomy, with `halves` if they are needed.
 
     "auto" counts multiplications with weights, and with `seq_len` those of attention in sequences of so many tokens.
@@ -42,7 +42,7 @@ def assign_layers(
     They are where a stage ends inside a layer, and where dropout draws random numbers: its random state is keyed by
     the half (rule 10), so that it doesn't matter who is cut.
     """
-    model = skeleton(config)
+    model = meta_model(config)
     if isinstance(partition, str):
         if partition != "auto":
             raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")
@@ -54,22 +54,26 @@ def assign_layers(
         halves = halves or find_halves(config, anatomy)
     elif uses_randomness(model):
         halves = halves or _halves_or_none(config, anatomy)
-    apart = frozenset(edge for stage in layers for edge in stage if isinstance(edge, Edge))
-    return layers, replace(anatomy, halves=halves, apart=apart)
+    separate_ends = frozenset(edge for stage in layers for edge in stage if isinstance(edge, ModelEnd))
+    return layers, replace(anatomy, halves=halves, separate_ends=separate_ends)
 
 
 def _checked(partition: Sequence[float], num_stages: int, num_layers: int) -> list[float]:
     fits = len(partition) == num_stages and sum(partition) == num_layers
-    if not fits or not are_allowed(partition):
+    if not fits or not are_allowed_layer_counts(partition):
         raise SlipstreamError(
             f"partition={list(partition)} has {len(partition)} stages and {sum(partition)} layers; needed are "
-            f"{num_stages} stages of {ALLOWED_COUNTS}, {num_layers} layers in all."
+            f"{num_stages} stages of {ALLOWED_LAYER_COUNTS}, {num_layers} layers in all."
         )
     return [int(count) if count == int(count) else count for count in partition]
 
 
 def _balanced(
-    config: PretrainedConfig, anatomy: Anatomy, placement: Sequence[int], model: PreTrainedModel, seq_len: int | None
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    placement: Sequence[int],
+    model: PreTrainedModel,
+    seq_len: int | None,
 ) -> tuple[list[float], tuple[LayerPart, ...]]:
     """Whole layers, unless half ones make the slowest rank clearly faster and the architecture allows them."""
     costs = layer_costs(config, anatomy, model, seq_len)
@@ -86,7 +90,7 @@ def _balanced(
     return [*whole], halves
 
 
-def _halves_or_none(config: PretrainedConfig, anatomy: Anatomy) -> tuple[LayerPart, ...]:
+def _halves_or_none(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:
     try:
         return find_halves(config, anatomy)
     except SlipstreamError:
@@ -101,7 +105,9 @@ def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequ
     )
 
 
-def layer_costs(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel, seq_len: int | None) -> list[float]:
+def layer_costs(
+    config: PretrainedConfig, anatomy: ModelAnatomy, model: PreTrainedModel, seq_len: int | None
+) -> list[float]:
     """What each layer computes per token, in multiplications; the last layer's includes the head's."""
     layers = enumerate(_layers(model, anatomy))
     costs = [_multiplications(layer, config) + _attended(config, index, seq_len) for index, layer in layers]
@@ -110,24 +116,26 @@ def layer_costs(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedMod
 
 
 def half_layer_costs(
-    config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel, seq_len: int | None
+    config: PretrainedConfig, anatomy: ModelAnatomy, model: PreTrainedModel, seq_len: int | None
 ) -> list[float]:
     """The same of every layer's attention and feed-forward half in turn; the last includes the head's."""
     costs = []
     for index, layer in enumerate(_layers(model, anatomy)):
-        for half in Half:
-            own = [child for name, child in layer.named_children() if half_of(name, child, anatomy.halves) is half]
-            attended = _attended(config, index, seq_len) if half is Half.ATTENTION else 0.0
+        for half in LayerHalf:
+            own = [
+                child for name, child in layer.named_children() if layer_half_of(name, child, anatomy.halves) is half
+            ]
+            attended = _attended(config, index, seq_len) if half is LayerHalf.ATTENTION else 0.0
             costs.append(sum(_multiplications(child, config) for child in own) + attended)
     costs[-1] += _head_cost(config, anatomy, model)
     return costs
 
 
-def _layers(model: PreTrainedModel, anatomy: Anatomy) -> list[nn.Module]:
+def _layers(model: PreTrainedModel, anatomy: ModelAnatomy) -> list[nn.Module]:
     return list(model.get_submodule(anatomy.layers).children())
 
 
-def _head_cost(config: PretrainedConfig, anatomy: Anatomy, model: PreTrainedModel) -> float:
+def _head_cost(config: PretrainedConfig, anatomy: ModelAnatomy, model: PreTrainedModel) -> float:
     return sum(_multiplications(model.get_submodule(name), config) for name in anatomy.after)
 
 

@@ -8,7 +8,14 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import Anatomy, Stage, check_sliceable, fuse, share, skeleton
+from slipstream.model import (
+    CausalLMStage,
+    ModelAnatomy,
+    check_sliceable,
+    copy_with_shared_weights,
+    fuse_kernels,
+    meta_model,
+)
 from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.execution import LossFunction
@@ -34,7 +41,7 @@ def check_architecture(
         check_tensor_parallel(config, tensor_plan, ranks.tensor, sequence)
 
 
-def check_sharding(anatomy: Anatomy, tensor_parallel: int, settings: Mapping[str, object]) -> None:
+def check_sharding(anatomy: ModelAnatomy, tensor_parallel: int, settings: Mapping[str, object]) -> None:
     """What can't be exact with parameters spread over replicas; every rank finds the same. `settings` are others of the
     Pipeline that exclude it, by name, where they are used."""
     given = [f"{name}={value}" for name, value in settings.items() if value]
@@ -54,7 +61,7 @@ def check_sharding(anatomy: Anatomy, tensor_parallel: int, settings: Mapping[str
 
 def load_shares(
     source: WeightSource,
-    anatomy: Anatomy,
+    anatomy: ModelAnatomy,
     layout: StageLayout,
     ranks: Ranks,
     dtype: torch.dtype | None,
@@ -68,7 +75,7 @@ def load_shares(
     if dtype is not None:
         cast(model, dtype)
     if fused:  # before it is cut into stages, which then share kernels
-        fuse(model)
+        fuse_kernels(model)
     if ranks.tensor.size == 1:
         return model, None
     tensor = TensorParallel(plan_shares(source.config, anatomy, ranks.tensor.size, tensor_plan), ranks.tensor, sequence)
@@ -77,23 +84,26 @@ def load_shares(
 
 
 def plan_shares(
-    config: PretrainedConfig, anatomy: Anatomy, tensor_ranks: int, tensor_plan: Mapping[str, str] | None
+    config: PretrainedConfig, anatomy: ModelAnatomy, tensor_ranks: int, tensor_plan: Mapping[str, str] | None
 ) -> TensorPlan:
     """How the whole model is cut, whatever a rank has of it. Raises SlipstreamError by name where it can't be."""
-    return find_tensor_plan(skeleton(config), config, tensor_ranks, anatomy.before, anatomy.after, tensor_plan)
+    return find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy.before, anatomy.after, tensor_plan)
 
 
 def make_stages(
     model: PreTrainedModel,
-    anatomy: Anatomy,
+    anatomy: ModelAnatomy,
     layout: StageLayout,
     ranks: Ranks,
     device: torch.device,
     tensor: TensorParallel | None,
-) -> dict[int, Stage]:
+) -> dict[int, CausalLMStage]:
     """Those of this process, each its own layers of `model`."""
     here = layout.stages_of(ranks.here(layout.num_ranks))
-    return {stage: Stage(share(model), anatomy, layout.layers[stage], device, tensor) for stage in here}
+    return {
+        stage: CausalLMStage(copy_with_shared_weights(model), anatomy, layout.layers[stage], device, tensor)
+        for stage in here
+    }
 
 
 def choose_loss(given: LossFunction | None, ranks: Ranks, tensor: TensorParallel | None) -> LossFunction:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from slipstream.model import skeleton
+from slipstream.model import meta_model
 from slipstream.model.toy import quiet_transformers
-from slipstream.parallel import Share
+from slipstream.parallel import ParameterShare
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
@@ -27,7 +27,7 @@ def save_pretrained(
     if ranks.leads:
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
         with quiet_transformers():
-            skeleton(config, dtype).save_pretrained(folder, state_dict=state)
+            meta_model(config, dtype).save_pretrained(folder, state_dict=state)
     ranks.world.barrier()  # nobody goes on before the folder is whole
 
 
@@ -36,7 +36,7 @@ class _Part:
     """What a rank has of one tensor of the model's state."""
 
     name: str
-    share: Share
+    share: ParameterShare
     shape: torch.Size
     dtype: torch.dtype
 
@@ -45,7 +45,9 @@ def gather_state(stages: list[Stage], ranks: Ranks, parameters: Parameters) -> d
     """The unsplit model's state by its own names, on the leader; empty on the others."""
     own = {name: _whole(tensor) for stage in stages for name, tensor in stage.state().items()}
     parts = [
-        _Part(name, parameters.shares.get(name) or Share.whole(tuple(tensor.shape)), tensor.shape, tensor.dtype)
+        _Part(
+            name, parameters.shares.get(name) or ParameterShare.whole(tuple(tensor.shape)), tensor.shape, tensor.dtype
+        )
         for name, tensor in own.items()
     ]
     mine = [part for part in parts if ranks.data.rank == 0 and part.share.copy == 0]

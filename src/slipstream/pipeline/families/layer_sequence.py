@@ -13,21 +13,21 @@ from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange
-from slipstream.model.saving import Recompute, compiled_modules
-from slipstream.model.sequence import (
-    Boundary,
-    Microbatch,
-    SequenceStage,
-    Tracer,
-    Value,
+from slipstream.model.saving import RecomputePolicy, compiled_modules
+from slipstream.model.sequential import (
+    BatchSlice,
+    LayerBoundary,
+    LayerValue,
+    SequentialStage,
+    ShapeTracer,
     as_tuple,
     as_value,
     check_cut,
-    check_weights,
+    check_weights_on_one_stage,
     compare_slices,
     find_cut,
-    find_routes,
-    flatten,
+    find_skip_routes,
+    flatten_layers,
 )
 from slipstream.pipeline.batch import IGNORED, SplitBatch
 from slipstream.pipeline.execution import LossFunction
@@ -63,15 +63,15 @@ class SequenceFamily:
         self._has_checkpoints = settings.recompute == "checkpoints"
         if self._has_checkpoints and settings.offload:
             raise SlipstreamError(f"recompute='checkpoints' with offload={settings.offload}: leave one of the two out.")
-        self._layers = flatten(model)
-        self._routes = find_routes(self._layers)
+        self._layers = flatten_layers(model)
+        self._routes = find_skip_routes(self._layers)
         self._cut, self._is_sliced = find_cut(self._layers), False
         self.compiled = tuple(compiled_modules(model))
         if settings.dtype is not None:
             model.to(settings.dtype)
-        self._tracer = Tracer(self._layers, self._routes, device)
+        self._tracer = ShapeTracer(self._layers, self._routes, device)
         self._costs = self._find_costs()
-        self._stages: dict[int, SequenceStage] = {}
+        self._stages: dict[int, SequentialStage] = {}
 
     @property
     def config(self) -> NoReturn:
@@ -89,29 +89,29 @@ class SequenceFamily:
         if slices == "auto":
             raise SlipstreamError("slices='auto' is for causal LMs. Give a count, such as 4, or token lengths.")
 
-    def length(self, inputs: Value) -> int:
+    def length(self, inputs: LayerValue) -> int:
         """The tokens that reach CutTokens, where they are cut into slices."""
         if not self._is_sliced:
             return 1
         assert self._cut is not None
-        boundary = self._tracer.trace(Microbatch(inputs), self._is_training()).boundaries[self._cut]
+        boundary = self._tracer.trace(BatchSlice(inputs), self._is_training()).boundaries[self._cut]
         return boundary.specs[0].shape[1] if len(boundary.specs[0].shape) > 1 else 1
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         self._check_slices(schedule, slices)
         given = self._settings
         stages = divide(self._layers, given.partition, self._costs, schedule.placement)
-        check_weights(self._layers, stages)
+        check_weights_on_one_stage(self._layers, stages)
         ranges = tuple(LayerRange(stage.start, stage.stop) for stage in stages)
         what = "none" if self._has_checkpoints else given.recompute
-        recompute = Recompute.parse(what, max(map(len, stages)), besides="'checkpoints', ")
+        recompute = RecomputePolicy.parse(what, max(map(len, stages)), besides="'checkpoints', ")
         return StageLayout.of(schedule, ranges, recompute, given.offload, self._ranks.world.size > self._ranks.size)
 
     def make_stages(self, layout: StageLayout, device: torch.device) -> tuple[Mapping[int, Stage], None]:
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         owned = _ranges(layout)
         self._stages = {
-            number: SequenceStage(
+            number: SequentialStage(
                 number, owned, self._layers, self._routes, self._tracer, device, self._has_checkpoints
             )
             for number in here
@@ -140,7 +140,7 @@ class SequenceFamily:
 
     def cut(
         self,
-        inputs: Value,
+        inputs: LayerValue,
         targets: Tensor,
         lengths: Sequence[int],
         num_microbatches: int,
@@ -160,7 +160,7 @@ class SequenceFamily:
         if self._is_sliced:
             bounds = [range(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
         pieces = [
-            [Microbatch(value, number, index, seed, tokens, sum(lengths)) for index, tokens in enumerate(bounds)]
+            [BatchSlice(value, number, index, seed, tokens, sum(lengths)) for index, tokens in enumerate(bounds)]
             for number, value in enumerate(values)
         ]
         rows = targets.tensor_split(num_microbatches)
@@ -222,7 +222,7 @@ class SequenceFamily:
             return list(given.costs)
         if given.example is None:
             return None
-        return counted_costs(self._tracer.trace(Microbatch(given.example), training=True))
+        return counted_costs(self._tracer.trace(BatchSlice(given.example), training=True))
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,7 +236,7 @@ def _ranges(layout: StageLayout) -> list[range]:
     return [stage.layers for stage in layout.layers]
 
 
-def _check_rows(inputs: Value, targets: Tensor, num_microbatches: int) -> None:
+def _check_rows(inputs: LayerValue, targets: Tensor, num_microbatches: int) -> None:
     named = [("targets", targets), *(("inputs", tensor) for tensor in as_tuple(inputs))]
     rows = as_tuple(inputs)[0].shape[0] if as_tuple(inputs)[0].dim() else 0
     for name, tensor in named:
@@ -263,7 +263,7 @@ def _check_tokens(targets: Tensor, length: int) -> None:
         )
 
 
-def _check_classes(outputs: Boundary, targets: Tensor) -> None:
+def _check_classes(outputs: LayerBoundary, targets: Tensor) -> None:
     """Whether the default loss is for them."""
     shapes = [tuple(spec.shape) for spec in outputs.specs]
     fits = not outputs.is_tuple and len(shapes[0]) > 1 and (shapes[0][0], *shapes[0][2:]) == tuple(targets.shape)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.sequence import Layer, Trace
+from slipstream.model.sequential import SequentialLayer, ShapeTrace
 from slipstream.planner.partition import partition_layers
 
 FLOPS_PER_BYTE = 10  # what memory holds up a layer that computes little with what it reads: about that of a CPU's core
@@ -29,12 +29,12 @@ class Balance:
         )
 
 
-def counted_costs(trace: Trace) -> list[float]:
+def counted_costs(trace: ShapeTrace) -> list[float]:
     """Of every layer: operations of its matrix products, convolutions and attention, and what memory takes."""
     return [1.0 + work.flops + FLOPS_PER_BYTE * work.num_bytes for work in trace.work]
 
 
-def check_costs(costs: Sequence[float], layers: Sequence[Layer]) -> None:
+def check_costs(costs: Sequence[float], layers: Sequence[SequentialLayer]) -> None:
     if len(costs) != len(layers):
         names = ", ".join(map(str, layers[:3]))
         raise SlipstreamError(
@@ -47,7 +47,7 @@ def check_costs(costs: Sequence[float], layers: Sequence[Layer]) -> None:
 
 
 def divide(
-    layers: Sequence[Layer],
+    layers: Sequence[SequentialLayer],
     partition: str | Sequence[float],
     costs: Sequence[float] | None,
     placement: Sequence[int],
@@ -87,7 +87,7 @@ def _checked(partition: Sequence[float], num_stages: int, num_layers: int) -> li
 
 
 def balance_of(
-    costs: Sequence[float], stages: Sequence[range], placement: Sequence[int], layers: Sequence[Layer]
+    costs: Sequence[float], stages: Sequence[range], placement: Sequence[int], layers: Sequence[SequentialLayer]
 ) -> Balance:
     ranks = sorted(set(placement))
     owned = {

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import Anatomy, LayerRange
-from slipstream.model.saving import Recompute
+from slipstream.model import LayerRange, ModelAnatomy
+from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.families.causal_lm_partition import assign_layers
 from slipstream.schedule import (
     Op,
@@ -31,7 +31,7 @@ class StageLayout:
     training: Schedule
     evaluation: Schedule
     layers: tuple[LayerRange, ...]
-    recompute: Recompute | None = None  # what the R's of `training` recompute
+    recompute: RecomputePolicy | None = None  # what the R's of `training` recompute
     offload: float = 0.0  # the share of slices that wait in host memory
     reduces: bool = False  # whether gradients are summed over replicas, or over ranks that share layers
 
@@ -40,7 +40,7 @@ class StageLayout:
         cls,
         schedule: Schedule,
         layers: tuple[LayerRange, ...],
-        recompute: Recompute | None,
+        recompute: RecomputePolicy | None,
         offload: float,
         reduces: bool,
     ) -> StageLayout:
@@ -91,7 +91,7 @@ def check_lengths(schedule: Schedule, slices: int | Sequence[int]) -> None:
 
 def plan_layout(
     config: PretrainedConfig,
-    anatomy: Anatomy,
+    anatomy: ModelAnatomy,
     schedule: Schedule,
     slices: int | Sequence[int],
     partition: str | Sequence[float],
@@ -99,7 +99,7 @@ def plan_layout(
     offload: float = 0.0,
     seq_len: int | None = None,
     reduces: bool = False,
-) -> tuple[StageLayout, Anatomy]:
+) -> tuple[StageLayout, ModelAnatomy]:
     """Of a causal LM: check that everything fits together; the anatomy comes back with `halves` if they are needed.
 
     Raises SlipstreamError with what was given, allowed, and to type.
@@ -109,10 +109,10 @@ def plan_layout(
         seq_len = sum(slices)
     layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement, seq_len)
     most_layers = max(len(stage.layers) for stage in layers)
-    return StageLayout.of(schedule, layers, Recompute.parse(recompute, most_layers), offload, reduces), anatomy
+    return StageLayout.of(schedule, layers, RecomputePolicy.parse(recompute, most_layers), offload, reduces), anatomy
 
 
-def _with_less_memory(schedule: Schedule, recompute: Recompute | None, offload: float) -> Schedule:
+def _with_less_memory(schedule: Schedule, recompute: RecomputePolicy | None, offload: float) -> Schedule:
     """With R, OFFLOAD and RELOAD added; a given schedule may have them already."""
     if not 0 <= offload <= 1:
         raise SlipstreamError(

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import TOLERANCE, find_anatomy
-from slipstream.model.toy import full_precision, move_off_special_values, small_model, toy_config, toy_tokens
-from slipstream.parallel import Group
+from slipstream.model.toy import full_precision, perturb_parameters, reference_model, toy_config, toy_tokens
+from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.families.loss import causal_cross_entropy
@@ -33,7 +33,7 @@ _INTERMEDIATE_SIZES = (
 
 
 def check_tensor_parallel(
-    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: Group, sequence: bool
+    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: RankGroup, sequence: bool
 ) -> None:
     """Collective over the tensor axis: loss and all gradients in float64, with heads and features for its ranks.
 
@@ -52,7 +52,7 @@ def check_tensor_parallel(
 
 
 def _first_wrong(
-    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: Group, sequence: bool
+    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: RankGroup, sequence: bool
 ) -> str | None:
     device = torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
     whole = _toy_model(config, group.size).to(device)
@@ -102,8 +102,8 @@ def _summed(gradient: Tensor, name: str, parallel: TensorParallel) -> Tensor:
 
 
 def _toy_model(config: PretrainedConfig, tensor_ranks: int) -> PreTrainedModel:
-    toy = small_model(_toy_config(config, tensor_ranks))
-    move_off_special_values(toy)  # so that a bias that is counted twice shows
+    toy = reference_model(_toy_config(config, tensor_ranks))
+    perturb_parameters(toy)  # so that a bias that is counted twice shows
     return toy
 
 
@@ -124,7 +124,7 @@ def _toy_config(config: PretrainedConfig, tensor_ranks: int) -> PretrainedConfig
     return toy
 
 
-def _refusal(config: PretrainedConfig, group: Group, reason: str) -> SlipstreamError:
+def _refusal(config: PretrainedConfig, group: RankGroup, reason: str) -> SlipstreamError:
     return SlipstreamError(
         f"model_type {config.model_type!r} can't be shared by {group.size} tensor ranks: {reason}. Give a tensor_plan "
         "that leaves out what can't be cut, and gives what stays whole between cut layers the style "

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import Anatomy, Owned
+from slipstream.model import ModelAnatomy, StagePart
 from slipstream.model.saving import compiled_modules
 
 
@@ -18,7 +18,7 @@ class WeightSource:
     """A model that need not be in memory yet: `load` makes the given layers of it."""
 
     config: PretrainedConfig
-    load: Callable[[Anatomy, list[Owned]], PreTrainedModel]
+    load: Callable[[ModelAnatomy, list[StagePart]], PreTrainedModel]
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.model import Stage as CausalStage
+from slipstream.model import CausalLMStage as CausalStage
 from slipstream.model import Tensors, TensorSpec, storage_bytes, storage_id
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, run_together

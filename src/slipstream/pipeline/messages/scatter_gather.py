@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.model import Tensors, TensorSpec
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 from slipstream.pipeline.messages.message import Message
 from slipstream.pipeline.messages.transport import Transport
 from slipstream.schedule import Channel, Schedule
@@ -27,7 +27,7 @@ class ScatterGather:
     receive the same messages in the same order. Not for sequence parallelism: there each rank has other tokens already.
     """
 
-    def __init__(self, parts: Transport, tensor: Group) -> None:
+    def __init__(self, parts: Transport, tensor: RankGroup) -> None:
         self._parts, self._tensor = parts, tensor
         self._specs: dict[Message, Sequence[TensorSpec]] = {}  # of messages that are posted
 

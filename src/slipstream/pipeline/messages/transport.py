@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.model import Tensors, TensorSpec
-from slipstream.parallel import ends_in_order
+from slipstream.parallel import release_groups_at_exit
 from slipstream.pipeline.messages.message import (
     Message,
     TransportError,
@@ -162,9 +162,9 @@ class DistributedTransport:
         self._held: dict[Message, Tensor] = {}
         self._sends: defaultdict[Channel, deque[tuple[Message, dist.Work, Tensor]]] = defaultdict(deque)
         self._unchecked: list[tuple[Tensor, Message, Sequence[TensorSpec]]] = []
-        ends_in_order(self)
+        release_groups_at_exit(self)
 
-    def let_go(self) -> None:
+    def release_groups(self) -> None:
         self._groups.clear()
 
     def begin(self) -> None:

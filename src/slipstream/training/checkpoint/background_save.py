@@ -8,7 +8,7 @@ import warnings
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 from slipstream.training.checkpoint.dcp_planners import BoxSavePlanner
 from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
 from slipstream.training.checkpoint.snapshot import Snapshot
@@ -17,7 +17,7 @@ from slipstream.training.checkpoint.snapshot import Snapshot
 class BackgroundSave:
     """Begins at once. Its ranks talk over `group`, which nothing else uses meanwhile: training goes on beside it."""
 
-    def __init__(self, writer: SnapshotWriter, snapshot: Snapshot, group: Group) -> None:
+    def __init__(self, writer: SnapshotWriter, snapshot: Snapshot, group: RankGroup) -> None:
         self._writer, self._snapshot, self._group = writer, snapshot, group
         self._problem = ""
         # A daemon, because a run that fails must end, though this waits for a rank that is no more.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 from slipstream.training.checkpoint.background_save import BackgroundSave, what_failed
 from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
 from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
@@ -36,7 +36,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, world: Group, keep: int = 2, keep_every: int = 0, say: Callable[[str], None] = print
+        self, folder: Path, world: RankGroup, keep: int = 2, keep_every: int = 0, say: Callable[[str], None] = print
     ) -> None:
         if keep < 1 or keep_every < 0:
             raise SlipstreamError(
@@ -47,7 +47,7 @@ class Checkpoints:
         self._snapshot = Snapshot()
         self._saving: BackgroundSave | None = None
         # What a save's ranks tell each other goes beside training's own messages.
-        self._beside = Group(dist.new_group(world.global_ranks, backend="gloo")) if world.size > 1 else world
+        self._beside = RankGroup(dist.new_group(world.global_ranks, backend="gloo")) if world.size > 1 else world
 
     def prepare(self) -> None:
         """Before training: makes the folder and removes what an interrupted save left.

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import Share
+from slipstream.parallel import ParameterShare
 from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.profiler import versions, without_origin
@@ -32,7 +32,7 @@ def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
                 yield TensorShard(f"optimizer.{kind}.{shard.name}", shard.share, state[kind], **rows)
             # What belongs to a whole parameter is written with its first element.
             begins = shard.first_row == 0 and shard.share.ranges[0][0] == 0
-            whole = Share.whole(())
+            whole = ParameterShare.whole(())
             yield TensorShard(f"optimizer.step.{shard.name}", whole, state["step"], writes=shard.leads and begins)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 from slipstream.training.checkpoint.background_save import alone_is_fine
 from slipstream.training.checkpoint.dcp_planners import ShardLoadPlanner, by_key
 from slipstream.training.checkpoint.dcp_storage import CheckpointReader
@@ -53,7 +53,7 @@ class SavedCheckpoint:
         """What can't be filled from this checkpoint, in words; "" where all can."""
         return _some([f"{shard.key} {why}" for shard in shards for why in self._misfit(shard)])
 
-    def load(self, shards: Sequence[TensorShard], world: Group) -> None:
+    def load(self, shards: Sequence[TensorShard], world: RankGroup) -> None:
         """Fills the shards' tensors in place. CheckpointException, on all ranks, where one can't read its files."""
         alone_is_fine()
         load(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.parallel import Share
+from slipstream.parallel import ParameterShare
 
 
 class Box(NamedTuple):
@@ -33,7 +33,7 @@ class TensorShard:
     """
 
     key: str
-    share: Share
+    share: ParameterShare
     tensor: Tensor
     first_row: int = 0
     writes: bool = True

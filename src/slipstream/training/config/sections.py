@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from slipstream.model import ALLOWED_COUNTS, are_allowed
+from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 
 
@@ -341,9 +341,9 @@ def _check_counts(schedule: Schedule, pipeline: PipelineSection) -> None:
 
 
 def _check_partition(pipeline: PipelineSection) -> None:
-    if pipeline.partition != "auto" and not are_allowed(pipeline.partition):
+    if pipeline.partition != "auto" and not are_allowed_layer_counts(pipeline.partition):
         raise ValueError(
-            f"pipeline.partition={pipeline.partition} must give stages of {ALLOWED_COUNTS}; such as [4.5, 3.5]"
+            f"pipeline.partition={pipeline.partition} must give stages of {ALLOWED_LAYER_COUNTS}; such as [4.5, 3.5]"
         )
 
 

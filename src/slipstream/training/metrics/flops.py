@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import Edge, Half, HalfLayer, LayerRange
-from slipstream.model.saving import Recompute
+from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
+from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.families import StageLayout
 from slipstream.planner.costs import GPT, AttentionCall, ModelCount, PartCount, training_seconds
 from slipstream.profiler import count_model
@@ -219,16 +219,16 @@ class _Forward:
         return cls(sum(map(_products, parts)), Counter(call for part in parts for call in part.attentions))
 
     @classmethod
-    def repeated(cls, count: ModelCount, stages: Sequence[LayerRange], stage: int, what: Recompute) -> _Forward:
+    def repeated(cls, count: ModelCount, stages: Sequence[LayerRange], stage: int, what: RecomputePolicy) -> _Forward:
         """What a replay runs: a stage's first layers, or all that the stage has, head and loss included."""
         products = 0.0
         calls: Counter[AttentionCall] = Counter()
-        layers = (each for each in stages[stage] if not isinstance(each, Edge))
+        layers = (each for each in stages[stage] if not isinstance(each, ModelEnd))
         for each in islice(layers, what.num_layers):
             layer, half = each if isinstance(each, HalfLayer) else (each, None)
             part = count.layers[count.kinds[layer]]
             products += _products(part) * (1.0 if half is None else 0.5)
-            calls.update(part.attentions if half is not Half.FEED_FORWARD else ())
+            calls.update(part.attentions if half is not LayerHalf.FEED_FORWARD else ())
         products += _products(count.embedding) if stage == 0 else 0.0
         if what.num_layers is None and stage == len(stages) - 1:
             products += _products(count.head)

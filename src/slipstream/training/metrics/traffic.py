@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from slipstream.parallel import Group
+from slipstream.parallel import RankGroup
 
 
 class Traffic:
@@ -15,7 +15,7 @@ class Traffic:
     tensor, and of an all-reduce, which is one after the other, twice that (PTD-P section 3.3.1).
     """
 
-    def __init__(self, axes: Mapping[str, Group]) -> None:
+    def __init__(self, axes: Mapping[str, RankGroup]) -> None:
         """`axes` such as {"dp": ..., "tp": ...}: those whose groups count their collectives."""
         self._axes = dict(axes)
         self._before = {name: ring_bytes(group) for name, group in axes.items()}
@@ -28,7 +28,7 @@ class Traffic:
         return {"pp": pipeline_bytes, **sent}
 
 
-def ring_bytes(group: Group) -> float:
+def ring_bytes(group: RankGroup) -> float:
     """Bytes that this rank has sent in all collectives of the group so far."""
     part = (group.size - 1) / group.size
     return sum((2 if name == "all_reduce" else 1) * part * size for name, size in group.payload.items())

@@ -1,0 +1,199 @@
+"""The context store: K, V and their gradients of one microbatch on one stage, until its backward ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.key_ranges import KeyRanges
+
+AttentionResult = tuple[Tensor, Tensor]  # output (B, H, T, Dv) and log-sum-exp (B, H, T) of one slice
+AttentionWrapper = Callable[[Callable[[], AttentionResult]], AttentionResult]
+
+
+class SharedState(Protocol):
+    """What else the slices of a microbatch have in common on a stage, besides keys and values."""
+
+    def close(self) -> None:
+        """No slice needs it any more. Raises ContextError where something is left in it."""
+        ...
+
+
+class ContextError(RuntimeError):
+    """The slices of a microbatch ran in an order that their attention doesn't allow: a schedule's mistake."""
+
+
+@dataclass
+class StoredSlice:
+    end: int
+    first: int  # the smallest key it attends to
+    done: bool = False  # its backward ran
+
+
+@dataclass
+class _CallBuffers:
+    """The buffers of one attention call, and what happened to each slice of it."""
+
+    key: Tensor  # (B, Hkv, L, D)
+    value: Tensor  # (B, Hkv, L, Dv)
+    grad_key: Tensor | None = None
+    grad_value: Tensor | None = None
+    slices: dict[int, StoredSlice] = field(default_factory=dict)  # by start
+
+    @property
+    def buffers(self) -> Iterator[Tensor]:
+        return (t for t in (self.key, self.value, self.grad_key, self.grad_value) if t is not None)
+
+
+class ContextStore:
+    """K, V and their gradients for every attention call of one microbatch on one stage.
+
+        K, V     |  0  |  1  |  2  |     |     buffers of the whole sequence, slices written in place
+        dK, dV   |     | +=2 | own |     |     a slice's backward adds to all it read, then takes its own part
+
+    Slices may be written in any order that puts what is read before its reader (rule 1); a slice runs
+    backward after every later slice that attends to it (rule 2). Anything else is a ContextError. A call's
+    buffers are freed after the backward of its last slice (rule 5). Without gradients (evaluation, frozen
+    layers) there is none: then call `free`.
+
+    Args:
+        length: tokens of the whole sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._contexts: dict[Hashable, _CallBuffers] = {}
+        self._reads: dict[Hashable, list[tuple[int, int]]] = {}
+        self.shared: SharedState | None = None  # whoever runs the slices puts it there
+        self._replaying = False
+        self._attending: AttentionWrapper | None = None
+
+    @property
+    def calls(self) -> list[Hashable]:
+        """The keys of all attention calls so far, in the order of their first use, freed ones included."""
+        return list(self._reads)
+
+    def reads(self, call: Hashable) -> list[tuple[int, int]]:
+        """The keys [first, end) that each slice of a call read, in the order in which they ran."""
+        return list(self._reads.get(call, ()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers held now."""
+        return sum(buffer.nbytes for context in self._contexts.values() for buffer in context.buffers)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every call's buffers are freed."""
+        return not self._contexts
+
+    def free(self) -> None:
+        """Drop all buffers; needed where no backward does it."""
+        self._contexts.clear()
+        shared, self.shared = self.shared, None
+        if shared is not None:
+            shared.close()
+
+    @property
+    def is_replaying(self) -> bool:
+        return self._replaying
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Within it slices run a second time (recomputation, rule 4): K and V are read, never changed."""
+        self._replaying = True
+        try:
+            yield
+        finally:
+            self._replaying = False
+
+    @contextmanager
+    def attending(self, attending: AttentionWrapper) -> Iterator[None]:
+        """Within it `attending` is given each slice's computing: it may keep the result, or return one it kept."""
+        self._attending = attending
+        try:
+            yield
+        finally:
+            self._attending = None
+
+    def attend(self, compute: Callable[[], AttentionResult]) -> AttentionResult:
+        """Compute what a slice attends to, unless `attending` knows it."""
+        return compute() if self._attending is None else self._attending(compute)
+
+    def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        """Put a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv) in place; return all there are so far."""
+        context = self._contexts.get(call)
+        if self._replaying:
+            if context is None or ranges.start not in context.slices:
+                raise ContextError(f"{_name(call, ranges)} is replayed, but its forward never ran")
+        else:
+            if context is None:
+                context = self._contexts[call] = _CallBuffers(self._allocate(key), self._allocate(value))
+            self._check_free(call, context, ranges)
+            context.slices[ranges.start] = StoredSlice(ranges.end, ranges.first)
+            context.key[:, :, ranges.start : ranges.end] = key
+            context.value[:, :, ranges.start : ranges.end] = value
+            self._reads.setdefault(call, []).append((ranges.first, ranges.end))
+        self._check_present(call, context, ranges)
+        return context.key, context.value
+
+    def context(self, call: Hashable, ranges: KeyRanges) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """K, V, dK, dV of a slice whose backward begins now; every later slice that attends to it is done."""
+        context = self._contexts.get(call)
+        if context is None or ranges.start not in context.slices:
+            raise ContextError(f"{_name(call, ranges)} runs backward, but its keys aren't in the store (any more)")
+        if context.slices[ranges.start].done:
+            raise ContextError(f"{_name(call, ranges)} runs backward a second time")
+        for start, later in context.slices.items():
+            if start >= ranges.end and later.first < ranges.end and not later.done:
+                raise ContextError(
+                    f"{_name(call, ranges)} runs backward before the slice [{start}, {later.end}), which "
+                    "attends to it: run the slices of a microbatch in reverse order"
+                )
+        if context.grad_key is None or context.grad_value is None:
+            context.grad_key = torch.zeros_like(context.key, dtype=_wide(context.key.dtype))
+            context.grad_value = torch.zeros_like(context.value, dtype=_wide(context.value.dtype))
+        return context.key, context.value, context.grad_key, context.grad_value
+
+    def finish(self, call: Hashable, ranges: KeyRanges) -> None:
+        """Mark a slice's backward as done; free the call's buffers after the last one (rule 5)."""
+        context = self._contexts[call]
+        context.slices[ranges.start].done = True
+        covered = sum(each.end - start for start, each in context.slices.items())
+        if covered == self.length and all(each.done for each in context.slices.values()):
+            del self._contexts[call]
+
+    def _allocate(self, part: Tensor) -> Tensor:
+        batch, heads, _, width = part.shape
+        return part.new_empty(batch, heads, self.length, width)
+
+    def _check_free(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
+        if ranges.end > self.length:
+            raise ContextError(f"{_name(call, ranges)} ends after the sequence of {self.length} tokens")
+        for start, other in context.slices.items():
+            if start < ranges.end and ranges.start < other.end:
+                raise ContextError(f"{_name(call, ranges)} is written over the slice [{start}, {other.end})")
+
+    def _check_present(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
+        position = ranges.first
+        for start, each in sorted(context.slices.items()):
+            if start <= position < each.end:
+                position = each.end
+        if position < ranges.end:
+            raise ContextError(
+                f"{_name(call, ranges)} attends to the keys from {ranges.first} on, but {position} isn't "
+                "written yet: run the slices that it attends to first"
+            )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _name(call: Hashable, ranges: KeyRanges) -> str:
+    return f"slice [{ranges.start}, {ranges.end}) of attention call {call!r}"

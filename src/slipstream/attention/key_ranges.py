@@ -1,0 +1,196 @@
+"""Which keys each query of a slice sees, and the tiles that cover exactly those scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+
+SHORTEST_RUN = 32  # queries; a shorter run of equal first keys costs more to launch than to mask
+MASKED_ROWS = 192  # queries of a masked tile, which reads window + 192 keys; kernels slow down below 192
+SQUARE = 256  # queries of a causal square; kernels compute a square whole, so large ones waste half
+
+
+@dataclass(frozen=True)
+class ScoreRectangle:
+    """A rectangle of a tile's scores, counted from the tile's first query and first key."""
+
+    queries: slice
+    keys: slice
+    diagonal: bool = False  # it holds its queries' own keys
+    masked: bool = False  # under the tile's mask; otherwise causal on the diagonal, and all seen off it
+
+    @property
+    def causal(self) -> bool:
+        """A square whose query t sees the keys 0 .. t."""
+        return self.diagonal and not self.masked
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTile:
+    """Queries [start, end) of some batch rows, which together read the keys [first, end).
+
+    Without `first_keys` each query sees the keys from `first` up to itself, so no mask is needed. With
+    `first_keys` query start+t sees the keys from first_keys[t] up to itself.
+    """
+
+    index: int  # within the KeyRanges; part of dropout's seed
+    rows: slice  # of the batch
+    start: int
+    end: int
+    first: int
+    first_keys: Tensor | None = None  # (end - start,)
+
+    @property
+    def past(self) -> int:
+        """How many of the tile's keys come before its first query."""
+        return self.start - self.first
+
+    @cached_property
+    def parts(self) -> tuple[ScoreRectangle, ...]:
+        r"""The scores as rectangles; those on the diagonal, which cover every query once, before the others.
+
+             first     start     end          first      start  end
+               |---------|----|----|            |---|------|----|
+               |         | \  |    |            |\  |      | \  |    masked on the left, where the
+               |  past   |____|____|            |  \| past |  \ |    window's first key moves
+               |         |    | \  |            |---|------|----|
+               |---------|----|----|
+
+        A square of at most 256 queries is causal, all else is seen whole. Parts of a query are merged later.
+        """
+        num_queries = self.end - self.start
+        queries, past = slice(0, num_queries), self.past
+        last = 0 if self.first_keys is None else int(self.first_keys.max()) + 1 - self.first  # all see last..
+        if last > past:
+            return (ScoreRectangle(queries, slice(0, past + num_queries), diagonal=True, masked=True),)
+        moving = [ScoreRectangle(queries, slice(0, last), masked=True)] if last else []
+        whole = [ScoreRectangle(queries, slice(last, past))] if last < past else []
+        return (*_triangle(0, num_queries, past), *whole, *moving)
+
+    @cached_property
+    def window(self) -> int | None:
+        """How many keys every query sees, where that is the same for all: a sliding window."""
+        if self.first_keys is None or not bool((self.first_keys.diff() == 1).all()):
+            return None
+        return self.past + 1
+
+    @property
+    def irregular(self) -> bool:
+        """Neither causal nor a sliding window, but several documents or both."""
+        return self.first_keys is not None and self.window is None
+
+    def mask(self, part: ScoreRectangle, device: torch.device) -> Tensor:
+        """Whether a query of a part sees a key of it, (queries, keys)."""
+        rows, keys = part.queries, part.keys
+        query = torch.arange(self.start + rows.start, self.start + rows.stop, device=device)[:, None]
+        key = torch.arange(self.first + keys.start, self.first + keys.stop, device=device)
+        if self.first_keys is None:
+            return key <= query
+        return (key <= query) & (key >= self.first_keys[rows, None].to(device))
+
+
+def _triangle(begin: int, end: int, past: int) -> Iterator[ScoreRectangle]:
+    """The causal scores of the queries [begin, end) with their own keys, which lie `past` keys further on."""
+    num_squares = -(-(end - begin) // SQUARE)
+    if num_squares == 1:
+        yield ScoreRectangle(slice(begin, end), slice(past + begin, past + end), diagonal=True)
+        return
+    middle = begin + SQUARE * -(-num_squares // 2)
+    yield from _triangle(begin, middle, past)
+    yield from _triangle(middle, end, past)
+    yield ScoreRectangle(slice(middle, end), slice(past + begin, past + middle))
+
+
+class KeyRanges:
+    r"""Query start+t of batch row r sees the keys first_key[r, t] .. start+t. All layers share one.
+
+    Every mask of a causal model has this form: plain causal attention (first_key = 0), packed documents (the
+    document's first token), chunked attention (the chunk's), sliding windows (the query's position - w + 1).
+
+        keys        0          start     end
+                    |------------|--------|
+        queries     | all        | \      |   a long run of queries with one first key: one unmasked tile
+                    |       \    |   \    |   first keys that move: masked tiles of 192 queries, which
+                    |         \  |     \  |   read the window and 192 keys more
+
+    Args:
+        first_key: (rows, length) int64; rows is 1 (all batch rows alike) or the batch size.
+        start: the position of the slice's first query.
+
+    Raises:
+        SlipstreamError: where a first key is negative or comes after its own query.
+    """
+
+    def __init__(self, first_key: Tensor, start: int) -> None:
+        if first_key.ndim != 2 or first_key.numel() == 0 or first_key.dtype != torch.int64:
+            raise SlipstreamError(
+                f"first_key has shape {tuple(first_key.shape)} and dtype {first_key.dtype}; give the "
+                "first key of each query as int64, (1, length) or (batch, length)"
+            )
+        if start < 0:
+            raise SlipstreamError(f"a slice starts at {start}; positions begin at 0")
+        self.start = start
+        self.end = start + first_key.shape[1]
+        first_key = first_key.cpu()
+        self.first_key = first_key[:1] if bool((first_key == first_key[:1]).all()) else first_key
+        self._check()
+        self.first = int(first_key.min())
+        self.tiles = tuple(self._tiles())
+
+    @classmethod
+    def causal(cls, start: int, end: int) -> KeyRanges:
+        """Plain causal attention: each query of [start, end) sees every key up to itself."""
+        return cls(torch.zeros(1, end - start, dtype=torch.int64), start)
+
+    @property
+    def num_rows(self) -> int:
+        """1 where all batch rows are alike, else the batch size."""
+        return self.first_key.shape[0]
+
+    def __repr__(self) -> str:
+        return f"KeyRanges([{self.start}, {self.end}), first={self.first}, {len(self.tiles)} tiles)"
+
+    def _check(self) -> None:
+        own = torch.arange(self.start, self.end)
+        wrong = ((self.first_key < 0) | (self.first_key > own)).nonzero()
+        if len(wrong):
+            row, query = wrong[0].tolist()
+            raise SlipstreamError(
+                f"the query at position {self.start + query} of batch row {row} has the first key "
+                f"{int(self.first_key[row, query])}; give one from 0 to the query's own position"
+            )
+
+    def _tiles(self) -> Iterator[ScoreTile]:
+        index = 0
+        for row, first_key in enumerate(self.first_key):
+            rows = slice(None) if self.num_rows == 1 else slice(row, row + 1)
+            for begin, end in _cuts(first_key):
+                first_keys = first_key[begin:end]
+                first = int(first_keys.min())
+                moves = None if bool((first_keys == first).all()) else first_keys
+                yield ScoreTile(index, rows, self.start + begin, self.start + end, first, moves)
+                index += 1
+
+
+def _cuts(first_key: Tensor) -> Iterator[tuple[int, int]]:
+    """Cut one row's queries into long runs with one first key, and blocks of what lies between them."""
+    counts = torch.unique_consecutive(first_key, return_counts=True)[1]
+    done = position = 0
+    for count in counts.tolist():
+        if count >= SHORTEST_RUN:
+            yield from _blocks(done, position)
+            yield position, position + count
+            done = position + count
+        position += count
+    yield from _blocks(done, position)
+
+
+def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    for start in range(begin, end, MASKED_ROWS):
+        yield start, min(start + MASKED_ROWS, end)

@@ -1,0 +1,199 @@
+"""Attention of one token slice as a single autograd function over a context store."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.attention.attention_backend import AttentionBackend, AttentionGradients, QueryState
+from slipstream.attention.context_store import AttentionResult, ContextStore
+from slipstream.attention.flash_kernels import FlashCPU, FlashCUDA
+from slipstream.attention.key_ranges import KeyRanges, ScoreTile
+from slipstream.attention.masked_math import MaskedMath
+from slipstream.errors import SlipstreamError
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    store: ContextStore,
+    call: Hashable,
+    ranges: KeyRanges,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> Tensor:
+    """Attend from one slice to every key its queries see, those of earlier slices included.
+
+    Exact: over all slices, the gradients of query, key, value and sinks are those of unsliced attention.
+
+    Args:
+        query: (B, H, T, D), the slice [ranges.start, ranges.end) of the sequence.
+        key: (B, Hkv, T, D); Hkv divides H (grouped-query attention).
+        value: (B, Hkv, T, Dv).
+        store: of this microbatch on this stage; takes key and value, and gives those of earlier slices.
+        call: which attention of the stage this is, the same key for all slices.
+        ranges: what each query sees.
+        scale: multiplies the scores.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: (H,) a logit per head that takes probability and has no value.
+        dropout: probability of dropping an attention weight, drawn from `seed`.
+
+    Returns:
+        (B, H, T, Dv), stored as (B, T, H, Dv).
+
+    Raises:
+        SlipstreamError: where shapes or dtypes don't fit together.
+        ContextError: where slices run in an order that doesn't allow this one.
+    """
+    query, key, value = _autocast(query, key, value)
+    _check(query, key, value, sinks, ranges)
+    backend = _backend(query, value, scale, softcap, dropout, seed)
+    width, value_width = backend.width(query.shape[-1], value.shape[-1]), value.shape[-1]
+    query, key, value = (_padded(each, width) for each in (query, key, value))
+    site = _AttentionCall(store, call, ranges, backend)
+    output: Tensor = _SliceAttention.apply(query, key, value, sinks, site)  # type: ignore[no-untyped-call]
+    return output if output.shape[-1] == value_width else output[..., :value_width]
+
+
+def _padded(each: Tensor, width: int | None) -> Tensor:
+    """With zeros, which add nothing to a score, and to an output nothing but zeros."""
+    return each if width in (None, each.shape[-1]) else F.pad(each, (0, width - each.shape[-1]))
+
+
+def _backend(
+    query: Tensor, value: Tensor, scale: float, softcap: float | None, dropout: float, seed: int
+) -> AttentionBackend:
+    if softcap is None and dropout == 0.0:
+        if query.device.type == "cpu":
+            return FlashCPU(scale)
+        narrow = max(query.shape[-1], value.shape[-1]) <= 256  # what the kernel takes
+        if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and narrow:
+            return FlashCUDA(scale)
+    return MaskedMath(scale, softcap, dropout, seed)
+
+
+@dataclass(frozen=True)
+class _AttentionCall:
+    """Where an attention takes place: everything about it that isn't a tensor with a gradient."""
+
+    store: ContextStore
+    call: Hashable
+    ranges: KeyRanges
+    backend: AttentionBackend
+
+    def tiles(self) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
+        """Each tile, with the indices of its queries in the slice and of its keys in the store's buffers."""
+        start = self.ranges.start
+        for tile in self.ranges.tiles:
+            queries, keys = slice(tile.start - start, tile.end - start), slice(tile.first, tile.end)
+            yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
+
+
+class _SliceAttention(torch.autograd.Function):
+    """Rules 2 and 5: backward adds to the gradients of all keys it read, and takes the sum of its own.
+
+    forward   K, V    |  0  |  1  | [2] |        slice 2 writes its keys and reads 0, 1, 2
+    backward  dK, dV  | += 2| += 2| own |        slice 2 adds to 0, 1, 2; then 2 is final and returned
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, site: _AttentionCall
+    ) -> Tensor:
+        keys, values = site.store.write(site.call, key, value, site.ranges)  # (B,Hkv,L,D)
+        output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, site))
+        ctx.save_for_backward(query, output, logsumexp, sinks)
+        ctx.site = site
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, output, logsumexp, sinks = ctx.saved_tensors
+        site: _AttentionCall = ctx.site
+        keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
+        grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)  # once, not for every part
+        grad_query = _empty(query, query.shape[-1], grad_keys.dtype).zero_()
+        saved = QueryState(query, output, logsumexp, grad_output)
+        with torch.autocast(query.device.type, enabled=False):
+            for tile, own, seen in site.tiles():
+                gradients = AttentionGradients(grad_query[own], grad_keys[seen], grad_values[seen])
+                queries = QueryState(*(each[own] for each in saved))
+                site.backend.backward(queries, keys[seen], values[seen], gradients, tile)
+            grad_sinks = None if sinks is None else _sink_gradient(saved, sinks)
+        mine = slice(site.ranges.start, site.ranges.end)
+        grad_key, grad_value = (_copy(each[:, :, mine], query.dtype) for each in (grad_keys, grad_values))
+        site.store.finish(site.call, site.ranges)
+        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, site: _AttentionCall) -> AttentionResult:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = _empty(query, values.shape[-1], wide)
+    logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
+    with torch.autocast(query.device.type, enabled=False):
+        for tile, own, seen in site.tiles():
+            site.backend.forward(query[own], keys[seen], values[seen], output[own], logsumexp[own], tile)
+        if sinks is not None:
+            _add_sinks_(output, logsumexp, sinks)
+    return output.to(query.dtype), logsumexp
+
+
+def _empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """An empty (B,H,T,width) tensor stored as (B,T,H,width), the order in which models go on with it."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def _copy(each: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of a slice's final sums: a view would keep the buffers of the whole sequence."""
+    return _empty(each, each.shape[-1], dtype).copy_(each)
+
+
+def _add_sinks_(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> None:
+    """Merge a key of score `sink` and value 0: lse' = log(e^lse + e^sink), O' = e^(lse - lse') O."""
+    sink = sinks.to(logsumexp.dtype)[:, None]  # (H,1)
+    output.mul_(torch.sigmoid(logsumexp - sink)[..., None])
+    logsumexp.copy_(torch.logaddexp(logsumexp, sink))
+
+
+def _sink_gradient(queries: QueryState, sinks: Tensor) -> Tensor:
+    """dsink = - sum of P_sink * rowsum(dO * O) over batch and queries, with P_sink = e^(sink - lse)."""
+    wide = queries.logsumexp.dtype
+    probs = (sinks.to(wide)[:, None] - queries.logsumexp).exp()  # (B,H,T)
+    delta = (queries.grad_output.to(wide) * queries.output).sum(-1)  # (B,H,T)
+    return -(probs * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does for PyTorch's own attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ranges: KeyRanges) -> None:
+    batch, heads, length, width = query.shape
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    fits = key.shape == (batch, key.shape[1], length, width) and value.shape[:3] == key.shape[:3]
+    if not fits or heads % key.shape[1]:
+        raise SlipstreamError(f"{shapes}; give (B,H,T,D), (B,Hkv,T,D), (B,Hkv,T,Dv), H a multiple of Hkv")
+    if length != ranges.end - ranges.start or ranges.num_rows not in (1, batch):
+        raise SlipstreamError(f"{shapes}; the key ranges are of {ranges.num_rows} rows and {ranges}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise SlipstreamError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: give one dtype")
+    if sinks is not None and sinks.shape != (heads,):
+        raise SlipstreamError(f"sinks have shape {tuple(sinks.shape)}: give one logit per head, ({heads},)")

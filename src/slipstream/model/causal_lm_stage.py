@@ -1,0 +1,284 @@
+"""One stage of a causal LM: some of its layers, run on one token slice at a time by the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from slipstream.attention import ContextStore
+from slipstream.model.hooks import (
+    MaskTables,
+    SliceContext,
+    TokenSlice,
+    active_forward,
+    attention_interface,
+    fix_length_dependent_rope,
+    keyed_random_state,
+)
+from slipstream.model.layer_range import LayerRange, ModelEnd
+from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
+from slipstream.model.model_cutting import has_edge, keep_layers, second_half
+from slipstream.model.saving import add_weight_gradients_in_place
+from slipstream.model.tensor_spec import Tensors, TensorSpec
+
+_SECOND_HALF = 100  # where the parts of a layer's second half are counted from, wherever its first half ran
+
+
+@dataclass(frozen=True)
+class TiedWeight:
+    """A weight that embeds on the first stage and is the head on the last (rule 11).
+
+    `parameter` goes by the canonical name and collects the embedding's gradient; `head` shares its storage and collects
+    the head's, so that the two can be added in one fixed order whatever the number of stages. A stage that does not
+    compute one of the two has no gradient for it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    head: nn.Parameter | None  # on the last stage
+
+
+class TensorParallelLayers(Protocol):
+    """Ranks that share every layer of a stage, as `parallel.TensorParallel` has it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def sequence(self) -> bool:
+        """Whether they also share the tokens between the parts of a layer."""
+        ...
+
+    def install(self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        """Put the exchange between them into the model; `enter` and `leave` what each computes on its own."""
+        ...
+
+    def begin(self, length: int) -> None:
+        """A slice of so many tokens comes next."""
+        ...
+
+    def local_length(self, length: int) -> int:
+        """How many of its tokens are here between the parts of a layer."""
+        ...
+
+
+class CausalLMStage:
+    """Layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
+
+    What travels between stages is of `hidden_shape` and `hidden_dtype`. With `shared` the model has this rank's shares
+    of all weights, and every rank runs the stage at once.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        anatomy: ModelAnatomy,
+        owned: LayerRange,
+        device: torch.device,
+        shared: TensorParallelLayers | None = None,
+    ) -> None:
+        attention_interface.register()
+        model.set_attn_implementation(attention_interface.NAME)
+        self.owned = owned
+        self.num_layers = len(list(model.get_submodule(anatomy.layers).children()))
+        self.is_first, self.is_last = (has_edge(edge, anatomy, owned, self.num_layers) for edge in ModelEnd)
+        keep_layers(model, anatomy, owned, device)
+        fix_length_dependent_rope(model)
+        self._shared = shared
+        if shared is not None:
+            shared.install(model, self._enter_own, self._leave_own)
+        add_weight_gradients_in_place(model)
+        self.model: PreTrainedModel = model.to(device)
+        self.tied = _separate_head(model, anatomy, self.is_last)
+        self.hidden_size: int = model.config.get_text_config().hidden_size
+        self.hidden_dtype: torch.dtype = _dtype(model.get_submodule(anatomy.layers), model)
+        self.tables = MaskTables(device)
+        self._context: SliceContext | None = None
+        self._uses_randomness = uses_randomness(model)
+        layers = [*model.get_submodule(anatomy.layers).children()]
+        self.layers = [layers[index] for index in owned.layers]
+        self._watch(layers, anatomy.halves)
+        self._learn_masks(device)
+
+    @property
+    def layers_here(self) -> range:
+        return self.owned.layers
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the unsplit model's names; a tied weight goes by its canonical one."""
+        heads = {id(tied.head) for tied in self.tied}
+        return ((name, p) for name, p in self.model.named_parameters() if id(p) not in heads)
+
+    def state(self) -> dict[str, Tensor]:
+        """What of the unsplit model's state dict lives here, by its names."""
+        heads = {tied.head.data_ptr(): tied.name for tied in self.tied if tied.head is not None}
+        state = self.model.state_dict()
+        return {name: t.detach() for name, t in state.items() if heads.get(t.data_ptr(), name) == name}
+
+    def forward(self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore) -> Tensor:
+        """One slice through this stage: (b, T, hidden) in and out; the first takes None, the last gives logits."""
+        return self._run(SliceContext(token_slice, store, self.tables, hidden))
+
+    def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Tensor | Tensors:
+        """`forward`, given and giving what travels between stages as a tuple; the last stage gives logits."""
+        output = self.forward(token_slice, inputs[0] if inputs else None, store)
+        return output if self.is_last else (output,)
+
+    def receives(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
+        return () if self.is_first else self._hidden(token_slice)
+
+    def sends(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
+        return () if self.is_last else self._hidden(token_slice)
+
+    def _hidden(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(self.hidden_shape(token_slice), self.hidden_dtype),)
+
+    def hidden_shape(self, token_slice: TokenSlice) -> torch.Size:
+        """(b, T, hidden_size) of what comes in and goes out; T may be a part of the slice's tokens."""
+        batch, length = token_slice.input_ids.shape
+        return torch.Size((batch, self._shared.local_length(length) if self._shared else length, self.hidden_size))
+
+    def _run(self, context: SliceContext) -> Tensor:
+        piece = context.token_slice
+        self._context = context
+        if self._shared is not None:
+            context.tensor_rank = self._shared.rank
+            self._shared.begin(piece.input_ids.shape[1])
+        try:
+            with active_forward(context), keyed_random_state(self._is_random):
+                self._enter(-1)
+                output = self.model(
+                    input_ids=piece.input_ids,
+                    # without it transformers looks for packed documents, and its look waits for the GPU to be idle
+                    attention_mask=torch.ones_like(piece.input_ids, dtype=torch.bool),
+                    position_ids=piece.position_ids,
+                    use_cache=False,
+                )
+        finally:  # a replay leaves as soon as it has what it needs
+            self._context = None
+        if context.num_masks != len(self.tables):
+            raise RuntimeError(f"the model built {context.num_masks} masks, {len(self.tables)} when it was first run")
+        if self.is_last:
+            return output.logits  # type: ignore[no-any-return]
+        assert context.output is not None, f"the last of {self.owned} did not run"
+        return context.output
+
+    @property
+    def _is_random(self) -> bool:
+        return self._uses_randomness and self.model.training
+
+    def _enter(self, layer: int) -> None:
+        """Random state is keyed by layer, -1 before the first: recomputing a layer replays its dropout (rule 10)."""
+        assert self._context is not None
+        self._context.enter_layer(layer)
+        if self._is_random:
+            torch.manual_seed(self._context.seed(layer, *self._tokens_here(layer)))
+
+    def _tokens_here(self, layer: int) -> tuple[str | int, ...]:
+        """What tells apart the ranks that share a layer, where each has other tokens of it."""
+        is_spread = self._shared is not None and self._shared.sequence and 0 <= layer < self.num_layers
+        return ("tokens", self._shared.rank) if is_spread and self._shared is not None else ()
+
+    def _enter_own(self) -> None:
+        """From here on each of the ranks that share a layer computes something else: their dropout must differ."""
+        self._seed_part("own", self._shared.rank if self._shared else 0)
+
+    def _leave_own(self) -> None:
+        """From here on all compute the same, or each on tokens of its own."""
+        context = self._context
+        self._seed_part("shared", *(self._tokens_here(context.layer) if context else ()))
+
+    def _seed_part(self, *place: str | int) -> None:
+        if self._context is not None and self._is_random:
+            self._context.parts_of_layer += 1
+            torch.manual_seed(self._context.seed(self._context.layer, self._context.parts_of_layer, *place))
+
+    def _watch(self, layers: list[nn.Module], halves: Sequence[LayerPart]) -> None:
+        for index in self.owned.layers:
+            layers[index].register_forward_pre_hook(self._entering(index))
+            middle = second_half(layers[index], halves)
+            if middle is not None and self._uses_randomness:
+                middle.register_forward_pre_hook(self._entering_second_half(index))
+        ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder beside the embedding, or the head
+        here = self.owned.layers or range(self.num_layers)[ends]
+        if not self.is_first:
+            layers[here[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
+        last = layers[here[-1]]
+        last.register_forward_hook(self._entering(self.num_layers) if self.is_last else self._keep)
+
+    def _entering(self, layer: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._enter(layer)
+
+        return hook
+
+    def _entering_second_half(self, layer: int) -> Callable[..., None]:
+        """Its dropout draws the same whether the first half ran here, on another stage, or is a placeholder."""
+
+        def hook(*_: Any) -> None:
+            assert self._context is not None
+            if self._is_random:
+                torch.manual_seed(self._context.seed(layer, "feed-forward", *self._tokens_here(layer)))
+                self._context.parts_of_layer = _SECOND_HALF
+
+        return hook
+
+    def _receive(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The first owned layer works on what the stage before sent, whatever the placeholders handed down."""
+        assert self._context is not None
+        if args:
+            return (self._context.hidden, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._context.hidden}
+
+    def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
+        assert self._context is not None
+        self._context.output = output[0] if isinstance(output, tuple) else output
+
+    def _learn_masks(self, device: torch.device) -> None:
+        """One token through the stage: notes the mask functions the model builds, before documents wrap them."""
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        piece = TokenSlice(zero, zero, None, start=0, length=1, max_position=0)
+        hidden = torch.zeros(self.hidden_shape(piece), dtype=self.hidden_dtype, device=device)
+        was_training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            self._run(SliceContext(piece, ContextStore(1), self.tables, hidden, records_masks=True))
+        self.model.train(was_training)
+
+
+def _dtype(*modules: nn.Module) -> torch.dtype:
+    """Of the first parameter there is."""
+    return next(parameter.dtype for module in modules for parameter in module.parameters())
+
+
+def _separate_head(model: PreTrainedModel, anatomy: ModelAnatomy, is_last: bool) -> list[TiedWeight]:
+    """Give the head an accumulator of its own, so that embedding and head gradients add in a fixed order."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = []
+    for head_name, name in anatomy.tied:
+        if name not in parameters:
+            continue  # neither the embedding nor the head is on this stage
+        head = None
+        if is_last:
+            head = nn.Parameter(parameters[name].detach(), requires_grad=parameters[name].requires_grad)
+            module, _, attribute = head_name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, head)
+        tied.append(TiedWeight(name, parameters[name], head))
+    return tied
+
+
+def uses_randomness(model: nn.Module) -> bool:
+    """Whether training draws random numbers: dropout of any kind, or a router's jitter."""
+    return any(
+        isinstance(value, float)
+        and value > 0
+        and (isinstance(module, nn.Dropout) or "drop" in name or "jitter" in name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name == "p" or "drop" in name or "jitter" in name
+    )

@@ -1,0 +1,228 @@
+"""Norms and activations, each as one kernel: torch.compile of what a model's own code does between its linear layers.
+
+    x ─ [to float32, square, mean, rsqrt, mul, mul] ─ q, k, v ─ attention ─ ...          a norm
+    x ─ gate, up ─ [act(gate) * up] ─ down ─ ...                                          a gated feed-forward
+
+Only what is in brackets is compiled. Linear layers, dropout and attention run as before, called one by one: hooks on
+them, gradients added in place, and the split of a backward into I and W stay what they are. PTD-P section 4.2 fuses
+bias, GeLU, dropout and residual by hand; here the bias is in the matrix product, and dropout stays outside, so that it
+draws the same numbers fused or not.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.util import find_spec
+from inspect import Parameter, signature
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.saving import compiled_modules
+
+_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+# what needs no kernel
+_FREE = frozenset({getattr, operator.getitem, "chunk", "split", "view", "reshape", "size", "dim"})
+_CHANGES = frozenset({operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv})
+_RANDOM = ("dropout", "rand", "bernoulli", "noise")
+_PRODUCTS = ("mm", "matmul", "linear", "einsum", "conv", "attention")
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_LEAVE_OUT = "or leave fused out (pipeline.fused: false)."
+_Kernel = Callable[..., Any]
+
+
+def fuse_kernels(model: nn.Module) -> list[str]:
+    """Compile, in place, the norms and activations of `model`. Nothing is compiled yet: that is the first forward's.
+
+    A norm is a module without children that is called so; an activation one of transformers' or PyTorch's, in a module
+    with linear layers. They are traced, so no code of theirs is copied, and run for slices of any length without being
+    compiled anew. What can't be traced stays as it is, as does what is one kernel already, such as `nn.LayerNorm`.
+    Equal ones are compiled once, however many layers have them.
+
+    Returns the names of the modules whose forwards are fused now.
+    """
+    kernels: dict[object, _Kernel] = {}
+    names = []
+    compiled = compiled_modules(model)
+    for name, module in model.named_modules():
+        if _inside(name, compiled) or not (_is_norm(module) or _has_activation(module)) or not _takes_one(module):
+            continue
+        graph = _trace(module)
+        if graph is not None and (parts := _fuse_regions(module, graph, kernels)) is not None:
+            # bound to the module itself, whose parameters and children may be replaced or moved later
+            module.forward = MethodType(type(fx.GraphModule(module, parts)).forward, module)
+            names.append(name)
+    return names
+
+
+def check_compiler(device_type: str) -> None:
+    """Raises SlipstreamError where torch.compile can't make kernels for such a device, "cpu" or "cuda", here."""
+    if device_type == "cuda" and find_spec("triton") is None:
+        raise SlipstreamError(
+            f"fused: kernels for CUDA are made by Triton. Install it: pip install triton, {_LEAVE_OUT}"
+        )
+    variable, candidates = ("CC", ("gcc", "clang", "cc")) if device_type == "cuda" else ("CXX", (_cxx(),))
+    named = os.environ.get(variable, "").split()[:1] or candidates
+    if not any(map(shutil.which, named)):
+        raise SlipstreamError(
+            f"fused: torch.compile needs a compiler, but {' or '.join(named)} is not on the PATH. Install it, as with "
+            f"apt-get install g++, name one you have in {variable}, {_LEAVE_OUT}"
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        raise SlipstreamError(
+            f"fused: torch.compile needs Python's headers, but {header} is not there. Install them, as with "
+            f"apt-get install python3-dev, {_LEAVE_OUT}"
+        )
+
+
+def _cxx() -> str:
+    """PyTorch's default."""
+    return "clang++" if sys.platform == "darwin" else "g++"
+
+
+def _inside(name: str, compiled: list[str]) -> bool:
+    return any(each == "the model" or f"{name}.".startswith(f"{each}.") for each in compiled)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and not any(module.children())
+
+
+def _has_activation(module: nn.Module) -> bool:
+    return any(map(_is_activation, module.children()))
+
+
+def _is_activation(module: nn.Module) -> bool:
+    return type(module).__module__ in _ACTIVATIONS and not any(module.children())
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """One tensor and nothing else: of an optional argument a trace would only see one of both cases."""
+    parameters = [*signature(module.forward).parameters.values()]
+    return len(parameters) == 1 and parameters[0].default is Parameter.empty and parameters[0].kind not in _VARIADIC
+
+
+class _Tracer(fx.Tracer):
+    """Sees through activations. All other children are called as modules."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not _is_activation(m)
+
+
+def _trace(module: nn.Module) -> fx.Graph | None:
+    """What its forward does; None where that depends on the input or the mode, is random, or changes something, and
+    where matrices are multiplied: W and recomputation have to see that."""
+    was_training, codes = module.training, set()
+    try:
+        for training in (False, True):
+            module.training = training
+            graph = _Tracer().trace(module)
+            codes.add(graph.python_code("self").src)
+    except Exception:  # a model's code may do anything with what only stands for a tensor
+        return None
+    finally:
+        module.training = was_training
+    return graph if len(codes) == 1 and all(map(_is_pure, graph.nodes)) else None
+
+
+def _is_pure(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method"):
+        return True
+    changes = node.target in _CHANGES or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace")
+    return not changes and not any(word in name for word in (*_RANDOM, *_PRODUCTS))
+
+
+def _fuse_regions(module: nn.Module, graph: fx.Graph, kernels: dict[object, _Kernel]) -> fx.Graph | None:
+    """The same graph with every region as one call; None if it has no region that is more than one kernel.
+
+    The operations between the same modules are a region: those that need the same number of modules, one after the
+    other, before them. So all that gate and up are needed for comes after both.
+    """
+    levels = _levels(graph)
+    fused, copies, num_kernels = fx.Graph(), dict[fx.Node, fx.Node](), 0
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            copies[node] = fused.node_copy(node)
+    for level in range(max(levels.values(), default=-1) + 1):
+        here = [node for node, at in levels.items() if at == level]
+        region = [node for node in here if node.op != "call_module"]
+        if sum(node.target not in _FREE for node in region) > 1:
+            _call_kernel(module, region, fused, copies, kernels)
+            num_kernels += 1
+        else:
+            copies |= {node: fused.node_copy(node, copies.__getitem__) for node in region}
+        for node in here:
+            if node.op == "call_module":
+                copies[node] = fused.node_copy(node, copies.__getitem__)
+    fused.output(fx.map_arg(graph.output_node().args[0], copies.__getitem__))
+    return fused if num_kernels else None
+
+
+def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Of every call: how many modules must be called before, one after the other."""
+    levels: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op.startswith("call"):
+            before = [levels[each] + (each.op == "call_module") for each in node.all_input_nodes if each in levels]
+            levels[node] = max(before, default=0)
+    return levels
+
+
+def _call_kernel(
+    module: nn.Module,
+    region: list[fx.Node],
+    fused: fx.Graph,
+    copies: dict[fx.Node, fx.Node],
+    kernels: dict[object, _Kernel],
+) -> None:
+    """Put one call in the place of `region`. Regions with equal code and equally large parameters share a kernel."""
+    inside = {*region}
+    inputs = [*dict.fromkeys(each for node in region for each in node.all_input_nodes if each not in inside)]
+    outputs = [node for node in region if any(user not in inside for user in node.users)]
+    own = fx.Graph()
+    places = {node: own.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
+    for node in region:
+        places[node] = own.node_copy(node, places.__getitem__)
+    own.output(tuple(places[node] for node in outputs))
+    shapes = tuple(_shape(module, node) for node in inputs)
+    key = own.python_code("self").src, shapes
+    if key not in kernels:
+        kernels[key] = _kernel(own)
+    results = fused.call_function(kernels[key], tuple(copies[node] for node in inputs))
+    for index, node in enumerate(outputs):
+        copies[node] = fused.call_function(operator.getitem, (results, index))
+
+
+def _shape(module: nn.Module, node: fx.Node) -> torch.Size | None:
+    """Of a parameter or buffer; None for what is only known when it runs."""
+    found = operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else None
+    return found.shape if isinstance(found, Tensor) else None
+
+
+def _kernel(graph: fx.Graph) -> _Kernel:
+    """The region as a function. It is never compiled for a single token, whose sizes of 1 would need code of its own.
+
+    Where a dispatch mode watches the operations, as recompute="selective" does in a forward and in its replay, it runs
+    uncompiled: PyTorch would compile the one and not the other, depending on which came first.
+    """
+    plain = fx.GraphModule(nn.Module(), graph).forward
+    compiled = torch.compile(plain, dynamic=True)
+
+    def kernel(*inputs: Any) -> Any:
+        first = inputs[0]
+        single = isinstance(first, Tensor) and first.shape[:-1].numel() == 1
+        return (plain if single or is_in_torch_dispatch_mode(include_infra_modes=False) else compiled)(*inputs)
+
+    return kernel

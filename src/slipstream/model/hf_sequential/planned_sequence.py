@@ -1,0 +1,167 @@
+"""A vision model or encoder-decoder of transformers as a sequence of layers, where its pipeline plan allows."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.hf_sequential.stack_connector import (
+    LayerCalls,
+    LayerStack,
+    ModelInputs,
+    StackConnector,
+    StackLayer,
+    main_output,
+)
+from slipstream.model.hf_sequential.toy_inputs import toy_inputs, toy_of
+from slipstream.model.model_cutting import copy_with_shared_weights
+
+Plan = Mapping[str, Any]  # as transformers' base_model_pp_plan: module -> (inputs, outputs), in the order they run
+SUPPORTED = (
+    "Sequences are pipelined by microbatches only. Plans allow T5Gemma (encoder and decoder), EuroBERT, ESMC, "
+    "UltraBERT and the vision encoder of DeepSeek-OCR-2. To a vision model without a plan give one, for ViT "
+    "plan={'embeddings': (['pixel_values'], ['hidden_states']), 'layers': (['hidden_states'], ['hidden_states']), "
+    "'layernorm': (['hidden_states'], ['hidden_states'])}. Causal LMs go to slipstream.Pipeline as they are"
+)
+
+
+def sequence_of(
+    model: PreTrainedModel,
+    inputs: Sequence[str] = (),
+    *,
+    plan: Plan | None = None,
+    self_check: bool = True,
+    **constants: Any,
+) -> nn.Sequential:
+    """An nn.Sequential over the model's own modules, for microbatch pipelining only: its attention sees whole
+    sequences or images, so it takes no token slices.
+
+    The sequence takes a tuple of the tensors named `inputs` (one tensor where there is one name) and gives what the
+    model's forward gives: its logits, or without a head the last hidden states. Between two layers go the hidden
+    states and what else the layers need (masks, positions, the encoder's output), made once by the model's own code.
+    Layers and weights are shared with `model`, which is taken over: don't use it elsewhere.
+
+    Args:
+        model: a model of transformers whose config, or those of its encoder and decoder, have a `base_model_pp_plan`.
+        inputs: names of its forward's tensors. Default: what it needs at least, and the attention mask.
+        plan: where the config has none: modules of the base model in the order in which they run, one of them the
+            list of layers.
+        self_check: whether to compare the sequence with the model's own forward, at toy size in float64.
+        constants: further arguments of the forward, the same for all batches.
+
+    Raises:
+        SlipstreamError: the plan doesn't describe what the model does, with the supported models.
+    """
+    inputs = tuple(inputs) or default_inputs(model)
+    if self_check:
+        check_sequence(model, inputs, plan, constants)
+    return _build(model, inputs, plan, constants)
+
+
+def default_inputs(model: PreTrainedModel) -> tuple[str, ...]:
+    """The main input; for tokens with their mask, and for an encoder-decoder with the decoder's tokens."""
+    main = str(model.main_input_name)
+    if main != "input_ids":
+        return (main,)
+    tokens = ("input_ids", "attention_mask")
+    return (*tokens, "decoder_input_ids") if model.config.is_encoder_decoder else tokens
+
+
+def check_sequence(
+    model: PreTrainedModel, inputs: Sequence[str], plan: Plan | None, constants: Mapping[str, Any]
+) -> None:
+    """Raise SlipstreamError unless a toy of the model gives, in float64, what its sequence gives."""
+    find_stacks(model, plan)
+    try:
+        toy = toy_of(model)
+        tensors = tuple(toy_inputs(toy, inputs).values())
+        with torch.no_grad():
+            wanted = main_output(toy(**dict(zip(inputs, tensors, strict=True)), **constants, use_cache=False))
+            found = _build(toy, tuple(inputs), plan, constants)(tensors if len(inputs) > 1 else tensors[0])
+    except SlipstreamError:
+        raise
+    except Exception as error:
+        raise refusal(model, f"a toy of it could not be run ({type(error).__name__}: {error})") from error
+    if found.shape != wanted.shape or not torch.equal(found, wanted):
+        raise refusal(model, "its own forward does something between the modules of its plan that the plan leaves out")
+
+
+def find_stacks(model: PreTrainedModel, plan: Plan | None) -> list[LayerStack]:
+    """The model's stacks of layers in the order in which they run."""
+    parts = dict(_parts(model, plan))
+    if not parts:
+        raise refusal(model, "neither its config nor those of its parts have a base_model_pp_plan")
+    if len(parts) > 2:
+        raise refusal(
+            model, f"it has stacks of layers in {', '.join(parts)}; expected one, or an encoder and a decoder"
+        )
+    return [_stack(model, prefix, part_plan) for prefix, part_plan in parts.items()]
+
+
+def _parts(model: PreTrainedModel, plan: Plan | None) -> Iterator[tuple[str, Plan]]:
+    """(name, plan) of each part with a plan that it follows: a stack of layers and what is before and after it."""
+    base = model.base_model
+    if plan is not None:
+        yield next(name for name, module in model.named_modules() if module is base), plan
+        return
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not any(name.startswith(outer) for outer in found):
+            own = module.config.base_model_pp_plan
+            if own and isinstance(getattr(module, "layers", None), nn.ModuleList):
+                found.append(f"{name}." if name else "")
+                yield name, own
+
+
+def _stack(model: PreTrainedModel, prefix: str, plan: Plan) -> LayerStack:
+    names = [f"{prefix}.{name}" if prefix else name for name in plan]
+    have = [name for name in names if _has(model, name)]
+    lists = [name for name in have if isinstance(model.get_submodule(name), nn.ModuleList)]
+    if len(lists) != 1:
+        raise refusal(model, f"of the plan's modules {', '.join(names)} exactly one must be a list of layers")
+    place = have.index(lists[0])
+    return LayerStack(lists[0], tuple(have[:place]), tuple(have[place + 1 :]))
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _build(
+    model: PreTrainedModel, inputs: tuple[str, ...], plan: Plan | None, constants: Mapping[str, Any]
+) -> nn.Sequential:
+    """begin, the layers, end; or begin, the encoder's layers, middle, the decoder's layers, end."""
+    stacks = find_stacks(model, plan)
+    trial = toy_inputs(model, inputs)
+    about = ModelInputs({name: tensor.shape[1:] for name, tensor in trial.items()})
+    tensors, behind = tuple(trial.values()), None
+    sequence: dict[str, nn.Module] = {}
+    for place, stack in enumerate(stacks):
+        between = StackConnector(copy_with_shared_weights(model), stacks, place, about, constants, behind)
+        with torch.no_grad(), torch.random.fork_rng():
+            tensors = between.measure(tensors)
+        behind = between.layout
+        sequence["middle" if place else "begin"] = between
+        name = ("encoder", "decoder")[place] if len(stacks) == 2 else "layer"
+        sequence |= {f"{name}{i}": layer for i, layer in enumerate(_layers(model, stack, between.layout))}
+    sequence["end"] = StackConnector(copy_with_shared_weights(model), stacks, len(stacks), about, constants, behind)
+    return nn.Sequential(OrderedDict(sequence))
+
+
+def _layers(model: PreTrainedModel, stack: LayerStack, layout: LayerCalls | None) -> list[StackLayer]:
+    layers = list(model.get_submodule(stack.layers).children())
+    return [StackLayer(layer, call) for layer, call in zip(layers, layout.arguments if layout else (), strict=True)]
+
+
+def refusal(model: PreTrainedModel, reason: str) -> SlipstreamError:
+    return SlipstreamError(f"{type(model).__name__} can't be made a sequence of layers: {reason}. {SUPPORTED}.")

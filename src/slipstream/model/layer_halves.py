@@ -1,0 +1,226 @@
+"""Where a layer can be cut in two: after its attention and before its feed-forward, each with its own norms.
+
+A layer that computes x + attention(norm(x)), then h + feed_forward(norm(h)), is two layers, one without each of the
+branches: the first hands h on, which has the shape of x, and the second continues with it. Which children are whose is
+found by watching a toy run, and believed once the toy, cut so, is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf, isnan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.layer_range import LayerHalf
+from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
+from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, second_half
+from slipstream.model.toy import full_precision, perturb_parameters, recorded_attention, toy_model, toy_tokens
+
+TOLERANCE = 1e-10  # the same products in the same order: a difference is a mistake
+
+
+def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:
+    """The parts of every kind of layer, for `ModelAnatomy.halves`.
+
+    Every layer of the toy is compared with its halves one after the other, in float64 and training mode: output,
+    gradients of input and parameters. Raises SlipstreamError, naming the layer, where they are not equal.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), full_precision():
+            return _find_halves(toy_model(config), anatomy, toy_tokens(config))
+    except _NotTwoHalvesError as error:
+        raise _refusal(config, str(error)) from error
+    except Exception as error:  # the model's own code
+        raise _refusal(config, f"layers: a toy of it can't be run ({type(error).__name__}: {error})") from error
+
+
+def _find_halves(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> tuple[LayerPart, ...]:
+    perturb_parameters(model)  # so that a missing part shows
+    found: dict[tuple[str, str], LayerPart] = {}
+    for index, run in enumerate(_record_calls(model, anatomy, tokens)):
+        try:
+            parts = _parts_of(run, {part.name for part in found.values() if part.begins_half})
+            for part in parts:
+                if found.setdefault((part.name, part.kind), part) != part:
+                    raise _NotTwoHalvesError(f"its {part.name} is in the other half than in the layers before")
+        except _NotTwoHalvesError as error:
+            raise _NotTwoHalvesError(f"layer {index} ({type(run.layer).__name__}): {error}") from error
+    _check_walk(model, anatomy, tuple(found.values()), tokens)
+    return tuple(found.values())
+
+
+def _check_walk(model: PreTrainedModel, anatomy: ModelAnatomy, parts: Sequence[LayerPart], tokens: Tensor) -> None:
+    """What goes from layer to layer may read things off their parts: it runs with placeholders too."""
+    for half in LayerHalf:
+        skeleton = copy_with_shared_weights(model)
+        for layer in skeleton.get_submodule(anatomy.layers).children():
+            keep_half(layer, parts, half)
+        try:
+            with torch.no_grad():
+                skeleton(input_ids=tokens, use_cache=False)
+        except Exception as error:  # the model's own code
+            raise _NotTwoHalvesError(
+                f"layers: without one half of each it fails ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
+    return SlipstreamError(
+        f"model_type {config.model_type!r} can't be cut inside {reason}. Give whole numbers of layers."
+    )
+
+
+class _NotTwoHalvesError(Exception):
+    """Why a layer can't be cut in two."""
+
+
+@dataclass
+class _LayerCall:
+    """How a layer was called, and its children with parameters, in the order in which they ran."""
+
+    layer: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    children: list[str] = field(default_factory=list)
+    tuple_lengths: dict[str, int] = field(default_factory=dict)
+    attending: str = ""  # the child that attends
+
+
+def _record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> list[_LayerCall]:
+    runs = [_LayerCall(layer) for layer in model.get_submodule(anatomy.layers).children()]
+    hooks = []
+    for run in runs:
+        hooks.append(run.layer.register_forward_pre_hook(_call_noter(run), with_kwargs=True))
+        for name, child in run.layer.named_children():
+            if next(child.parameters(), None) is not None:
+                hooks.append(child.register_forward_hook(_child_noter(run, name)))
+    with torch.no_grad(), recorded_attention() as attending:
+        model(input_ids=tokens, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for run in runs:
+        inside = {name: set(child.modules()) for name, child in run.layer.named_children()}
+        run.attending = next((name for name, modules in inside.items() if modules & set(attending)), "")
+    return runs
+
+
+def _call_noter(run: _LayerCall) -> Any:
+    def note(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        run.args, run.kwargs = args, kwargs
+
+    return note
+
+
+def _child_noter(run: _LayerCall, name: str) -> Any:
+    def note(_child: nn.Module, _args: Any, output: Any) -> None:
+        run.children.append(name)
+        run.tuple_lengths[name] = len(output) if isinstance(output, tuple) else 0
+
+    return note
+
+
+def _parts_of(run: _LayerCall, beginnings: set[str]) -> list[LayerPart]:
+    """Try every child after the attention as the first of the second half, those of earlier layers first."""
+    _check_children(run)
+    candidates = run.children[run.children.index(run.attending) + 1 :]
+    if not candidates:
+        raise _NotTwoHalvesError(f"nothing that has parameters runs after its {run.attending}")
+    smallest = inf
+    for beginning in sorted(candidates, key=lambda name: name not in beginnings):
+        parts = _cut_at(run, beginning)
+        difference = _difference(run, parts)
+        if difference < TOLERANCE:
+            return parts
+        smallest = min(smallest, difference)
+    if smallest == inf:
+        raise _NotTwoHalvesError("attention first and feed-forward after it fail, or train other parameters")
+    raise _NotTwoHalvesError(
+        f"attention first and feed-forward after it differ from the whole layer by {smallest:.1e}, as where both start "
+        "from the same input"
+    )
+
+
+def _check_children(run: _LayerCall) -> None:
+    if not run.attending:
+        raise _NotTwoHalvesError("none of its children attends through transformers' AttentionInterface")
+    own = [*dict(run.layer.named_parameters(recurse=False)), *dict(run.layer.named_buffers(recurse=False))]
+    if own:
+        raise _NotTwoHalvesError(f"{own[0]} belongs to the layer itself, so to none of its halves")
+    for name, child in run.layer.named_children():
+        if next(child.parameters(), None) is not None and run.children.count(name) != 1:
+            raise _NotTwoHalvesError(f"{name} runs {run.children.count(name)} times in one forward")
+
+
+def _cut_at(run: _LayerCall, beginning: str) -> list[LayerPart]:
+    middle = run.children.index(beginning)
+    return [
+        LayerPart(
+            name,
+            type(run.layer.get_submodule(name)).__name__,
+            LayerHalf.ATTENTION if index < middle else LayerHalf.FEED_FORWARD,
+            run.tuple_lengths[name],
+            begins_half=index in (0, middle),
+        )
+        for index, name in enumerate(run.children)
+    ]
+
+
+def _difference(run: _LayerCall, parts: Sequence[LayerPart]) -> float:
+    """The largest relative error of outputs and gradients, infinite where one is missing or a half can't run."""
+    halves = [copy_with_shared_weights(run.layer) for _ in LayerHalf]
+    for half, layer in zip(LayerHalf, halves, strict=True):
+        keep_half(layer, parts, half)
+    expected = _outputs_and_gradients(run, [run.layer], parts)
+    try:
+        found = _outputs_and_gradients(run, halves, parts)
+    except Exception:  # the model's own code, given placeholders that don't suit it
+        return inf
+    if found.keys() != expected.keys():
+        return inf
+    floor = 1e-6 * max(float(each.abs().max()) for each in expected.values())
+    errors = [
+        float((found[name] - each).abs().max()) / max(float(each.abs().max()), floor) for name, each in expected.items()
+    ]
+    return inf if any(map(isnan, errors)) else max(errors)
+
+
+def _outputs_and_gradients(
+    run: _LayerCall, layers: Sequence[nn.Module], parts: Sequence[LayerPart]
+) -> dict[str, Tensor]:
+    """Of the layers one after the other, as stages run them: with dropout, its random state keyed by the half."""
+    hidden = received = (run.args[0] if run.args else run.kwargs["hidden_states"]).clone().requires_grad_()
+    for layer in layers:
+        with _seeded_halves(layer.train(), parts):
+            output = (
+                layer(hidden, *run.args[1:], **run.kwargs)
+                if run.args
+                else layer(**run.kwargs | {"hidden_states": hidden})
+            )
+        hidden = output[0] if isinstance(output, tuple) else output
+    weights = torch.randn(hidden.shape, dtype=hidden.dtype, generator=torch.Generator().manual_seed(1))
+    (hidden * weights).sum().backward()
+    gradients = {name: p.grad for layer in layers for name, p in layer.named_parameters() if p.grad is not None}
+    for layer in layers:
+        layer.zero_grad()
+    return gradients | {"output": hidden.detach(), "input's gradient": received.grad}
+
+
+@contextmanager
+def _seeded_halves(layer: nn.Module, parts: Sequence[LayerPart]) -> Iterator[None]:
+    torch.manual_seed(0)
+    middle = second_half(layer, parts)
+    hook = None if middle is None else middle.register_forward_pre_hook(_seed_second_half)
+    yield
+    if hook is not None:
+        hook.remove()
+
+
+def _seed_second_half(*_: Any) -> None:
+    torch.manual_seed(1)

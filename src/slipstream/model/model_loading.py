@@ -1,0 +1,223 @@
+"""Models of which only the owned layers take memory: random from a config, or read from safetensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.layer_range import StagePart
+from slipstream.model.model_anatomy import ModelAnatomy
+from slipstream.model.model_cutting import keep_layers
+from slipstream.model.storages import storage_id
+from slipstream.model.toy import quiet_transformers
+
+_FACTORIES = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.ones.default,
+    torch.ops.aten.full.default,
+    torch.ops.aten.randn.default,
+    torch.ops.aten.rand.default,
+}
+_SMALL = 1024  # elements; tensors up to this size are always real
+
+
+class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the tensors a model's constructor creates, and leaves those `on_meta` says without memory.
+
+    Random fills of a tensor without memory are drawn all the same, into a scratch tensor: the generator moves on as if
+    the whole model were there, so what is kept gets the numbers it would get in the unsplit model.
+    """
+
+    def __init__(self, on_meta: set[int] | None = None, draws: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.created: list[Tensor] = []
+        self._on_meta = on_meta  # None: every one, and nothing is drawn, as nothing will be kept
+        self._draws = draws and on_meta is not None
+        self._scratch: dict[torch.dtype, Tensor] = {}  # one that grows: freed ones would leave holes in the heap
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and "meta" not in str(kwargs.get("device")):
+            return self._create(func, args, kwargs)
+        if args and isinstance(args[0], Tensor) and args[0].is_meta and torch.Tag.nondeterministic_seeded in func.tags:
+            if self._draws:
+                func(self._scratch_like(args[0]), *args[1:], **kwargs)
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _scratch_like(self, tensor: Tensor) -> Tensor:
+        scratch = self._scratch.get(tensor.dtype)
+        if scratch is None or scratch.numel() < tensor.numel():
+            scratch = self._scratch[tensor.dtype] = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        return scratch[: tensor.numel()].view(tensor.shape)
+
+    def _create(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        shape = args[0]
+        if torch.Size(shape).numel() <= _SMALL:
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
+        if self._on_meta is None or len(self.created) in self._on_meta:
+            tensor = func(*args, **kwargs | {"device": "meta"})
+        else:
+            tensor = func(*args, **kwargs)
+        self.created.append(tensor)
+        return tensor  # type: ignore[no-any-return]
+
+
+def random_model(
+    config: PretrainedConfig,
+    seed: int,
+    anatomy: ModelAnatomy,
+    owned: Collection[StagePart],
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """The layers `owned` of `torch.manual_seed(seed); AutoModelForCausalLM.from_config(config)`, to the bit.
+
+    The rest is never in memory: the constructor runs twice, first without any memory to see which tensor becomes
+    which parameter, then with memory for those that are kept.
+    """
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        with _Construction() as dry_run:
+            model = _construct(config, dtype)
+        kept = _kept_storages(model, anatomy, owned)
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept}
+        torch.manual_seed(seed)
+        with _Construction(on_meta):
+            model = _construct(config, dtype)
+    keep_layers(model, anatomy, owned, torch.device("cpu"))
+    return model
+
+
+def model_for_timing(
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    owned: Collection[StagePart],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """The layers `owned` with any numbers, drawn where they are needed: a CPU takes minutes for a large model's.
+
+    `random_model` draws those of all layers, and twice: once for torch's own start, once for transformers'.
+    """
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        with _Construction() as dry_run:
+            model = _construct(config, dtype)
+        buffers = {storage_id(buffer) for buffer in model.buffers()}
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in buffers}
+        with _Construction(on_meta, draws=False):
+            model = _construct(config, dtype)
+    keep_layers(model, anatomy, owned, torch.device("cpu"))
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = {parameter: _draw(parameter, generator) for parameter in model.parameters()}  # once where two are tied
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, drawn[parameter])
+    return model
+
+
+def _draw(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
+    drawn = torch.ones_like(parameter, device=generator.device)
+    return nn.Parameter(drawn.normal_(std=0.02, generator=generator) if drawn.dim() > 1 else drawn)
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None, **settings: Any) -> PreTrainedModel:
+    """Every module and shape of the model on the meta device, which takes no memory; `settings` as `from_config`'s."""
+    with torch.device("meta"), quiet_transformers():
+        return _construct(config, dtype, **settings)
+
+
+def pretrained_model(
+    path: str,
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    owned: Collection[StagePart],
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """The layers `owned` of a folder of safetensors or a model on the hub; no other tensor is read.
+
+    Raises SlipstreamError for missing or damaged files, and for weights that are not in the checkpoint.
+    """
+    part = _partial_class(_causal_lm_class(config), anatomy, owned)
+    try:
+        with quiet_transformers():
+            model, report = part.from_pretrained(
+                path, config=config, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+            )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise SlipstreamError(
+            f"the weights of {path!r} can't be read: {error}. Expected whole safetensors files; "
+            "copy or download them again."
+        ) from error
+    absent = sorted(report["missing_keys"])
+    if absent:
+        raise SlipstreamError(
+            f"the checkpoint {path!r} lacks {len(absent)} weights of {config.model_type!r}, first {absent[0]!r}. "
+            "Expected a complete causal LM; a base model without its head can't be trained."
+        )
+    found: PreTrainedModel = model
+    return found
+
+
+def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SlipstreamError(f"model_type {config.model_type!r} has no causal LM in transformers.")
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+def _partial_class(whole: type[PreTrainedModel], anatomy: ModelAnatomy, owned: Collection[StagePart]) -> Any:
+    """`whole` with everything but `owned` cut off as soon as it is constructed, on meta, before weights are read."""
+
+    def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, *args, **kwargs)
+        keep_layers(self, anatomy, owned, torch.device("cpu"))
+
+    return type(whole.__name__, (whole,), {"__init__": construct, "__module__": whole.__module__})
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """The config of a model folder or hub name; SlipstreamError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        known = "a folder with config.json" if Path(path).exists() else "an existing folder or a hub name"
+        raise SlipstreamError(f"no model at {path!r}: expected {known}. {error}") from error
+
+
+def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedConfig:
+    """The config with these settings, `model_type` among them; SlipstreamError says what is wrong with `name`."""
+    values = dict(settings)
+    model_type = values.pop("model_type", None)
+    try:
+        found: PretrainedConfig = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise SlipstreamError(f"{name} with model_type={model_type!r} isn't usable: {error}") from error
+    return found
+
+
+def _construct(config: PretrainedConfig, dtype: torch.dtype | None, **settings: Any) -> PreTrainedModel:
+    """`from_config` without its side effect: it writes the dtype into the config it is given."""
+    chosen = settings if dtype is None else settings | {"dtype": dtype}
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)
+
+
+def _kept_storages(model: PreTrainedModel, anatomy: ModelAnatomy, owned: Collection[StagePart]) -> set[int]:
+    """Storages of what is left after the cut. Buffers are kept everywhere: rotary tables belong to every stage."""
+    buffers = [storage_id(buffer) for buffer in model.buffers()]
+    keep_layers(model, anatomy, owned, torch.device("meta"))
+    return {*buffers, *(storage_id(parameter) for parameter in model.parameters())}

@@ -1,0 +1,103 @@
+"""Token slices of a sequence of layers: the layer where they begin, and the attention that looks across them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream.attention import KeyRanges, attend
+from slipstream.errors import SlipstreamError
+from slipstream.model.hooks import current_forward
+from slipstream.model.sequential.batch_norm import is_batch_norm
+from slipstream.model.sequential.layer_context import LayerContext, LayerValue
+from slipstream.model.sequential.layer_list import SequentialLayer, SkipRoute
+
+
+class CutTokens(nn.Module):
+    """The layers after it work token by token, or look at earlier tokens by `causal_attention`: they can be sliced.
+
+        nn.Sequential(*encoder, slipstream.CutTokens(), *decoder)  # Pipeline(..., slices=4)
+
+    Takes and hands on (b, T, ...), of which a pipeline cuts T into slices, or a tuple that begins with it and whose
+    other tensors every slice sees whole, such as what the decoder's cross-attention reads. Layers before it run once
+    for each microbatch, with its first slice. Without slices, and outside a pipeline, it does nothing.
+    """
+
+    def forward(self, inputs: LayerValue) -> LayerValue:
+        return inputs
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
+    """Attention of every token to itself and the tokens before it, those of earlier slices included.
+
+    Outside a pipeline, and without slices, it is PyTorch's scaled_dot_product_attention with is_causal.
+
+    Args:
+        query: (b, heads, T, head width).
+        key: (b, heads, T, head width); or fewer heads, by which those of the queries can be divided.
+        value: (b, key's heads, T, any width).
+        scale: what scores are multiplied by; default: 1 / sqrt(head width).
+
+    Returns:
+        (b, heads, T, value's width).
+
+    Raises:
+        SlipstreamError: where T isn't that of the slice, or not the same for queries and keys.
+    """
+    context = current_forward()
+    tokens = context.tokens if isinstance(context, LayerContext) else None
+    length = query.shape[2] if tokens is None else len(tokens)
+    if not query.shape[2] == key.shape[2] == length:
+        raise SlipstreamError(
+            f"causal_attention is given queries {tuple(query.shape)} and keys {tuple(key.shape)}; dim 2 must be the "
+            f"{length} tokens. Give (b, heads, T, head width)."
+        )
+    if tokens is None:
+        is_grouped = query.shape[1] != key.shape[1]
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
+        )
+    assert isinstance(context, LayerContext)
+    assert context.store is not None
+    return attend(
+        query,
+        key,
+        value,
+        store=context.store,
+        call=context.next_call(),
+        ranges=_causal(tokens.start, tokens.stop),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+    )
+
+
+@lru_cache(maxsize=256)
+def _causal(start: int, end: int) -> KeyRanges:
+    return KeyRanges.causal(start, end)
+
+
+def find_cut(layers: Sequence[SequentialLayer]) -> int | None:
+    """The number of the layer CutTokens. Raises SlipstreamError where there are two."""
+    found = [number for number, layer in enumerate(layers) if isinstance(layer.module, CutTokens)]
+    if len(found) > 1:
+        raise SlipstreamError(f"{layers[found[1]]}: tokens are cut once, by {layers[found[0]]}. Leave one of them out.")
+    return found[0] if found else None
+
+
+def check_cut(layers: Sequence[SequentialLayer], routes: Sequence[SkipRoute], cut: int) -> None:
+    """Raises SlipstreamError for what can't be exact in slices and is seen without running it."""
+    for route in routes:
+        if route.stash < cut < route.pop:
+            raise SlipstreamError(
+                f"{layers[route.pop]}: the skip {route.name!r} begins before {layers[cut]} and ends after it, so "
+                "nothing says whether it is cut. Pop it before, and hand the tensor on in the tuple: its first is cut, "
+                "the others stay whole."
+            )
+    for layer in layers[cut:]:
+        if any(is_batch_norm(module) for module in layer.module.modules()):
+            raise SlipstreamError(
+                f"{layer}: a batch norm after {layers[cut]} would normalise every token slice by itself. Leave slices "
+                "out, or use a norm that looks at one token, such as LayerNorm."
+            )

@@ -1,0 +1,123 @@
+"""An nn.Sequential as a list of layers: flattened, its skip connections found and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.saving import is_compiled
+from slipstream.model.sequential.batch_norm import mixes_batch
+from slipstream.model.sequential.skip_connections import Skip, SkipPop, SkipStash
+
+
+@dataclass(frozen=True)
+class SequentialLayer:
+    """One layer of the flattened sequence: `name` is its module's in the unsplit model, such as "3.1"."""
+
+    name: str
+    module: nn.Module
+
+    def __str__(self) -> str:
+        return f"layer {self.name} ({type(self.module).__name__})"
+
+
+@dataclass(frozen=True)
+class SkipRoute:
+    """A skip's way: the numbers of the layers where it begins and ends."""
+
+    name: str
+    stash: int
+    pop: int
+
+
+def flatten_layers(model: nn.Sequential) -> list[SequentialLayer]:
+    """The layers of nested sequences, in the order in which they run.
+
+    A subclass with a forward of its own, or a sequence with hooks, is one layer. Raises SlipstreamError for what can't
+    be a layer of a pipeline, by its name.
+    """
+    layers = list(_flattened(model, ""))
+    if not layers:
+        raise SlipstreamError("the nn.Sequential has no layers: there is nothing to train.")
+    for layer in layers:
+        for module in layer.module.modules():
+            reason = mixes_batch(module)
+            if reason is not None:
+                raise SlipstreamError(f"{layer}: {reason}")
+    return layers
+
+
+def is_plain_sequential(module: object) -> bool:
+    """Whether it is a sequence that does nothing but call its children one after the other."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or is_compiled(module))
+
+
+def _flattened(module: nn.Module, prefix: str) -> Iterator[SequentialLayer]:
+    for name, child in module._modules.items():  # with repetitions: a layer may run twice
+        assert child is not None
+        if is_plain_sequential(child):
+            yield from _flattened(child, f"{prefix}{name}.")
+        else:
+            yield SequentialLayer(f"{prefix}{name}", child)
+
+
+def check_weights_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequence[range]) -> None:
+    """Raises SlipstreamError where a weight is in the layers of two stages."""
+    first: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for index in stage:
+            for name, parameter in layers[index].module.named_parameters():
+                other, owner = first.setdefault(id(parameter), (number, f"{layers[index].name}.{name}"))
+                if other != number:
+                    raise SlipstreamError(
+                        f"{layers[index]}: its {name} is also {owner}, but they are on stages {other} and {number}. "
+                        "Give a partition that has both on one stage, or give each layer a weight of its own."
+                    )
+
+
+def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:
+    """The skip connections. Raises SlipstreamError where one lacks an end, or has them in the wrong order or twice."""
+    stashed, popped = _ends(layers, SkipStash, "stashed"), _ends(layers, SkipPop, "popped")
+    for name, number in stashed.items():
+        if name not in popped:
+            raise SlipstreamError(
+                f"{layers[number]}: the skip {name!r} is never consumed. Add a layer skip.pop() after it, or leave it "
+                "out."
+            )
+    for name, number in popped.items():
+        if stashed.get(name, number) >= number:
+            raise SlipstreamError(
+                f"{layers[number]}: the skip {name!r} is popped before it is stashed. Put skip.stash() before it."
+            )
+    routes = [SkipRoute(name, stashed[name], popped[name]) for name in stashed]
+    for route in routes:
+        if _skip(layers[route.stash]) is not _skip(layers[route.pop]):
+            raise SlipstreamError(
+                f"{layers[route.pop]}: two skips are called {route.name!r}. Give each its own name, and use one Skip's "
+                "stash() and pop() together."
+            )
+    return routes
+
+
+def _ends(layers: Sequence[SequentialLayer], kind: type[SkipStash] | type[SkipPop], what: str) -> dict[str, int]:
+    """The layer's number by the skip's name."""
+    found: dict[str, int] = {}
+    for number, layer in enumerate(layers):
+        if isinstance(layer.module, kind):
+            name = layer.module.skip.name
+            if name in found:
+                raise SlipstreamError(
+                    f"{layer}: the skip {name!r} is {what} twice. Make a Skip of another name for it."
+                )
+            found[name] = number
+    return found
+
+
+def _skip(layer: SequentialLayer) -> Skip:
+    assert isinstance(layer.module, (SkipStash, SkipPop))
+    return layer.module.skip

@@ -1,0 +1,281 @@
+"""One stage of a sequence of layers: consecutive ones, run on a microbatch or a token slice at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from slipstream.attention import ContextStore
+from slipstream.model.causal_lm_stage import TiedWeight
+from slipstream.model.hooks import active_forward, keyed_random_state
+from slipstream.model.saving import add_weight_gradients_in_place
+from slipstream.model.sequential.batch_norm import MiniBatchStatistics
+from slipstream.model.sequential.cut_tokens import find_cut
+from slipstream.model.sequential.layer_context import BatchSlice, LayerContext, LayerValue, as_tuple, as_value
+from slipstream.model.sequential.layer_list import SequentialLayer, SkipRoute
+from slipstream.model.sequential.recomputed_segments import choose_segments, recompute_in_backward
+from slipstream.model.sequential.shape_trace import LayerBoundary, ShapeTrace, ShapeTracer
+from slipstream.model.sequential.shared_tensors import SharedTensors
+from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
+from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages
+
+Skips = dict[str, Tensor]  # on their way, by name
+
+
+class SequentialStage:
+    """Layers `stages[number]` of a sequence. What comes in is what the layer before hands on, then the skips that end
+    here and began on other stages; what goes out likewise.
+
+    Of token slices, the first runs the layers before CutTokens, and brings what it hands on whole:
+
+        slice 0   encoder -> cut -> decoder        messages: all of a boundary
+        slice 1             tokens -> decoder      messages: of boundaries before the cut nothing, after it what isn't
+                                                   whole
+    """
+
+    def __init__(
+        self,
+        number: int,
+        stages: Sequence[range],
+        layers: Sequence[SequentialLayer],
+        routes: Sequence[SkipRoute],
+        tracer: ShapeTracer,
+        device: torch.device,
+        has_checkpoints: bool = False,
+    ) -> None:
+        """With `has_checkpoints` it keeps what enters some segments of its layers, and recomputes them in its
+        backward."""
+        self._owned, self._number, self._num_stages = stages[number], number, len(stages)
+        self._names = [layers[index].name for index in self._owned]
+        self.layers = [layers[index].module for index in self._owned]
+        self.model = nn.ModuleList(self.layers).to(device)
+        self.tied: list[TiedWeight] = []
+        self._tracer = tracer
+        place = {index: owner for owner, owned in enumerate(stages) for index in owned}
+        self._arrivals = _in_order(number, ((r.name, place[r.stash]) for r in routes if self._ends_here(r)))
+        self._departures = _in_order(number, ((r.name, place[r.pop]) for r in routes if self._begins_here(r)))
+        self._pops = {route.name: route.pop for route in routes}
+        cut = find_cut(layers)
+        self._cut = len(layers) if cut is None else cut
+        self._stashes = {route.name: route.stash for route in routes}
+        self._has_checkpoints, self._segments_of = has_checkpoints, dict[tuple[int, int], list[range]]()  # by trace
+        add_weight_gradients_in_place(self.model)
+        self.statistics = MiniBatchStatistics(self.layers)
+
+    def _ends_here(self, route: SkipRoute) -> bool:
+        return route.pop in self._owned and route.stash not in self._owned
+
+    def _begins_here(self, route: SkipRoute) -> bool:
+        return route.stash in self._owned and route.pop not in self._owned
+
+    @property
+    def is_first(self) -> bool:
+        return self._number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self._number == self._num_stages - 1
+
+    @property
+    def layers_here(self) -> range:
+        return self._owned
+
+    def receives(self, piece: BatchSlice) -> tuple[TensorSpec, ...]:
+        return () if self.is_first else self._specs(self._owned.start, self._arrivals, piece)
+
+    def sends(self, piece: BatchSlice) -> tuple[TensorSpec, ...]:
+        return () if self.is_last else self._specs(self._owned.stop, self._departures, piece)
+
+    def compute(self, piece: BatchSlice, inputs: Tensors, store: ContextStore) -> Any:
+        """The layers' forward: what goes out, of the last stage what its last layer returns."""
+        num_regular = 0 if self.is_first else len(self._travelling(self._owned.start, piece))
+        tensors = piece.tensors if self.is_first else inputs[:num_regular]
+        names = [name for name, _ in self._travelling_skips(self._arrivals, piece)]
+        skips = dict(zip(names, inputs[num_regular:], strict=True))
+        if piece.tokens is None:
+            tensors, skips = self._through(self._owned, tensors, skips, piece, store)
+        else:
+            tensors, skips = self._sliced(piece, tensors, skips, inputs, store)
+        if self.is_last:
+            return as_value(tensors, self._trace(piece).boundaries[-1].is_tuple)
+        main = [tensors[number] for number in self._travelling(self._owned.stop, piece)]
+        return (*main, *(skips[name] for name, _ in self._travelling_skips(self._departures, piece)))
+
+    def _sliced(
+        self, piece: BatchSlice, tensors: Tensors, skips: Skips, inputs: Tensors, store: ContextStore
+    ) -> tuple[Tensors, Skips]:
+        """`_through` of a token slice: the layers before the cut, where it is the first, and those after it."""
+        before = range(self._owned.start, max(self._owned.start, min(self._owned.stop, self._cut)))
+        if piece.index == 0:
+            tensors, skips = self._through(before, tensors, skips, piece, store)
+        if self._owned.stop <= self._cut:
+            return tensors, skips
+        after = range(max(self._owned.start, self._cut + 1), self._owned.stop)
+        tensors = self._with_shared(tensors, inputs, piece, store)
+        return self._through(after, tensors, skips, piece, store)
+
+    def _with_shared(self, tensors: Tensors, inputs: Tensors, piece: BatchSlice, store: ContextStore) -> Tensors:
+        """What the first layer after the cut is given, or the stage's first: of all slices the first one brings what
+        they share, which stays here until its backward."""
+        assert piece.tokens is not None
+        begins_here = self._owned.start <= self._cut
+        boundary = self._trace(piece).boundaries[self._cut + 1 if begins_here else self._owned.start]
+        numbers = [n for n, is_shared in enumerate(boundary.is_shared) if is_shared or (begins_here and n == 0)]
+        if piece.index == 0:
+            brought = tuple(tensors[number] for number in numbers)
+            if not store.is_replaying:
+                is_cut = [begins_here and number == 0 for number in numbers]
+                store.shared = SharedTensors(copied_from_messages(brought, inputs), is_cut)
+            found = _shared(store).first(brought, piece.tokens)
+            own = [tensor for number, tensor in enumerate(tensors) if number not in numbers]
+        else:
+            found, own = _shared(store).later(piece.tokens), [] if begins_here else [*tensors]
+        shared, others = iter(found), iter(own)
+        return tuple(next(shared if number in numbers else others) for number in range(len(boundary.specs)))
+
+    def _through(
+        self, layers: range, tensors: Tensors, skips: Skips, piece: BatchSlice, store: ContextStore
+    ) -> tuple[Tensors, Skips]:
+        if not layers:
+            return tensors, skips
+        if not self._has_checkpoints or not torch.is_grad_enabled():
+            return self._run(layers, tensors, skips, piece, store)
+        for segment in self._segments(layers, self._trace(piece)):
+            tensors, skips = self._checkpointed(segment, tensors, skips, piece, store)
+        return tensors, skips
+
+    def _segments(self, layers: range, trace: ShapeTrace) -> list[range]:
+        key = id(trace), layers.start
+        if key not in self._segments_of:
+            self._segments_of[key] = choose_segments(layers, trace)
+        return self._segments_of[key]
+
+    def _checkpointed(
+        self, segment: range, tensors: Tensors, skips: Skips, piece: BatchSlice, store: ContextStore
+    ) -> tuple[Tensors, Skips]:
+        """`_run`, of which is kept what comes in."""
+        popped, num_tensors = [name for name in skips if self._pops[name] in segment], len(tensors)
+
+        def run(inputs: Tensors, again: bool) -> tuple[Tensors, Skips]:
+            entered = dict(zip(popped, inputs[num_tensors:], strict=True))
+            with store.replay() if again else nullcontext():
+                return self._run(segment, inputs[:num_tensors], entered, piece, store, again)
+
+        outputs, stashed = recompute_in_backward(run, (*tensors, *(skips[name] for name in popped)))
+        return outputs, {name: tensor for name, tensor in skips.items() if name not in popped} | stashed
+
+    def _run(
+        self,
+        layers: range,
+        tensors: Tensors,
+        skips: Skips,
+        piece: BatchSlice,
+        store: ContextStore,
+        again: bool = False,
+    ) -> tuple[Tensors, Skips]:
+        """These layers on what the one before hands on, and on skips; what they hand on, and skips that are left."""
+        trace = self._trace(piece)
+        context = LayerContext(piece, piece.tokens if layers.start > self._cut else None, store)
+        came, skips = trace.boundaries[layers.start], dict(skips)
+        value = as_value(_own(tensors, came.changed), came.is_tuple)
+        is_random = any(trace.work[index].is_random for index in layers)
+        with active_forward(context), keyed_random_state(is_random), self.statistics.seeing(piece.microbatch, again):
+            for index in layers:
+                context.layer = index
+                if trace.work[index].is_random:
+                    torch.manual_seed(context.seed(index))
+                value = self._call(index, value, skips, trace)
+        return as_tuple(value), skips
+
+    def _call(self, index: int, value: LayerValue, skips: Skips, trace: ShapeTrace) -> LayerValue:
+        layer = self.layers[index - self._owned.start]
+        if isinstance(layer, SkipStash):
+            return _stash(layer, value, skips, trace.boundaries[index + 1])
+        if isinstance(layer, SkipPop):
+            name = layer.skip.name
+            return (*as_tuple(value), *_own((skips.pop(name),), (trace.skips[name][1],)))
+        checked: LayerValue = layer(value)
+        return checked
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the unsplit model's names."""
+        seen: set[int] = set()
+        for name, layer in zip(self._names, self.layers, strict=True):
+            for key, parameter in layer.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{name}.{key}", parameter
+
+    def state(self) -> dict[str, Tensor]:
+        """What of the unsplit model's state dict lives here, by its names."""
+        named = zip(self._names, self.layers, strict=True)
+        return {f"{name}.{key}": t.detach() for name, layer in named for key, t in layer.state_dict().items()}
+
+    def _trace(self, piece: BatchSlice) -> ShapeTrace:
+        return self._tracer.trace(piece, self.model.training)
+
+    def _specs(self, number: int, skips: list[tuple[str, int]], piece: BatchSlice) -> tuple[TensorSpec, ...]:
+        """Of a boundary and of skips. Skips between neighbours go with the regular message."""
+        trace = self._trace(piece)
+        regular = [trace.boundaries[number].specs[index] for index in self._travelling(number, piece)]
+        ends = self._travelling_skips(skips, piece)
+        peers = [(name, None if abs(other - self._number) == 1 else other) for name, other in ends]
+        return (*regular, *(trace.skips[name][0]._replace(peer=peer) for name, peer in peers))
+
+    def _travelling(self, number: int, piece: BatchSlice) -> list[int]:
+        """Which tensors of a boundary go from stage to stage: with the first slice all of them."""
+        is_shared = self._trace(piece).boundaries[number].is_shared
+        if piece.index == 0:
+            return [*range(len(is_shared))]
+        return [] if number <= self._cut else [index for index, shared in enumerate(is_shared) if not shared]
+
+    def _travelling_skips(self, skips: list[tuple[str, int]], piece: BatchSlice) -> list[tuple[str, int]]:
+        return [end for end in skips if piece.index == 0 or self._stashes[end[0]] > self._cut]
+
+
+def _shared(store: ContextStore) -> SharedTensors:
+    assert isinstance(store.shared, SharedTensors)
+    return store.shared
+
+
+def _in_order(number: int, ends: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """(skip, stage at its other end): first what goes with the regular message, then those of one stage together."""
+    return sorted(ends, key=lambda end: (abs(end[1] - number) > 1, end[1]))
+
+
+def _own(tensors: Tensors, changed: Sequence[bool]) -> Tensors:
+    """With copies of those that are changed in place: the others' memory is also a message's, or the caller's."""
+    return tuple(tensor.clone() if is_changed else tensor for tensor, is_changed in zip(tensors, changed, strict=True))
+
+
+def _stash(layer: SkipStash, value: LayerValue, skips: Skips, after: LayerBoundary) -> LayerValue:
+    """The skip and what goes on have gradients of their own, which are added in one place, wherever the skip ends: the
+    sum of more than two would depend on the split."""
+    tensors = list(as_tuple(value))
+    kept = main = tensors[layer.index]
+    if torch.is_grad_enabled() and main.requires_grad:
+        main, kept = _Fork.apply(main)  # type: ignore[no-untyped-call]
+    skips[layer.skip.name] = kept
+    tensors[layer.index] = main
+    return as_value(_own(tuple(tensors), after.changed), after.is_tuple)
+
+
+class _Fork(torch.autograd.Function):
+    """One tensor as two."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor), tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, main: Tensor | None, skip: Tensor | None) -> Tensor | None:
+        if main is None or skip is None:
+            return skip if main is None else main
+        return main + skip

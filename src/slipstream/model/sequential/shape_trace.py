@@ -1,0 +1,293 @@
+"""A run of a sequence of layers without memory or arithmetic: what every layer takes, returns, changes and draws."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.sequential.batch_norm import is_batch_norm
+from slipstream.model.sequential.cut_tokens import CutTokens
+from slipstream.model.sequential.layer_context import BatchSlice, LayerValue, as_tuple, as_value
+from slipstream.model.sequential.layer_list import SequentialLayer, SkipRoute
+from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
+from slipstream.model.storages import SavedStorages, storage_id
+from slipstream.model.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class LayerBoundary:
+    """What one layer hands to the next."""
+
+    specs: tuple[TensorSpec, ...]
+    is_tuple: bool
+    changed: tuple[bool, ...]  # by a later layer, in place
+    is_shared: tuple[bool, ...]  # which are what CutTokens handed on whole, the same for every slice
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What a layer's forward of a microbatch does."""
+
+    flops: int = 0
+    num_bytes: int = 0  # read and written by all its operations
+    saved_bytes: int = 0  # kept for its backward, parameters aside
+    is_random: bool = False
+
+
+@dataclass(frozen=True)
+class ShapeTrace:
+    """Of all layers, for microbatches of one shape: `boundaries[j]` is what layer j takes, the last what comes out."""
+
+    boundaries: tuple[LayerBoundary, ...]
+    skips: dict[str, tuple[TensorSpec, bool]]  # what is stashed, and whether a layer after the pop changes it in place
+    work: tuple[LayerWork, ...]
+
+
+class ShapeTracer:
+    """Traces microbatches, each shape once. Holds the layers without their memory, whoever owns them."""
+
+    def __init__(self, layers: Sequence[SequentialLayer], routes: Sequence[SkipRoute], device: torch.device) -> None:
+        self._layers, self._routes = layers, routes
+        self._device = device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._copies = _without_memory([layer.module for layer in layers], self._mode, device)
+        self._traces: dict[object, ShapeTrace] = {}
+
+    def trace(self, piece: BatchSlice, training: bool) -> ShapeTrace:
+        """Raises SlipstreamError that names the layer that can't run, or can't be exact in a pipeline."""
+        device = self._device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in piece.tensors)
+        num_tokens = None if piece.tokens is None else len(piece.tokens)
+        key = shapes, isinstance(piece.value, tuple), training, autocast, num_tokens
+        if key not in self._traces:
+            run = _TraceRun(self._layers, self._routes, self._copies, training, num_tokens)
+            self._traces[key] = run.of(piece.value, self._mode, self._device)
+        return self._traces[key]
+
+
+class _TraceRun:
+    """One of them."""
+
+    def __init__(
+        self,
+        layers: Sequence[SequentialLayer],
+        routes: Sequence[SkipRoute],
+        copies: Sequence[nn.Module],
+        training: bool,
+        num_tokens: int | None,
+    ) -> None:
+        """`num_tokens` are those of a slice; None: tokens aren't cut."""
+        self._layers, self._copies, self._training, self._num_tokens = layers, copies, training, num_tokens
+        self._pops = {route.name: route.pop for route in routes}
+        self._values: list[tuple[LayerValue, list[int], tuple[bool, ...]]] = []  # at every boundary, with the tensors'
+        # versions then, and which are shared
+        self._shared: set[int] = set()  # ids
+        self._stashed: dict[str, Tensor] = {}
+        self._popped: dict[str, tuple[Tensor, int]] = {}
+        self._fixed: list[tuple[Tensor, int, str]] = []  # what no later layer may change, and what it is
+        self._work: list[LayerWork] = []
+        norms = dict.fromkeys(each for module in copies for each in module.modules() if is_batch_norm(each))
+        self._counters = [(norm.num_batches_tracked, norm.num_batches_tracked._version) for norm in norms]
+
+    def of(self, value: LayerValue, mode: FakeTensorMode, device: torch.device) -> ShapeTrace:
+        for module in self._copies:
+            module.train(self._training)
+        with torch.random.fork_rng(devices=[]), mode, torch.enable_grad():
+            empty = tuple(torch.empty_like(tensor, device=device) for tensor in as_tuple(value))
+            made: LayerValue = as_value(empty, isinstance(value, tuple))
+            self._note(made)
+            for number in range(len(self._layers)):
+                made = self._step(number, made)
+                self._note(made)
+                self._check_fixed(number)
+            return self._result()
+
+    def _step(self, number: int, value: LayerValue) -> LayerValue:
+        layer = self._layers[number]
+        if isinstance(layer.module, SkipStash):
+            self._work.append(LayerWork())
+            return self._stash(layer, layer.module, value)
+        if isinstance(layer.module, SkipPop):
+            self._work.append(LayerWork())
+            tensor = self._stashed.pop(layer.module.skip.name)
+            self._fixed = [entry for entry in self._fixed if entry[0] is not tensor]
+            self._popped[layer.module.skip.name] = tensor, tensor._version
+            return (*as_tuple(value), tensor)
+        if isinstance(layer.module, CutTokens) and self._num_tokens is not None:
+            self._work.append(LayerWork())
+            return self._cut(layer, value, self._num_tokens)
+        return self._call(number, value)
+
+    def _cut(self, layer: SequentialLayer, value: LayerValue, num_tokens: int) -> LayerValue:
+        hidden, *others = as_tuple(value)
+        if hidden.dim() < 2:
+            raise SlipstreamError(f"{layer} is given {_described(value)}. The first must be (rows, tokens, ...).")
+        self._shared = {id(tensor) for tensor in others}
+        self._fixed += [(tensor, tensor._version, "all token slices share") for tensor in others]
+        return as_value((hidden[:, :num_tokens].clone(), *others), isinstance(value, tuple))
+
+    def _stash(self, layer: SequentialLayer, stash: SkipStash, value: LayerValue) -> LayerValue:
+        tensors, name = as_tuple(value), stash.skip.name
+        if not -len(tensors) <= stash.index < len(tensors):
+            raise SlipstreamError(f"{layer}: stash({stash.index}) of the skip {name!r} is given {_described(value)}.")
+        self._stashed[name] = tensor = tensors[stash.index]
+        tensor = self._stashed[name] = tensor.view_as(tensor)  # an object of its own
+        self._fixed.append((tensor, tensor._version, f"the skip {name!r} holds"))
+        return value
+
+    def _call(self, number: int, value: LayerValue) -> LayerValue:
+        layer, module = self._layers[number], self._copies[number]
+        before = _buffers(module) if self._training else {}
+        watch = _OperationCounter()
+        saved = SavedStorages((*module.parameters(), *module.buffers(), *as_tuple(value)))
+        try:
+            with watch, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+                output = module(value)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise SlipstreamError(
+                f"{layer}: what it returns for {_described(value)} depends on values ({error.func}), so no rank could "
+                "know what to expect from another. Use operations whose shapes follow from those of their inputs."
+            ) from error
+        except Exception as error:  # the layer's own code
+            raise SlipstreamError(f"{layer} fails on {_described(value)}: {type(error).__name__}: {error}") from error
+        self._check_output(layer, output)
+        self._check_norms(layer)
+        changed = [name for name, state in before.items() if _buffers(module)[name] != state]
+        if changed:
+            raise SlipstreamError(
+                f"{layer}: its buffer {changed[0]} changes in training, by each microbatch in turn and again when it "
+                "is recomputed. Only nn.BatchNorm1d, 2d and 3d may have such state."
+            )
+        self._work.append(LayerWork(watch.flops, watch.num_bytes, saved.num_bytes, watch.is_random))
+        checked: LayerValue = output
+        return checked
+
+    def _check_norms(self, layer: SequentialLayer) -> None:
+        """A batch norm counts its microbatches: one each."""
+        for counter, version in self._counters:
+            if counter._version > version + 1:
+                raise SlipstreamError(
+                    f"{layer}: a batch norm runs twice in one forward, so its moving averages would be of two places "
+                    "at once. Use a module for each."
+                )
+
+    def _check_output(self, layer: SequentialLayer, output: object) -> None:
+        is_valid = isinstance(output, Tensor) or (
+            isinstance(output, tuple) and output and all(isinstance(each, Tensor) for each in output)
+        )
+        if not is_valid:
+            items = output if isinstance(output, tuple) else ()
+            names = ["Tensor" if isinstance(each, Tensor) else type(each).__name__ for each in items]
+            kinds = f" of {', '.join(names)}" if names else ""
+            raise SlipstreamError(
+                f"{layer} returns a {type(output).__name__}{kinds}. A layer must return a tensor or a tuple of tensors."
+            )
+
+    def _note(self, value: LayerValue) -> None:
+        tensors = as_tuple(value)
+        is_shared = tuple(id(tensor) in self._shared for tensor in tensors)
+        self._values.append((value, [tensor._version for tensor in tensors], is_shared))
+        storages = [storage_id(tensor) for tensor in tensors]
+        for tensor, storage in zip(tensors, storages, strict=True):
+            if storages.count(storage) > 1:
+                self._fixed.append((tensor, tensor._version, "another tensor beside it shares"))
+
+    def _check_fixed(self, number: int) -> None:
+        for tensor, version, holder in self._fixed:
+            if tensor._version != version:
+                raise SlipstreamError(
+                    f"{self._layers[number]} changes in place a tensor that {holder}. Use inplace=False."
+                )
+
+    def _result(self) -> ShapeTrace:
+        skips = {name: (_spec(tensor), tensor._version != version) for name, (tensor, version) in self._popped.items()}
+        boundaries = [
+            LayerBoundary(
+                tuple(map(_spec, as_tuple(value))),
+                isinstance(value, tuple),
+                tuple(t._version != version for t, version in zip(as_tuple(value), versions, strict=True)),
+                is_shared,
+            )
+            for value, versions, is_shared in self._values
+        ]
+        return ShapeTrace(tuple(boundaries), skips, tuple(self._work))
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tensor.shape, tensor.dtype, tensor.requires_grad)
+
+
+def _described(value: LayerValue) -> str:
+    names = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in as_tuple(value)]
+    return f"({', '.join(names)})" if isinstance(value, tuple) else names[0]
+
+
+def _without_memory(modules: Sequence[nn.Module], mode: FakeTensorMode, device: torch.device) -> list[nn.Module]:
+    """Copies whose parameters and buffers only have shapes. Gradients reach all of them, frozen or not: that may
+    change from step to step."""
+    memo: dict[int, Any] = {}
+    with mode:
+        for module in modules:
+            for parameter in module.parameters():
+                empty = torch.empty_like(parameter, device=device, requires_grad=False)
+                memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
+            for buffer in module.buffers():
+                memo[id(buffer)] = torch.empty_like(buffer, device=device)
+        return [copy.deepcopy(module, memo) for module in modules]
+
+
+def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """What tells whether the buffers of a layer, batch norms' aside, were changed."""
+    return {
+        f"{name}.{key}" if name else key: (id(buffer), buffer._version)
+        for name, each in module.named_modules()
+        if not is_batch_norm(each)
+        for key, buffer in each.named_buffers(recurse=False)
+    }
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Of (rows, heads, tokens, width). PyTorch counts none of the CPU's, and up to 2.11 refuses grouped heads."""
+    return query.shape[:-1].numel() * 2 * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+_aten = torch.ops.aten
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+}
+
+
+class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations of a layer, and notes whether any draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = self.num_bytes = 0
+        self.is_random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
+        op = func.overloadpacket
+        count = _attention_flops if op in _ATTENTION else flop_registry.get(op)
+        if count is not None:
+            self.flops += int(count(*args, **kwargs, out_val=result))
+        if not func.is_view:
+            self.num_bytes += sum(t.nbytes for t in tree_iter((args, kwargs, result)) if isinstance(t, Tensor))
+        return result

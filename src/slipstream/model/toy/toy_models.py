@@ -1,0 +1,165 @@
+"""The same architecture at toy size: what the self-check runs, and what shows in which order its parts run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from slipstream.model.toy import reference_attention
+
+TOY_LENGTH = 48  # tokens; every threshold of the architecture is brought below it
+_NUM_LAYERS = 4
+_NUM_HEADS = 2
+_SMALL = {  # sizes that change no code path: name -> toy value
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "intermediate_size": 32,
+    "ffn_dim": 32,
+    "n_inner": 32,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "intermediate_size_mlp": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_WINDOWS = {"sliding_window": 7, "attention_chunk_size": 16, "window_size": 7}
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+_PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
+_LAYER_INDICES = ("moe_layers", "mlp_only_layers")
+
+
+def toy_config(config: PretrainedConfig) -> PretrainedConfig:
+    """`config` with few small layers of every kind it has, and windows and rope thresholds inside TOY_LENGTH.
+
+    Head size, rope type and all switches stay as they are.
+    """
+    toy = copy.deepcopy(config)
+    _shrink_heads(toy)
+    for name, value in (_SMALL | _WINDOWS).items():
+        if isinstance(getattr(toy, name, None), int):
+            setattr(toy, name, min(value, getattr(toy, name)))
+    _shrink_layers(toy)
+    _shrink_positions(toy)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(toy, name, None) is not None:
+            setattr(toy, name, 0)
+    if getattr(toy, "num_experts_per_tok", None):
+        toy.num_experts_per_tok = min(2, toy.num_experts_per_tok)
+    toy.use_cache = False
+    return toy
+
+
+def toy_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """The architecture at toy size, as `reference_model` makes it."""
+    return reference_model(toy_config(config), seed)
+
+
+def reference_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """In float64 on the CPU, with the model's own eager attention, in evaluation mode: no dropout or jitter."""
+    reference_attention.register()
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),  # into which the dtype is written
+            dtype=torch.float64,  # of the parameters; rope's tables stay float32, as the models compute them
+            attn_implementation=reference_attention.NAME,
+            experts_implementation="eager",  # grouped matrix products know no float64
+        )
+    small: PreTrainedModel = model.eval()
+    return small
+
+
+def perturb_parameters(model: nn.Module) -> None:
+    """Add a little noise to every parameter: a scale of 1 and a bias of 0, with which models begin, hide mistakes."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator), alpha=0.1)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' notes and progress bars about steps the user did not ask for."""
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
+
+
+def toy_tokens(config: PretrainedConfig, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = toy_config(config).get_text_config().vocab_size
+    return torch.randint(1, vocabulary, (2, TOY_LENGTH), generator=generator)
+
+
+def _shrink_heads(toy: PretrainedConfig) -> None:
+    """Fewer heads of the same size: rope tables and scalings depend on the head size alone."""
+    heads = _first(toy, _HEAD_COUNTS)
+    width = _first(toy, _WIDTHS)
+    if heads is None or width is None:
+        return
+    num_heads = getattr(toy, heads)
+    key_value_heads = getattr(toy, "num_key_value_heads", None)
+    if isinstance(key_value_heads, int):
+        toy.num_key_value_heads = max(1, _NUM_HEADS * key_value_heads // num_heads)
+    setattr(toy, width, getattr(toy, width) // num_heads * _NUM_HEADS)
+    if hasattr(toy, "word_embed_proj_dim"):
+        toy.word_embed_proj_dim = getattr(toy, width)
+    setattr(toy, heads, _NUM_HEADS)
+
+
+def _shrink_layers(toy: PretrainedConfig) -> None:
+    """As many layers as show every kind twice, so that kinds meet across slices and stages."""
+    name = _first(toy, _LAYER_COUNTS)
+    if name is None:
+        return
+    lists = [value for key in _PER_LAYER_LISTS if isinstance(value := vars(toy).get(key), list)]
+    kinds = {tuple(column) for column in zip(*lists, strict=False)}
+    num_layers = min(getattr(toy, name), max(_NUM_LAYERS, 1 + max((_first_seen(lists, k) for k in kinds), default=0)))
+    for key in _PER_LAYER_LISTS:
+        value = vars(toy).get(key)
+        if isinstance(value, list):
+            setattr(toy, key, value[:num_layers])
+    for key in _LAYER_INDICES:
+        value = vars(toy).get(key)
+        if isinstance(value, list):
+            setattr(toy, key, [index for index in value if index < num_layers])
+    setattr(toy, name, num_layers)
+
+
+def _first_seen(lists: list[list[Any]], kind: tuple[Any, ...]) -> int:
+    return next(i for i, column in enumerate(zip(*lists, strict=False)) if tuple(column) == kind)
+
+
+def _shrink_positions(toy: PretrainedConfig) -> None:
+    """Rope types that change beyond a trained length change within the toy's: after its first slice."""
+    threshold = TOY_LENGTH // 2
+    rope = getattr(toy, "rope_parameters", None) or {}
+    for parameters in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        if "original_max_position_embeddings" in parameters:
+            parameters["original_max_position_embeddings"] = threshold
+        if parameters.get("rope_type") == "dynamic":
+            toy.max_position_embeddings = threshold
+    if hasattr(toy, "original_max_position_embeddings"):
+        toy.original_max_position_embeddings = threshold
+
+
+def _first(config: PretrainedConfig, names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if isinstance(getattr(config, name, None), int)), None)

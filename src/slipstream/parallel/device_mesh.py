@@ -1,0 +1,90 @@
+"""The mesh of ranks: pipelines (pp), their replicas (dp), and the ranks that share every layer (tp)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.rank_group import RankGroup
+
+AXES = ("pp", "dp", "tp")
+
+
+def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -> DeviceMesh:
+    """Collective: the default group's processes as pp x dp x tp.
+
+    Neighbouring ranks share layers, so that tensor parallelism, which exchanges most, stays inside a node; replicas
+    come next, and the stages of a pipeline, which exchange least, may be on different nodes (PTD-P takeaway 1):
+
+        rank = (pp_rank * dp + dp_rank) * tp + tp_rank
+
+    Raises SlipstreamError where the three don't multiply to the number of processes, and without a process group.
+    """
+    if not dist.is_initialized():
+        raise SlipstreamError(
+            "a mesh is made of the processes of a process group: call torch.distributed.init_process_group first, in "
+            "processes that torchrun starts. One process alone needs no mesh."
+        )
+    sizes = dict(zip(AXES, (pp, dp, tp), strict=True))
+    world = dist.get_world_size()
+    if min(sizes.values()) < 1 or prod(sizes.values()) != world:
+        raise SlipstreamError(
+            f"the mesh pp={pp} x dp={dp} x tp={tp} has {prod(sizes.values())} ranks, but {world} "
+            f"{'processes run' if world != 1 else 'process runs'}. {_what_fits(world, dp, tp)}"
+        )
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+
+
+def _what_fits(world: int, dp: int, tp: int) -> str:
+    if dp >= 1 and tp >= 1 and world % (dp * tp) == 0:
+        return f"With dp={dp} and tp={tp} choose pp={world // (dp * tp)}, or start another number of processes."
+    return f"Choose three numbers whose product is {world}, or start another number of processes."
+
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """The groups this rank is in, one an axis, and that of all ranks of the mesh."""
+
+    pipeline: RankGroup
+    data: RankGroup
+    tensor: RankGroup
+    world: RankGroup
+    pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, this one among them
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> MeshAxes:
+        """A mesh's; without one all processes are on pp, and without a process group this process is alone."""
+        if mesh is None:
+            everyone = RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+            return cls(everyone, RankGroup(), RankGroup(), everyone, (tuple(everyone.global_ranks),))
+        names = mesh.mesh_dim_names or ()
+        if "pp" not in names or set(names) - set(AXES):
+            raise SlipstreamError(
+                f"the mesh has the axes {list(names)}; expected 'pp', and where they are used 'dp' and 'tp'. "
+                "Make it by slipstream.make_mesh(pp=..., dp=..., tp=...)."
+            )
+        pipeline, data, tensor = (RankGroup(mesh.get_group(name)) if name in names else RankGroup() for name in AXES)
+        return cls(pipeline, data, tensor, _whole(mesh), _pipelines(mesh, names))
+
+    @property
+    def device(self) -> torch.device:
+        """What these processes compute on unless told otherwise: NCCL's current GPU, else the CPU."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.world.uses_nccl else torch.device("cpu")
+
+
+def _pipelines(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    stages_last = mesh.mesh.movedim(names.index("pp"), -1)
+    return tuple(map(tuple, stages_last.reshape(-1, stages_last.shape[-1]).tolist()))
+
+
+def _whole(mesh: DeviceMesh) -> RankGroup:
+    """All ranks of the mesh: the default group where it is as large, as it is when `make_mesh` made it."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == list(range(dist.get_world_size())):
+        return RankGroup(dist.group.WORLD)
+    return RankGroup(dist.new_group(ranks, use_local_synchronization=True))

@@ -1,0 +1,140 @@
+"""The ranks along one axis of the mesh: what they exchange, and how much of it."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from collections import Counter
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13's names; before it there are only the older ones, which it deprecates
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class GroupHolder(Protocol):
+    """What keeps process groups alive."""
+
+    def release_groups(self) -> None:
+        """Of them, as nothing more will be exchanged."""
+        ...
+
+
+_holders: WeakSet[GroupHolder] = WeakSet()
+
+
+def release_groups_at_exit(holder: GroupHolder) -> None:
+    """Have the holder's groups end, threads and all, before the interpreter does."""
+    _holders.add(holder)
+
+
+@atexit.register
+def _end_groups() -> None:
+    """Gloo's threads free what they have worked on a little later than its result is there, tensors of Python among it.
+
+    One that is about to do so while the interpreter ends is stopped in the middle, which aborts the process
+    ("terminate called without an active exception"). A group's end joins its threads, but it ends with its last owner.
+    Where `destroy_process_group` wasn't called the run has failed, and threads may wait for others for long.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        for holder in list(_holders):
+            holder.release_groups()
+        gc.collect()
+
+
+class RankGroup:
+    """A process group, or this process alone: then nothing is sent and every result is the argument.
+
+    `calls` and `payload` count the collectives by name and the bytes that each of them worked on: the whole tensor of
+    an all-reduce, the gathered one of an all-gather, the one that is scattered of a reduce-scatter.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
+        self.global_ranks = [0] if process_group is None else dist.get_process_group_ranks(process_group)
+        self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        self.calls: Counter[str] = Counter()
+        self.payload: Counter[str] = Counter()
+        release_groups_at_exit(self)
+
+    def release_groups(self) -> None:
+        self.process_group = None
+
+    @property
+    def size(self) -> int:
+        return len(self.global_ranks)
+
+    @property
+    def uses_nccl(self) -> bool:
+        return self.process_group is not None and dist.get_backend(self.process_group) == "nccl"
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, on every rank, in place."""
+        self._reduce(tensor, dist.ReduceOp.SUM)
+        return tensor
+
+    def start_sum(self, tensor: Tensor) -> dist.Work | None:
+        """`sum` while something else runs: the tensor is to be left alone until the work is waited for."""
+        return self._reduce(tensor, dist.ReduceOp.SUM, wait=False)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The elementwise maximum over the ranks, on every rank, in place."""
+        self._reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every rank's tensor, all of one shape, in order: (size, *shape)."""
+        if self.size == 1:
+            return tensor[None]
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        self._count("all_gather", gathered)
+        _all_gather(gathered.view(-1), tensor.contiguous().view(-1), group=self.process_group)
+        return gathered
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Of the sum over the ranks of (size, *shape), this rank's part: (*shape)."""
+        mine, work = self.start_reduce_scatter(tensor)
+        if work is not None:
+            work.wait()
+        return mine
+
+    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """`reduce_scatter` while something else runs: leave both tensors alone until the work is waited for."""
+        if self.size == 1:
+            return tensor[0], None
+        mine = tensor.new_empty(tensor.shape[1:])
+        self._count("reduce_scatter", tensor)
+        tensor = tensor.contiguous().view(-1)
+        work: dist.Work = _reduce_scatter(mine.view(-1), tensor, group=self.process_group, async_op=True)
+        return mine, work
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, anything that pickles, on every rank, in order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def barrier(self) -> None:
+        """Nobody goes on before all are here."""
+        if self.size > 1:
+            dist.barrier(group=self.process_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
+        return self  # a module's second skeleton talks to the same ranks
+
+    def _reduce(self, tensor: Tensor, op: Any, wait: bool = True) -> dist.Work | None:
+        if self.size == 1:
+            return None
+        self._count("all_reduce", tensor)
+        work: dist.Work | None = dist.all_reduce(tensor, op, group=self.process_group, async_op=not wait)
+        return work
+
+    def _count(self, name: str, tensor: Tensor) -> None:
+        self.calls[name] += 1
+        self.payload[name] += tensor.nbytes

@@ -1,0 +1,148 @@
+"""What the optimizer updates on a rank: its parameters, float32 copies of them, or a replica's rows of either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.replicas.buckets import (
+    BUCKET_BYTES,
+    NamedParameter,
+    in_buckets,
+    pack_line,
+    rows_of,
+    take_rows,
+    unpack_rows,
+)
+
+
+class MasterParameters:
+    """For every parameter its master, which goes to the optimizer; after its step `publish` brings them back.
+
+    Without sharding and another dtype the masters are the parameters. With a wider `dtype` they are copies, which keep
+    updates that are too small for the parameters' own (Micikevicius et al. 2018, "Mixed Precision Training", section
+    3.1). Sharded (ZeRO-1: Rajbhandari et al. 2020, "ZeRO", P_os), a replica's masters are its rows (dim 0) of each:
+    views of the parameters, or copies where the dtype differs, so that the optimizer's state is spread over replicas
+    too. A parameter of fewer rows than replicas has no master on some. Frozen parameters are always masters themselves.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        data: RankGroup,
+        shard: bool = False,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`parameters` are the rank's, each once; `data` its replicas.
+
+        Raises SlipstreamError where `dtype` can't hold a parameter's values.
+        """
+        self._data = data
+        self._dtype = dtype
+        self.is_sharded = shard and data.size > 1
+        self._parameters = dict(parameters)
+        self._trained = {name for name, parameter in parameters if parameter.requires_grad}
+        for name in self._trained:
+            _check_wider(name, self._parameters[name].dtype, self.dtype_of(self._parameters[name]))
+        made = {name: self._make(parameter) for name, parameter in parameters}
+        self._masters = {name: master for name, master in made.items() if master is not None}
+        self._buckets = in_buckets(
+            [(name, parameter) for name, parameter in parameters if name in self._trained],
+            lambda parameter: parameter.dtype,
+            bucket_bytes,
+        )
+
+    def named_parameters(self) -> Iterator[NamedParameter]:
+        """What goes to the optimizer, under the parameters' names and with their number of dimensions."""
+        return iter(self._masters.items())
+
+    def rows(self, name: str) -> range:
+        """Which rows (dim 0; a scalar is one) of the rank's parameter this replica updates."""
+        parameter = self._parameters[name]
+        if not self.is_sharded or name not in self._trained:
+            return rows_of(parameter, 0, 1)
+        return rows_of(parameter, self._data.rank, self._data.size)
+
+    def is_spread(self, name: str) -> bool:
+        """Whether each replica has other rows of it: those that aren't frozen."""
+        return self.is_sharded and name in self._trained
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Of the parameter's master, and so of its gradients."""
+        return self._dtype or parameter.dtype
+
+    def updates(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer updates this very parameter."""
+        return self._masters.get(name) is parameter
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add to the master's `.grad`, given the gradient of this replica's `rows`, which is taken over."""
+        master = self._masters.get(name)
+        if master is None:
+            return
+        if master.grad is None:
+            master.grad = gradient
+        else:
+            master.grad.add_(gradient)
+
+    def add_whole(self, name: str, gradient: Tensor) -> None:
+        """`add`, given the gradient of all rows."""
+        if self.is_sharded:
+            gradient = take_rows(gradient, self.rows(name)).clone()  # so that the other rows' memory is free
+        self.add(name, gradient)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """What an optimizer did to the masters is done to the parameters. Collective over the replicas when sharded."""
+        if self.is_sharded:
+            for bucket in self._buckets:
+                self._gather(bucket)
+        else:
+            for name in self._trained:
+                if not self.updates(name, self._parameters[name]):
+                    self._parameters[name].copy_(self._masters[name])
+
+    def check_trained(self) -> None:
+        """Raises SlipstreamError where what is trained has changed since the masters were made."""
+        for name, parameter in self._parameters.items():
+            master = self._masters.get(name, parameter)
+            is_made = self.is_sharded or self.dtype_of(parameter) != parameter.dtype
+            if is_made and {parameter.requires_grad, master.requires_grad} != {name in self._trained}:
+                raise SlipstreamError(
+                    f"requires_grad of {name} was changed. With a sharded optimizer or masters of another dtype, "
+                    "freeze parameters of the model before the Pipeline is made of it."
+                )
+
+    def _make(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        dtype = self.dtype_of(parameter)
+        if not parameter.requires_grad or (dtype == parameter.dtype and not self.is_sharded):
+            return parameter
+        rows = rows_of(parameter, self._data.rank, self._data.size) if self.is_sharded else rows_of(parameter, 0, 1)
+        # With a version of its own, by which a save that reads the master sees changes: `publish` makes none, though it
+        # writes to the parameter.
+        return nn.Parameter(take_rows(parameter.data, rows).to(dtype)) if rows else None
+
+    def _gather(self, bucket: Sequence[NamedParameter]) -> None:
+        """Every replica's rows of a bucket's parameters, in these parameters' dtype."""
+        parameters, size = [parameter for _, parameter in bucket], self._data.size
+        for name, parameter in bucket:
+            if name in self._masters:
+                take_rows(parameter, self.rows(name)).copy_(self._masters[name])
+        mine = pack_line(parameters, self._data.rank, size)
+        for owner, line in enumerate(self._data.all_gather(mine)):
+            pieces = unpack_rows(line, parameters, owner, size)
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                take_rows(parameter, rows_of(parameter, owner, size)).copy_(piece)
+
+
+def _check_wider(name: str, dtype: torch.dtype, wider: torch.dtype) -> None:
+    if torch.promote_types(dtype, wider) != wider:
+        raise SlipstreamError(
+            f"the masters' dtype {wider} can't hold the values of {name}, which is {dtype}. "
+            "Give torch.float32, or none: then the optimizer updates the parameters themselves."
+        )

@@ -1,0 +1,97 @@
+"""Embedding and loss where each rank has some rows of the vocabulary: no rank ever holds all logits of a token.
+
+PTD-P section 2.3: the parallel cross entropy exchanges (b, T) numbers instead of (b, T, vocabulary) logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.tensor.tensor_operators import sum_over_ranks
+
+
+def vocabulary_cross_entropy(
+    group: RankGroup, first_id: int, ignore_index: int
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The loss of logits (b, T, V_local), those of ids first_id to first_id + V_local, and targets (b, T), of
+    which `ignore_index` counts nowhere.
+
+    It returns (sum over tokens, number of valid tokens), the same on every rank, in float32 or wider. Forward
+    all-reduces each token's largest logit, then the sum of exponentials with the target's logit; backward is local.
+    """
+
+    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total: Tensor = _CrossEntropy.apply(logits, targets, group, first_id, ignore_index)  # type: ignore[no-untyped-call]
+        return total, (targets != ignore_index).sum()
+
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum over tokens of log(sum_v exp(logit_v)) - logit_target."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: RankGroup, first_id: int, ignore_index: int
+    ) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        shifted = wide - group.max(wide.amax(-1))[..., None]  # (b, T, V_local)
+        is_valid = targets != ignore_index  # (b, T)
+        index = targets - first_id
+        is_here = is_valid & (index >= 0) & (index < logits.shape[-1])
+        index = index.masked_fill(~is_here, 0)[..., None]  # (b, T, 1)
+        chosen = shifted.gather(-1, index).squeeze(-1).masked_fill(~is_here, 0)
+        exponentials = shifted.exp_()
+        denominator, chosen = group.sum(torch.stack([exponentials.sum(-1), chosen]))
+        probabilities = exponentials.div_(denominator[..., None])
+        ctx.save_for_backward(probabilities, index, is_here, is_valid)
+        ctx.dtype = logits.dtype
+        total: Tensor = (denominator.log() - chosen).masked_fill(~is_valid, 0).sum()
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        probabilities, index, is_here, is_valid = ctx.saved_tensors
+        of_logits = probabilities * (gradient * is_valid)[..., None]
+        of_logits.scatter_add_(-1, index, -(gradient * is_here)[..., None])
+        return of_logits.to(ctx.dtype), None, None, None, None
+
+
+class VocabularyEmbedding:
+    """Hooks of an nn.Embedding of which this rank has the rows from `first_id` on: other ids give zeros, then g.
+
+    Unless `is_read`, its output is left without g: a last stage has a tied embedding for its head alone.
+    """
+
+    def __init__(self, group: RankGroup, first_id: int, is_read: bool) -> None:
+        self._group = group
+        self._first_id = first_id
+        self._is_read = is_read
+        self._is_elsewhere: Tensor | None = None  # (b, T), between the two hooks
+
+    def install(self, module: nn.Embedding) -> None:
+        """Onto a module whose weight is this rank's share already."""
+        if module.padding_idx is not None:
+            padding = module.padding_idx - self._first_id
+            module.padding_idx = padding if 0 <= padding < len(module.weight) else None
+        module.num_embeddings = len(module.weight)
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        index = args[0] - self._first_id
+        assert isinstance(module.weight, Tensor)
+        self._is_elsewhere = (index < 0) | (index >= len(module.weight))
+        return (index.masked_fill(self._is_elsewhere, 0), *args[1:])
+
+    def _after(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        assert self._is_elsewhere is not None
+        found, self._is_elsewhere = output.masked_fill(self._is_elsewhere[..., None], 0), None
+        return sum_over_ranks(found, self._group) if self._is_read else found

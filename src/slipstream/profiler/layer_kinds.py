@@ -1,0 +1,52 @@
+"""Which layers of a model are equal, so that measuring one of a kind is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from slipstream.model import ModelAnatomy, meta_model
+
+
+def find_layer_kinds(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The kind of every layer, numbered from 0 in the order of their first layers, and the kinds' names.
+
+    Layers are of one kind where their modules, shapes, switches and attention types are equal.
+    """
+    layers = list(meta_model(config).get_submodule(anatomy.layers).children())
+    types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    structures = [(_structure(layer, index), types[index]) for index, layer in enumerate(layers)]
+    distinct = list(dict.fromkeys(structures))
+    kinds = tuple(distinct.index(structure) for structure in structures)
+    return kinds, _names(kinds, [kind for _, kind in distinct])
+
+
+def _structure(layer: nn.Module, index: int) -> tuple[Any, ...]:
+    """Everything about a layer that decides what it computes; the numbers in its weights don't."""
+    parts = []
+    for name, module in layer.named_modules():
+        switches = {
+            key: value
+            for key, value in vars(module).items()
+            if not key.startswith("_") and isinstance(value, (str, bool, int)) and not _is_index(key, value, index)
+        }
+        parts.append((name, type(module).__qualname__, tuple(sorted(switches.items()))))
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    return (*parts, shapes)
+
+
+def _is_index(key: str, value: Any, index: int) -> bool:
+    return "idx" in key or "index" in key or (key.startswith("layer") and value == index)
+
+
+def _names(kinds: Sequence[int], types: Sequence[str | None]) -> tuple[str, ...]:
+    """`layer` where all are equal; else by attention type where that tells them apart, or by the first layer."""
+    if len(types) == 1:
+        return ("layer",)
+    if None not in types and len(set(types)) == len(types):
+        return tuple(f"{each} layer" for each in types)
+    firsts = [kinds.index(kind) for kind in range(len(types))]
+    return tuple(f"layer like {first}" for first in firsts)

@@ -1,0 +1,94 @@
+"""Which slice lengths and contexts are measured: the most telling first, in case time runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+
+from slipstream.planner.costs import SlicePoint
+
+_DENSE = 8  # multiples of the granularity that are all in the table
+_RATIO = 2**0.5  # between its longer lengths; times between two of them are interpolated
+
+
+@dataclass
+class MeasurementGrid:
+    """`fitted` points make the fit, `held_out` ones judge it. The extremes come first."""
+
+    fitted: list[SlicePoint]
+    held_out: list[SlicePoint] = field(default_factory=list)
+
+    @property
+    def points(self) -> list[SlicePoint]:
+        """All of them, one held out after every three fitted."""
+        held_out = iter(self.held_out)
+        mixed: list[SlicePoint] = []
+        for number, point in enumerate(self.fitted, 1):
+            mixed.append(point)
+            mixed += [next(held_out, point)] if number % 3 == 0 else []
+        return list(dict.fromkeys([*mixed, *held_out]))
+
+    def refine(self, off: Sequence[SlicePoint], seq_len: int) -> list[SlicePoint]:
+        """Fit the points that were off, and hold out one beside each instead. Returns what must be measured."""
+        again: dict[SlicePoint, None] = {}
+        for length, context in off:
+            again |= {(length, 0): None, (length, context): None}
+            beside = (length, context // 2) if context > 1 else (max(1, length * 7 // 8), seq_len // 3)
+            beside = (min(beside[0], seq_len - beside[1]), beside[1])
+            if beside not in self.points and beside not in again:
+                self.held_out.append(beside)
+                again[beside] = None
+            for point in ((length, 0), (length, context)):
+                if point in self.held_out:
+                    self.held_out.remove(point)
+                if point not in self.fitted:
+                    self.fitted.append(point)
+        return list(again)
+
+
+def make_grid(seq_len: int, longest_slice: int, granularity: int) -> MeasurementGrid:
+    """Slice lengths, dense where slices are short, with every eighth of the sequence or so as context.
+
+    All lengths but 1 are multiples of `granularity`, as far as the longest is. Held out is what lies between.
+    """
+    lengths = _lengths(longest_slice, granularity)
+    contexts = (seq_len // 2, seq_len - longest_slice // 4, seq_len // 8, seq_len // 4, 3 * seq_len // 4)
+    table = [(length, 0) for length in lengths]
+    crossed = [(length, context) for context in contexts for length in lengths[1::2] if context > 0]
+    between = _between(lengths, granularity)
+    held_out = [(length, seq_len * part // 16) for length, part in zip(between, _scattered(len(between)), strict=True)]
+    held_out += [
+        (length, seq_len * (part + 5) // 32)
+        for length, part in zip(lengths[2::2], _scattered(len(lengths)), strict=False)
+    ]
+    pairs = zip_longest(_extremes_first(table), _extremes_first([p for p in crossed if sum(p) <= seq_len]))
+    fitted = dict.fromkeys(point for pair in pairs for point in pair if point is not None)
+    unseen = [p for p in dict.fromkeys(held_out) if p not in fitted and p[1] > 0 and sum(p) <= seq_len]
+    return MeasurementGrid(list(fitted), unseen)
+
+
+def _lengths(longest: int, granularity: int) -> list[int]:
+    """1, the first multiples of the granularity, then in equal ratios up to the longest."""
+    lengths = [1, *range(granularity, _DENSE * granularity + 1, granularity)]
+    while lengths[-1] < longest:
+        lengths.append(max(round(lengths[-1] * _RATIO / granularity), 1) * granularity)
+    return sorted({min(length, longest) for length in lengths})
+
+
+def _between(lengths: Sequence[int], granularity: int) -> list[int]:
+    """A length off the middle between each two neighbours that leave room for one."""
+    room = [(a, b) for a, b in pairwise(lengths) if a > 1 and b - a > granularity]
+    return [a + max(1, (b - a) * 2 // 5 // granularity) * granularity for a, b in room]
+
+
+def _scattered(count: int) -> list[int]:
+    """From 1 to 15, in no order of the lengths."""
+    return [(5 * k + 3) % 15 + 1 for k in range(count)]
+
+
+def _extremes_first(points: Sequence[SlicePoint]) -> list[SlicePoint]:
+    """Last, first, and then the others from coarse to fine."""
+    order = sorted(range(len(points)), key=lambda k: -(k & -k) if k else 0)
+    ends = [len(points) - 1, 0] if points else []
+    return [points[k] for k in dict.fromkeys([*ends, *order])]
