@@ -26,7 +26,8 @@ from slipstream.launch.agreement import differences, hash_sources
 from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
 from slipstream.launch.slurm import first_node, is_task, torchrun_variables
 from slipstream.training.config import load_config
-from slipstream.training.preflight import check_layers, load_model_config
+from slipstream.training.preflight import load_model_config
+from slipstream.training.preflight.model_checks import check_layers
 from support.forked import COMMAND, launch
 from support.paths import ROOT, WORKERS
 from support.timeouts import LIMIT
@@ -180,7 +181,10 @@ def test_two_nodes_train_like_one(network: Network, config: Path, on_one_host: l
     results = network.run([command, command])
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
     said = "".join(result.stdout for result in results)
-    assert "met: rank 0 (node0), rank 1 (node1)" in said or "met: rank 0 (node1), rank 1 (node0)" in said
+    assert (
+        "all ranks connected: rank 0 (node0), rank 1 (node1)" in said
+        or "all ranks connected: rank 0 (node1), rank 1 (node0)" in said
+    )
     assert losses_in(config.parent / "output") == on_one_host
 
 
@@ -188,7 +192,7 @@ def test_two_nodes_train_like_one(network: Network, config: Path, on_one_host: l
 def test_slurm_tasks_train_like_local_ranks(network: Network, config: Path, on_one_host: list[float]) -> None:
     results = network.run([[*TRAIN, config]] * 2, [slurm_variables(rank, 2) for rank in range(2)])
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
-    assert "met: rank 0 (node0), rank 1 (node1)" in results[0].stdout
+    assert "all ranks connected: rank 0 (node0), rank 1 (node1)" in results[0].stdout
     assert losses_in(config.parent / "output") == on_one_host
 
 

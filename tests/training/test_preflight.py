@@ -15,9 +15,9 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.schedule import add_communication, gpipe
 from slipstream.training.config.config_file import dump_config, parse_config
+from slipstream.training.configured_pipeline import make_pipeline
 from slipstream.training.preflight import check_world_size, preflight
 from slipstream.training.run_folder import RunFolder
-from slipstream.training.trainer import make_pipeline
 
 Refuse = Callable[[dict[str, Any]], str]
 LLAMA = {
@@ -110,7 +110,7 @@ def test_a_good_run_prepares_and_writes_what_ranks_need(values: dict[str, Any], 
     assert inputs.validation.num_documents == 1
     assert inputs.model_config.eos_token_id == inputs.tokenizer.eos_token_id
     output = RunFolder(config.training.output)
-    inputs.write(output)
+    inputs.write()
     assert {path.name for path in output.inputs.iterdir()} >= {
         "config.json",
         "tokenizer.json",
@@ -226,10 +226,10 @@ def test_overwriting_removes_what_runs_make_and_nothing_else(values: dict[str, A
     output = RunFolder(tmp_path / "output")
     output.model_at(3).mkdir(parents=True)
     output.metrics.write_text("{}")
-    (output.folder / "notes.txt").write_text("mine")
+    (output.path / "notes.txt").write_text("mine")
     values["training"]["overwrite"] = True
-    preflight(parse_config(values), Progress(None)).write(output)
-    assert sorted(path.name for path in output.folder.iterdir()) == ["config.yaml", "inputs", "notes.txt"]
+    preflight(parse_config(values), Progress(None)).write()
+    assert sorted(path.name for path in output.path.iterdir()) == ["config.yaml", "inputs", "notes.txt"]
 
 
 def test_more_ranks_than_devices(refuse: Refuse, values: dict[str, Any]) -> None:
@@ -301,7 +301,8 @@ def test_an_architecture_that_cannot_be_sliced(refuse: Refuse, values: dict[str,
 
 
 def test_an_output_that_cannot_be_written(values: dict[str, Any], tmp_path: Path) -> None:
+    values["training"]["output"] = tmp_path / "file" / "output"
     inputs = preflight(parse_config(values), Progress(None))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SlipstreamError, match=r"can't write to training.output=.*file/output"):
-        inputs.write(RunFolder(tmp_path / "file" / "output"))
+        inputs.write()

@@ -79,7 +79,7 @@ def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Pat
     again = half_of(whole, tmp_path / "again")
     ended = train(4, again, text, "--dp=2", "--parallel.shard_optimizer=true", "--checkpoint.resume=latest")
     assert ended.returncode == 0, ended.stderr
-    assert f"going on after step {HALF}" in ended.stdout
+    assert f"resumed after step {HALF}" in ended.stdout
     models = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, again)]
     assert models[0] == models[1]
     figures = ("step", "loss", "lr", "grad_norm")
@@ -96,7 +96,7 @@ def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Pa
     assert ended.returncode == 0, ended.stderr
     shutil.copytree(spread / "checkpoints" / f"step-{STEPS - 1:08}", back / "checkpoints" / f"step-{STEPS - 1:08}")
     ended = train(4, back, text, *resume, "--parallel.shard_optimizer=true")
-    assert f"going on after step {STEPS - 1}" in ended.stdout, ended.stderr
+    assert f"resumed after step {STEPS - 1}" in ended.stdout, ended.stderr
     models = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, spread, back)]
     assert models[0] == models[1] == models[2]
 
@@ -143,7 +143,7 @@ def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (["--training.seed=5"], "run on other data: seed was 0, is 5"),
+        (["--training.seed=5"], "trained on different data: seed was 0, is 5"),
         (["--model.config.rope_parameters={rope_theta: 500, rope_type: default}"], "checkpoint of another model"),
         (["--checkpoint.resume=7"], "there is no checkpoint 7"),
     ],

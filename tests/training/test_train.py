@@ -117,7 +117,7 @@ def test_from_text_to_an_exported_model(finished: tuple[RunFolder, str]) -> None
     below = entropy - validations[1]["validation_loss"]
     assert f"{below:.2f} below the text's unigram entropy" in terminal
 
-    assert sorted(path.name for path in output.folder.glob("model*")) == [
+    assert sorted(path.name for path in output.path.glob("model*")) == [
         "model",
         "model-step-16",
         "model-step-8",
@@ -204,14 +204,14 @@ def test_bad_input_starts_nothing(config: Path, output: RunFolder, change: str, 
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr
-    assert not output.folder.exists()
+    assert not output.path.exists()
 
 
 def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: RunFolder) -> None:
     result = run(TORCHRUN, config, "--data.files=[nowhere]")
     assert result.returncode != 0
     assert "there is no file or folder nowhere" in result.stderr
-    assert not output.folder.exists()
+    assert not output.path.exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:

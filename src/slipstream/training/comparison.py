@@ -1,4 +1,4 @@
-"""The run against one process: the same model, the same batches, alone on the same machine."""
+"""Compares the run with one process that trains the same model on the same batches, alone on the same machine."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.launch import reported_to_the_launcher
+from slipstream.pipeline import Pipeline
 from slipstream.training.config import Config, load_config
+from slipstream.training.configured_pipeline import make_pipeline
 from slipstream.training.data import PackedSequences, TokenisedText
+from slipstream.training.device_choice import choose_device
 from slipstream.training.optimizer import make_optimizer, make_scheduler
 from slipstream.training.run_folder import RunFolder
-from slipstream.training.trainer import make_pipeline
-from slipstream.training.training_rank import choose_device
 from slipstream.training.training_step import train_step
 from slipstream.units import seconds_text
 
@@ -28,42 +31,39 @@ _WARM_UP = 2  # steps that pay for first touches of memory
 
 
 class UnslicedModel:
-    """The model as transformers has it, in one piece.
+    """The whole model as transformers loads it.
 
     Attention runs over whole sequences, across documents: that is its fastest way.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        path = config.model.path if config.model.pretrained else RunFolder(config.training.output).inputs
         if config.model.pretrained:
-            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         else:
-            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+            model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
+            self.model = AutoModelForCausalLM.from_config(model_config)
         self.model.to(device).train()
         self.device = device
 
-    def parameters(self) -> Any:
-        """All of them."""
-        return self.model.parameters()
+    def parameters(self) -> Iterator[Parameter]:
+        """Yields all parameters."""
+        return self.model.parameters()  # type: ignore[no-any-return]
 
     def step(
         self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None, loss_scale: float = 1.0
     ) -> Tensor:
-        """Forward and backward of the whole batch."""
-        del document_ids, loss_scale  # of one that isn't given
+        """Runs forward and backward of the whole batch and returns the loss; documents and scale are ignored."""
         loss = self.model(input_ids=inputs.to(self.device), labels=targets.to(self.device), use_cache=False).loss
         loss.backward()
         return loss.detach()  # type: ignore[no-any-return]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As torch does it."""
+        """Scales the gradients to a norm of at most `max_norm` and returns the norm before."""
         return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
 
 def measure(config: Config) -> dict[str, float]:
-    """Median seconds of a step in this process, for each way of running it."""
+    """Returns the median seconds of a step in this process, for each way of running it."""
     device = choose_device(config)
     slices = config.pipeline.slices
     alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto", "memory_limit": None}
@@ -79,7 +79,7 @@ def measure(config: Config) -> dict[str, float]:
     return seconds
 
 
-def _time_steps(config: Config, model: Any, device: torch.device) -> list[float]:
+def _time_steps(config: Config, model: UnslicedModel | Pipeline, device: torch.device) -> list[float]:
     training = config.training
     train = TokenisedText.load(RunFolder(training.output).inputs, "train")
     sequences = PackedSequences(train, training.seq_len, training.seed)
@@ -94,15 +94,15 @@ def _time_steps(config: Config, model: Any, device: torch.device) -> list[float]
     return seconds[_WARM_UP:]
 
 
-def compare(output: RunFolder) -> str:
-    """What `measure` found beside the `steps_of` the run, in words; both are kept in `comparison.json`."""
-    alone: dict[str, float] = json.loads(output.comparison.read_text())
-    steps = steps_of(output)
+def compare(folder: RunFolder) -> str:
+    """Compares the run's steps with what `measure` found, in words, and keeps both in `comparison.json`."""
+    alone: dict[str, float] = json.loads(folder.comparison.read_text())
+    steps = steps_of(folder)
     together = statistics.median(step["step_seconds"] for step in steps[min(_WARM_UP, len(steps) - 1) :])
     num_ranks = len(steps[0]["peak_memory"])
     best = min(alone, key=lambda name: alone[name])
     result = {"num_ranks": num_ranks, "seconds_per_step": together, "one_process": alone}
-    output.comparison.write_text(json.dumps(result, indent=2) + "\n")
+    folder.comparison.write_text(json.dumps(result, indent=2) + "\n")
     others = ", ".join(f"{name} {seconds_text(value)}" for name, value in alone.items())
     return (
         f"{num_ranks} ranks: {seconds_text(together)} per step; one process: {others}\n"
@@ -110,20 +110,21 @@ def compare(output: RunFolder) -> str:
     )
 
 
-def steps_of(output: RunFolder) -> list[dict[str, Any]]:
-    """The metrics of this run's steps, without those before it was gone on with, perhaps on other ranks, and without
-    those in which "auto" tried what to run, if there are others.
+def steps_of(folder: RunFolder) -> list[dict[str, Any]]:
+    """Returns the metrics of the steps since the run last started: before it was resumed, it may have had other ranks.
 
-    Each start leaves a line of figures. There are none where a run goes on that had come to its end.
+    Leaves out the steps in which "auto" was trying what to run, unless there are no others. The list is empty where a
+    run was resumed that had already reached its end.
     """
-    lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    # Each start leaves a line of figures.
     start = max((number for number, line in enumerate(lines) if "num_parameters" in line), default=0)
     steps = [line for line in lines[start:] if "step_seconds" in line]
     return [step for step in steps if "trial" not in step] or steps
 
 
 def main() -> None:
-    """The process that is measured: `python -m slipstream.training.comparison config.yaml`."""
+    """Measures one process: `python -m slipstream.training.comparison config.yaml`."""
     with reported_to_the_launcher():
         config = load_config(Path(sys.argv[1]))
         RunFolder(config.training.output).comparison.write_text(json.dumps(measure(config)))

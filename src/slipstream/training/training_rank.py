@@ -1,4 +1,4 @@
-"""One rank of a run, of our own launcher's, torchrun's or Slurm's."""
+"""One rank of a run, started by `slipstream train`, torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from slipstream.launch import (
     slurm,
     time_limit,
 )
+from slipstream.parallel import RankGroup
 from slipstream.schedule import Schedule
 from slipstream.training.config import Config, load_config, named_schedule
-from slipstream.training.preflight import check_device, check_world_size, preflight
+from slipstream.training.device_choice import choose_device, choose_device_type
+from slipstream.training.preflight import check_machine, check_world_size, preflight
 from slipstream.training.run_folder import RunFolder
-from slipstream.training.trainer import start
+from slipstream.training.trainer import Trainer
 
 # Under torchrun rank 0 reads and tokenises the text while the others wait.
 _PATIENCE = timedelta(hours=4)
@@ -38,48 +40,24 @@ _PATIENCE = timedelta(hours=4)
 _SECONDS_TO_APPEAR = 60.0
 
 
-def choose_device_type(config: Config) -> str:
-    """cuda where there is a GPU for each local rank (or it is asked for), else cpu."""
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    choice = config.training.device
-    return "cpu" if choice == "cpu" or (choice == "auto" and torch.cuda.device_count() < num_local) else "cuda"
+def join_run(config: Config) -> None:
+    """Trains as one rank under torchrun or srun: all ranks connect, rank 0 prepares the run, and all train. Collective.
 
-
-def choose_device(config: Config) -> torch.device:
-    """This rank's GPU, or the CPU."""
-    if choose_device_type(config) == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    return device
-
-
-def train_as_rank(config: Config) -> None:
-    """Trains as one rank of a process group; the inputs lie in the output folder."""
-    device = choose_device(config)
-    dist.init_process_group(_backend(device), timeout=_PATIENCE)
-    _run(config, device)
-
-
-def join(config: Config) -> None:
-    """Trains as one rank under torchrun or srun: rank 0 checks and prepares, and all go on or end together.
-
-    Raises SlipstreamError before a model is built where the ranks don't fit together, and what rank 0 found.
+    Raises:
+        SlipstreamError: on every rank, before a model is built, if the ranks don't fit together or preflight failed.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(slurm.torchrun_variables(os.environ))
-    meeting = connect_ranks(_describe(config), _find_problem(config))
-    check_world_size(config, os.environ)
-    device = choose_device(config)
-    meeting.store.set_timeout(_PATIENCE)
-    group: dict[str, Any] = {"rank": meeting.rank, "world_size": meeting.world_size, "store": meeting.store}
-    dist.init_process_group(_backend(device), timeout=_PATIENCE, **group)
+    ranks = connect_ranks(_describe(config), _find_problem(config))
+    check_world_size(config)
+    ranks.store.set_timeout(_PATIENCE)
+    device = _init_process_group(config, rank=ranks.rank, world_size=ranks.world_size, store=ranks.store)
     try:
-        _prepare(config, meeting)
+        _prepare(config, ranks)
     except SlipstreamError:
         dist.destroy_process_group()
         raise
-    _run(config, device)
+    _train(config, device)
 
 
 def _describe(config: Config) -> dict[str, str]:
@@ -89,48 +67,41 @@ def _describe(config: Config) -> dict[str, str]:
     return describe_process(config.model_dump(mode="json"), choose_device_type(config), texts)
 
 
-def _backend(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
 def _find_problem(config: Config) -> str | None:
-    """What keeps this rank from taking part, though others may be ready."""
+    """Returns what keeps this rank from taking part, though others may be ready."""
     try:
-        check_device(config, os.environ)
+        check_machine(config)
     except SlipstreamError as error:
         return str(error)
     return None
 
 
-def _prepare(config: Config, meeting: ConnectedRanks) -> None:
-    """Rank 0 checks and writes the inputs. Raises on every rank what it found, or who doesn't see what it wrote."""
-    output = RunFolder(config.training.output)
-    mark = output.inputs / "run_id"  # a folder that an earlier run left on one node's own disk has another
-    said: list[str | None] = [None, None]  # a problem, this run's mark
-    if meeting.rank == 0:
+def _prepare(config: Config, ranks: ConnectedRanks) -> None:
+    """Rank 0 checks the run and writes its folder. Raises SlipstreamError on every rank if that fails, or if a rank
+    doesn't see the folder. Collective."""
+    world, folder = RankGroup(dist.group.WORLD), RunFolder(config.training.output)
+    problem, run_id = None, uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another id
+    if world.rank == 0:
         progress = Progress(make_console())
-        progress.say(f"met: {meeting}")
+        progress.say(f"all ranks connected: {ranks}")
         try:
-            preflight(config, progress).write(output)
-            said = [None, uuid.uuid4().hex]
-            mark.write_text(str(said[1]))
+            preflight(config, progress).write()
+            folder.run_id.write_text(run_id)
         except SlipstreamError as error:
-            said = [str(error), None]
-    dist.broadcast_object_list(said)
-    if said[0] is not None:
-        raise SlipstreamError(said[0])
-    sees: list[bool] = [False] * meeting.world_size
-    dist.all_gather_object(sees, _appears(mark, str(said[1])))
-    blind = [rank for rank, seen in enumerate(sees) if not seen]
+            problem = str(error)
+    problem, run_id = world.gather((problem, run_id))[0]
+    if problem is not None:
+        raise SlipstreamError(problem)
+    blind = [rank for rank, sees in enumerate(world.gather(_appears(folder.run_id, run_id))) if not sees]
     if blind:
         raise SlipstreamError(
-            f"{name_ranks(blind, meeting.hosts)}: what rank 0 ({meeting.hosts[0]}) wrote to {output.folder} isn't "
-            f"there; name a training.output on a disk that all machines share"
+            f"{name_ranks(blind, ranks.hosts)}: what rank 0 ({ranks.hosts[0]}) wrote to {folder.path} isn't there; "
+            "name a training.output on a disk that all machines share"
         )
 
 
 def _appears(file: Path, text: str) -> bool:
-    """Whether the file has this text, now or soon."""
+    """Returns whether the file has this text, now or within the time that a network's disk may need."""
     deadline = time.monotonic() + min(_SECONDS_TO_APPEAR, time_limit(os.environ))
     while not (file.exists() and file.read_text() == text):
         if time.monotonic() > deadline:
@@ -139,19 +110,28 @@ def _appears(file: Path, text: str) -> bool:
     return True
 
 
-def _run(config: Config, device: torch.device) -> None:
+def _init_process_group(config: Config, **connection: Any) -> torch.device:
+    """Connects the ranks through gloo, and their GPUs through NCCL; returns this rank's device."""
+    device = choose_device(config)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=_PATIENCE, **connection)
+    return device
+
+
+def _train(config: Config, device: torch.device) -> None:
     disable_progress_bar()  # transformers' bars would write over ours
     torch.manual_seed(config.training.seed)
     progress = Progress(make_console() if dist.get_rank() == 0 else None)
-    start(config, device, progress).run()
+    Trainer(config, device, progress).run()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """The process that our launcher starts."""
+    """Trains as one of the local ranks that `start_training` launches: `python -m ... config.yaml`."""
     with reported_to_the_launcher():
-        train_as_rank(load_config(Path(sys.argv[1])))
+        config = load_config(Path(sys.argv[1]))
+        _train(config, _init_process_group(config))
 
 
 if __name__ == "__main__":

@@ -18,21 +18,21 @@ from slipstream.training.data import TokenBatch
 
 
 class TrainableModel(Protocol):
-    """What the loop needs of a model: a Pipeline's, or one that a Pipeline is compared with."""
+    """What a training step needs of a model: a Pipeline, or a model that a Pipeline is compared with."""
 
     def step(
         self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None, loss_scale: float = 1.0
     ) -> Tensor:
-        """Forward and backward; adds to the parameters' gradients and returns the mean loss."""
+        """Runs forward and backward, adds to the parameters' gradients, and returns the mean loss."""
         ...
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients to a norm of at most `max_norm` and returns what it was."""
+        """Scales the gradients to a norm of at most `max_norm` and returns the norm before."""
         ...
 
 
 class StepResult(NamedTuple):
-    """What became of a batch."""
+    """What one training step computed, and the seconds that its update took."""
 
     loss: float
     grad_norm: float  # of the whole gradient, before clipping
@@ -49,8 +49,10 @@ def train_step(
     loss_scale: LossScale | None = None,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Forward, backward, clip, `before_update`, update. Where a gradient isn't finite, on whatever rank, none of them
-    updates."""
+    """Runs forward and backward, clips, calls `before_update`, and updates. Collective where the model is.
+
+    Where a gradient isn't finite, on whatever rank, none of them updates.
+    """
     optimizer.zero_grad()
     scaled = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
     with autocast(config, device):
@@ -67,12 +69,12 @@ def train_step(
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """Narrow arithmetic where it is asked for; weights and sums stay float32."""
+    """Returns a context of bfloat16 or float16 arithmetic where that is configured; weights and sums stay float32."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """What products are computed in."""
+    """Returns the dtype of matrix products."""
     dtypes = {"float32": torch.float32, "fp16": torch.float16}
     return dtypes.get(config.training.precision, torch.bfloat16)

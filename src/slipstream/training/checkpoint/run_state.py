@@ -47,16 +47,16 @@ def _state_of(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, 
 
 
 class RunState:
-    """How far a run has come, beside its tensors."""
+    """How far a run has come, apart from its tensors."""
 
     def __init__(self, pipe: Pipeline, scheduler: LambdaLR, loss_scale: LossScale, sequences: PackedSequences) -> None:
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
-        self._data = describe_data(sequences)  # once: it reads the whole text
+        self._data = _describe_data(sequences)  # once: it reads the whole text
         self.step = 0
         self.num_samples = 0  # sequences that were trained on
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the tensors; JSON can hold it."""
+        """Returns what a checkpoint keeps next to the tensors, as JSON can hold it."""
         pipe = self._pipe
         seed, num_steps = pipe.random_state
         slices = pipe.slices(self._sequences.seq_len)
@@ -73,14 +73,18 @@ class RunState:
             "versions": versions(),
         }
 
-    def go_on(self, facts: dict[str, Any], optimizer: Optimizer) -> None:
-        """From the facts of a checkpoint, whose tensors are loaded. Raises SlipstreamError for other text."""
+    def restore(self, facts: dict[str, Any], optimizer: Optimizer) -> None:
+        """Takes over the facts of a checkpoint whose tensors are loaded.
+
+        Raises:
+            SlipstreamError: if the checkpoint was trained on different data.
+        """
         was = facts["data"]
         different = [f"{key} was {was[key]!r}, is {value!r}" for key, value in self._data.items() if value != was[key]]
         if different:
             raise SlipstreamError(
-                f"the checkpoint is of a run on other data: {'; '.join(different)}. Go on with the settings it was "
-                "saved with, or begin in another folder."
+                f"the checkpoint was trained on different data: {'; '.join(different)}. Resume with the settings it "
+                "was saved with, or train from the beginning in another folder."
             )
         self.step, self.num_samples = facts["step"], facts["num_samples"]
         self._pipe.random_state = facts["random_state"]["seed"], facts["random_state"]["num_steps"]
@@ -95,12 +99,12 @@ class RunState:
 
 
 def describe_model(config: PretrainedConfig) -> dict[str, Any]:
-    """What tells models apart: the settings that are not their class's own."""
+    """Returns what tells models apart: the settings that differ from the defaults of the model's class."""
     return {"model_type": config.model_type, **without_origin(config.to_diff_dict())}
 
 
-def describe_data(sequences: PackedSequences) -> dict[str, Any]:
-    """What decides which sample comes when."""
+def _describe_data(sequences: PackedSequences) -> dict[str, Any]:
+    """Returns what decides which sample comes when."""
     tokens = sequences.text.tokens
     return {
         "num_tokens": len(tokens),

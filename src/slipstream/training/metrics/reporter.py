@@ -19,7 +19,6 @@ from slipstream.training.metrics.records import MetricsRecord, StepRecord, gathe
 from slipstream.training.metrics.summary import describe_time
 from slipstream.training.metrics.trackers import Trackers, make_trackers
 from slipstream.training.metrics.traffic import Traffic, add_up
-from slipstream.training.run_folder import RunFolder
 from slipstream.training.training_step import StepResult, compute_dtype
 
 
@@ -36,7 +35,7 @@ class Reporter:
         self._trackers = Trackers()
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
-            folder, settings = RunFolder(config.training.output).folder, config.model_dump(mode="json")
+            folder, settings = config.training.output, config.model_dump(mode="json")
             self._trackers = make_trackers(config.tracking.to, folder, settings, resumed_after)
         if self._figures is not None:
             self.write(self._figures.run)

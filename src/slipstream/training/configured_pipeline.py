@@ -1,0 +1,71 @@
+"""The pipeline that a configuration describes, as one rank builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig
+
+from slipstream.parallel import make_mesh
+from slipstream.pipeline import Pipeline
+from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
+from slipstream.training.config import Config, named_schedule
+from slipstream.training.run_folder import RunFolder
+
+
+def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipeline:
+    """Returns this rank's part of the pipeline; `changes` replace arguments of it. Collective."""
+    settings: dict[str, Any] = {
+        "schedule": named_schedule(config.pipeline),
+        "num_microbatches": config.pipeline.num_microbatches,
+        "num_flushes": config.pipeline.num_flushes,
+        "slices": config.pipeline.slices,
+        "stages_per_rank": config.pipeline.stages_per_rank,
+        "recompute": config.pipeline.recompute,
+        "offload": config.pipeline.offload,
+        "memory_limit": config.pipeline.memory_limit,
+        "partition": config.pipeline.partition,
+        "seq_len": config.training.seq_len,
+        "dtype": torch.bfloat16 if config.training.precision == "bf16-weights" else torch.float32,
+        "master_dtype": torch.float32 if config.training.precision == "bf16-weights" else None,
+        "device": device,
+        "fused": config.pipeline.fused,
+        "sequence_parallel": config.parallel.sequence,
+        "tensor_plan": config.parallel.tensor_plan,
+        "shard_optimizer": config.parallel.shard_optimizer,
+        "shard_parameters": config.parallel.shard_parameters,
+        "mesh": _mesh(config, device),
+        "self_check": config.parallel.tensor > 1 and config.pipeline.self_check,  # else done before the ranks started
+        **changes,
+    }
+    if config.model.pretrained:
+        return Pipeline.from_pretrained(str(config.model.path), **settings)
+    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
+    return Pipeline.from_config(model_config, seed=config.training.seed, **settings)
+
+
+def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
+    """Returns the mesh of ranks; None where all of them are on the pipeline axis, or one process is measured alone."""
+    if not dist.is_initialized() or dist.get_world_size() == config.pipeline.num_ranks:
+        return None
+    return make_mesh(config.pipeline.num_ranks, config.parallel.data, config.parallel.tensor, device.type)
+
+
+def tuned_settings(config: Config, tuned: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the schedule and the slices that "auto" settled on before a checkpoint was saved, as `make_pipeline`
+    takes them; nothing where the run now has other ranks, stages or microbatches."""
+    pipeline = config.pipeline
+    if tuned is None or not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
+        return {}
+    schedule = Schedule.parse(tuned["schedule"])
+    name = placed_as(pipeline.schedule, pipeline.stages_per_rank)
+    same = (
+        schedule.placement == make_schedule(name, pipeline.num_ranks, 1, 1, pipeline.stages_per_rank).placement
+        and schedule.num_microbatches == pipeline.num_microbatches
+        and sum(tuned["slices"]) == config.training.seq_len
+    )
+    return {"schedule": schedule, "slices": tuned["slices"], "num_flushes": 1} if same else {}

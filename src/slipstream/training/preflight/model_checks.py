@@ -1,0 +1,113 @@
+"""Whether the model can be trained as the configuration splits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.model import (
+    check_length,
+    check_sliceable,
+    config_from_settings,
+    find_anatomy,
+    load_config,
+)
+from slipstream.pipeline.families.causal_lm_stages import check_sharding, plan_shares
+from slipstream.pipeline.families.stage_layout import plan_layout
+from slipstream.pipeline.tuning import Tuner
+from slipstream.training.config import Config, ModelSection, named_schedule
+
+
+def load_model_config(model: ModelSection) -> Any:
+    """Returns the transformers configuration of a folder, a hub name or the settings themselves."""
+    if model.path is not None:
+        return load_config(model.path)
+    return config_from_settings(model.config or {}, "model.config")
+
+
+def check_model(config: Config, model_config: Any, progress: Progress) -> None:
+    """Checks what every rank would find when it builds its part of the model.
+
+    Raises:
+        SlipstreamError: with what was given, what is allowed and what to type.
+    """
+    check_layers(config, model_config)
+    check_length(model_config, config.training.seq_len, "training.seq_len")
+    if config.model.pretrained:
+        _check_weights(Path(str(config.model.path)))
+    if config.pipeline.self_check:
+        with progress.waiting("checking that the model can be sliced"):
+            check_sliceable(model_config)
+    _check_layout(config, model_config)
+    parallel, precision = config.parallel, config.training.precision
+    if parallel.tensor > 1:
+        plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan)
+    if parallel.shard_parameters:
+        excluded = {
+            "parallel.shard_optimizer": parallel.shard_optimizer,
+            "training.precision": precision if precision == "bf16-weights" else None,
+        }
+        check_sharding(find_anatomy(model_config), parallel.tensor, excluded)
+
+
+def check_layers(config: Config, model_config: Any) -> None:
+    """Raises SlipstreamError where there are more stages than layers, or a partition of another number of layers."""
+    num_layers = model_config.get_text_config().num_hidden_layers
+    pipeline, partition = config.pipeline, config.pipeline.partition
+    num_stages = pipeline.num_ranks * pipeline.stages_per_rank
+    if num_stages > num_layers and partition == "auto":
+        asked = f"pipeline.num_ranks={pipeline.num_ranks}"
+        if pipeline.stages_per_rank > 1:
+            asked += f" with pipeline.stages_per_rank={pipeline.stages_per_rank} makes {num_stages} stages, which"
+        most = num_layers // pipeline.stages_per_rank
+        raise SlipstreamError(f"{asked} is more than the model's {num_layers} layers; choose 1 to {most}")
+    if partition != "auto" and sum(partition) != num_layers:
+        raise SlipstreamError(
+            f"pipeline.partition={partition} adds up to {sum(partition)} layers, but the model has {num_layers}; make "
+            "them equal, or leave it to --pipeline.partition=auto"
+        )
+
+
+def _check_layout(config: Config, model_config: Any) -> None:
+    """Raises SlipstreamError where the stages, the schedule, recomputation and offloading don't go together."""
+    pipeline = config.pipeline
+    tuner = Tuner(
+        named_schedule(pipeline),
+        pipeline.num_ranks,
+        pipeline.num_microbatches,
+        pipeline.stages_per_rank,
+        pipeline.slices,
+        pipeline.num_flushes,
+    )
+    plan_layout(
+        model_config,
+        find_anatomy(model_config),
+        tuner.schedule,
+        tuner.slices,
+        pipeline.partition,
+        pipeline.recompute,
+        pipeline.offload,
+        config.training.seq_len,
+    )
+
+
+def _check_weights(folder: Path) -> None:
+    """Checks that every safetensors file of a local model is there and whole; a hub checks its own."""
+    if not folder.is_dir():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SlipstreamError(
+            f"model.path={folder} holds no .safetensors file; save the model in that format, "
+            "or train its architecture from random weights with --model.init=random"
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):  # compares the header's sizes with the file's
+                pass
+        except (SafetensorError, OSError) as error:
+            raise SlipstreamError(f"{file} is corrupt or truncated ({error}); copy or download it again") from error

@@ -1,0 +1,66 @@
+"""What preflight hands to the ranks, by way of the run folder."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.config import Config, dump_config
+from slipstream.training.data import TokenisedText
+from slipstream.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What every rank needs: written once, read by all."""
+
+    config: Config
+    model_config: Any  # transformers.PretrainedConfig
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    train: TokenisedText
+    validation: TokenisedText
+
+    def write(self) -> None:
+        """Makes the run folder with `inputs/` inside, and removes what an earlier run left unless it is resumed.
+
+        Raises:
+            SlipstreamError: if the folder can't be written.
+        """
+        folder = RunFolder(self.config.training.output)
+        try:
+            self._write(folder)
+        except OSError as error:
+            raise SlipstreamError(f"can't write to training.output={folder.path}: {error}") from error
+
+    def _write(self, folder: RunFolder) -> None:
+        if _can_resume(self.config, folder):
+            shutil.rmtree(folder.inputs, ignore_errors=True)
+        else:
+            folder.clear()
+        folder.inputs.mkdir(parents=True)
+        folder.config.write_text(dump_config(self.config), encoding="utf-8")
+        self.model_config.save_pretrained(folder.inputs)
+        self.tokenizer.save_pretrained(folder.inputs)
+        self.train.save(folder.inputs, "train")
+        self.validation.save(folder.inputs, "validation")
+
+
+def check_run_folder(config: Config) -> None:
+    """Raises SlipstreamError where the run would overwrite something that the configuration doesn't allow it to."""
+    folder = RunFolder(config.training.output)
+    if folder.path.exists() and not folder.path.is_dir():
+        raise SlipstreamError(f"training.output={folder.path} is a file; name a folder")
+    if _can_resume(config, folder):
+        return
+    kept = folder.find_earlier_run()
+    if kept is not None and not config.training.overwrite:
+        raise SlipstreamError(
+            f"training.output={folder.path} already holds {kept.relative_to(folder.path)}; "
+            "choose another folder, or replace it with --training.overwrite=true"
+        )
+
+
+def _can_resume(config: Config, folder: RunFolder) -> bool:
+    return config.checkpoint.resume != "no" and folder.checkpoints.is_dir()

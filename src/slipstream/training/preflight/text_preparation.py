@@ -1,0 +1,69 @@
+"""The text of a run: read, tokenised, and split into training and held-out documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.training.config import Config
+from slipstream.training.data import (
+    PackedSequences,
+    TokenisedText,
+    load_tokenizer,
+    read_documents,
+    tokenise,
+    train_tokenizer,
+)
+
+
+def prepare_text(config: Config, model_config: Any, progress: Progress) -> tuple[Any, TokenisedText]:
+    """Returns the tokenizer and the tokenised documents.
+
+    A tokenizer that is trained here sets the special tokens of `model_config`.
+    """
+    with progress.waiting("reading text"):
+        documents = read_documents(config.data)
+    noun = "document" if len(documents) == 1 else "documents"
+    progress.say(f"text: {len(documents):,} {noun}, {sum(map(len, documents)):,} characters")
+    name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
+    if name is not None and vocab_size is None:
+        tokenizer = load_tokenizer(name)
+    else:
+        vocab_size = vocab_size or model_config.get_text_config().vocab_size
+        check_vocabulary(vocab_size - 1, model_config)
+        tokenizer = train_tokenizer(documents, vocab_size, progress)
+        model_config.eos_token_id = tokenizer.eos_token_id
+        model_config.bos_token_id = model_config.pad_token_id = None
+    text = tokenise(tokenizer, documents, progress)
+    progress.say(f"tokens: {len(text.tokens):,}, vocabulary {len(tokenizer):,}")
+    return tokenizer, text
+
+
+def check_vocabulary(largest: int, model_config: Any) -> None:
+    """Raises SlipstreamError where the token id `largest` has no row in the model's embedding."""
+    vocab_size = model_config.get_text_config().vocab_size
+    if largest >= vocab_size:
+        raise SlipstreamError(
+            f"the model's vocabulary has {vocab_size} tokens (0 to {vocab_size - 1}), but the text needs token id "
+            f"{largest}; use the model's own tokenizer, a smaller data.vocab_size, or a larger vocab_size in "
+            "model.config"
+        )
+
+
+def split_text(config: Config, text: TokenisedText) -> tuple[TokenisedText, TokenisedText]:
+    """Returns the training text and the held-out text.
+
+    Raises:
+        SlipstreamError: if the first is shorter than a sequence, or the second than a batch that validation needs.
+    """
+    training = config.training
+    train, validation = text.split(config.data.validation_fraction, training.seed)
+    PackedSequences(train, training.seq_len, training.seed)  # raises where there is less than one sequence
+    needed = training.seq_len * training.batch_size
+    if training.eval_every and len(validation.tokens) < needed:
+        raise SlipstreamError(
+            f"the held-out text has {len(validation.tokens)} tokens, less than one batch of {needed}; give more text, "
+            f"a larger data.validation_fraction (now {config.data.validation_fraction}), or --training.eval_every=0"
+        )
+    return train, validation

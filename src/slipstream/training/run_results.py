@@ -1,0 +1,49 @@
+"""What a run leaves at its end: the last step's timeline, the exported model, and text that the model writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slipstream.launch import Progress
+from slipstream.pipeline import Pipeline
+from slipstream.timeline import Timeline, draw_timelines, save_trace
+from slipstream.training.config import Config, SampleSection
+from slipstream.training.run_folder import RunFolder
+
+
+def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder, progress: Progress) -> None:
+    """Writes the measured timeline of all ranks as text, picture and trace; nothing where the run took no step."""
+    if pipe.leads and timeline is not None:
+        draw_timelines(folder.timeline, timeline)
+        save_trace(folder.perfetto, timeline)
+        folder.schedule.write_text(f"{pipe.last_step.layout.training}\n", encoding="utf-8")
+        progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
+
+
+def export(pipe: Pipeline, inputs: Path, folder: Path, progress: Progress) -> None:
+    """Writes the whole model and its tokenizer, as `AutoModelForCausalLM.from_pretrained` loads them. Collective."""
+    pipe.save_pretrained(folder)
+    if pipe.leads:
+        AutoTokenizer.from_pretrained(inputs).save_pretrained(folder)
+        progress.say(f"exported to {folder}")
+
+
+def write_sample(pipe: Pipeline, config: Config, progress: Progress) -> None:
+    """Lets rank 0 load the export and continue the prompt, if there is one."""
+    sample = config.sample
+    if pipe.leads and sample.prompt is not None:
+        text = _continue_text(RunFolder(config.training.output).model, sample, config.training.seed)
+        progress.say(f"\nthe exported model continues {sample.prompt!r}:\n{text}\n")
+
+
+def _continue_text(folder: Path, sample: SampleSection, seed: int) -> str:
+    """Returns the prompt and its continuation by the model in `folder`, loaded as anybody would load it."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer(sample.prompt, return_tensors="pt", return_token_type_ids=False)
+    torch.manual_seed(seed)
+    how = {"do_sample": True, "temperature": sample.temperature} if sample.temperature else {"do_sample": False}
+    tokens = model.generate(**prompt, max_new_tokens=sample.max_new_tokens, pad_token_id=tokenizer.eos_token_id, **how)
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
