@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.forked import launch
 from support.paths import ROOT
-from support.timeouts import LIMIT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -40,15 +37,7 @@ def test_the_blocks_of_a_page_run(page: Path) -> None:
 
 
 def test_the_own_loop_runs_on_two_processes() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, str(ROOT / "examples" / "own_loop.py")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=LIMIT,
-    )
+    result = launch(2, ROOT / "examples" / "own_loop.py")
     assert result.returncode == 0, result.stderr
     losses = [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 4

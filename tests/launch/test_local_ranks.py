@@ -85,6 +85,7 @@ def start_parent(script: list[str], scenario: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", PARENT, *script, scenario], stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.more
 def test_ranks_that_end_well(script: list[str], tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)
     launch_ranks([*script, "fine"], num_ranks=2)
@@ -106,12 +107,13 @@ def test_a_users_error_in_a_rank_is_a_users_error(script: list[str]) -> None:
         launch_ranks([*script, "user"], num_ranks=2)
 
 
+@pytest.mark.more
 def test_an_exit_without_a_word(script: list[str]) -> None:
     with pytest.raises(RankFailedError, match="rank 1 ended with exit code 3"):
         launch_ranks([*script, "exit"], num_ranks=2)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.more), 1])
 def test_a_killed_rank_ends_the_other_and_is_named(script: list[str], tmp_path: Path, victim: int) -> None:
     parent = start_parent(script, "wait")
     pids = rank_pids(tmp_path)
@@ -125,7 +127,9 @@ def test_a_killed_rank_ends_the_other_and_is_named(script: list[str], tmp_path: 
     assert_gone(pids, seconds=0)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.more) for name in ("SIGTERM", "SIGKILL")] + ["SIGINT"]
+)
 def test_the_ranks_end_with_their_launcher(script: list[str], tmp_path: Path, name: str) -> None:
     parent = start_parent(script, "wait")
     pids = rank_pids(tmp_path)

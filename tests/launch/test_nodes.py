@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from benchmarks.hosts import Hosts, NoHostsError
 from torch.distributed.run import get_args_parser
 
 import slipstream
@@ -93,22 +94,18 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def make_network() -> Iterator[Callable[[int], Network]]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(ROOT)
-        from benchmarks.hosts import Hosts, NoHostsError
+    made = []
 
-        made = []
+    def make(num_hosts: int) -> Network:
+        try:
+            made.append(Hosts(num_hosts))
+        except NoHostsError as error:
+            pytest.skip(f"no hosts can be made on this machine: {error}")
+        return Network(made[-1])
 
-        def make(num_hosts: int) -> Network:
-            try:
-                made.append(Hosts(num_hosts))
-            except NoHostsError as error:
-                pytest.skip(f"no hosts can be made on this machine: {error}")
-            return Network(made[-1])
-
-        yield make
-        for hosts in made:
-            hosts.close()
+    yield make
+    for hosts in made:
+        hosts.close()
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +245,7 @@ def test_tasks_sum_over_their_addresses(network: Network) -> None:
         assert result.stdout == "rank 0 (node0), rank 1 (node1); eth0; sum 1\n", result.stderr
 
 
+@pytest.mark.more
 def test_two_nodes_that_only_reach_the_master(make_network: Callable[[int], Network]) -> None:
     network = make_network(3)
     network.hosts.cut(1, 2)
@@ -257,6 +255,7 @@ def test_two_nodes_that_only_reach_the_master(make_network: Callable[[int], Netw
         assert "let firewalls pass TCP" in result.stderr
 
 
+@pytest.mark.more
 def test_a_wrong_interface_is_told_on_every_rank(network: Network) -> None:
     variables = [slurm_variables(0, 2), slurm_variables(1, 2) | {"GLOO_SOCKET_IFNAME": "eth9"}]
     for result in network.run([WORKER] * 2, variables):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from support.forked import launch
+from subprocess import CompletedProcess
+
+import pytest
+
+from support.forked import launch, selected_cases
 from support.paths import WORKERS
+from workers.parallel.mesh import CASES
 
-WORKER = WORKERS / "parallel/mesh.py"
-CASES = ["link_bytes", "export", "dropout", "accumulation", "ends_apart", "auto", "limit", "refusals", "low_precision"]
+LONG = {"accumulation", "ends_apart", "low_precision"}
 
 
-def test_a_mesh_keeps_its_promises() -> None:
-    ended = launch(4, WORKER)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    assert ended.stdout.split() == CASES
+@pytest.fixture(scope="module")
+def ended(request: pytest.FixtureRequest) -> CompletedProcess[str]:
+    """The selected cases in the same processes; the first that fails ends them."""
+    return launch(4, WORKERS / "parallel/mesh.py", *selected_cases(request))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.more] * (case in LONG)) for case in CASES])
+def test_a_mesh_keeps_its_promises(ended: CompletedProcess[str], case: str) -> None:
+    assert f"passed {case}\n" in ended.stdout, ended.stderr[-4000:]

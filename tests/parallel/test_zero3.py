@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from typing import Any
 
 import pytest
+from benchmarks.papers.zero3 import table_2
 
-from support.forked import launch
-from support.paths import ROOT, WORKERS
-
-WORKER = WORKERS / "parallel/zero3.py"
-BOTH_SYSTEMS = ["fsdp2_sends_what_the_formula_says", "both_systems_have_the_gradients_of_the_whole_model"]
-SHARDED = [
-    "sharded_parameters_train_as_the_whole_model",
-    "sharded_parameters_send_what_the_formula_says",
-    "memory_is_that_of_the_rows_between_steps",
-    "what_cant_be_sharded_is_refused",
-]
+from support.forked import launch, selected_cases
+from support.paths import WORKERS
+from workers.parallel.zero3 import CASES
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.more)])
 def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     """All cases in the same processes; the first that fails ends them."""
-    return launch(request.param, WORKER)
+    return launch(request.param, WORKERS / "parallel/zero3.py", *selected_cases(request))
 
 
-@pytest.mark.parametrize("case", [*BOTH_SYSTEMS, *SHARDED])
+@pytest.mark.parametrize("case", CASES)
 def test_zero3(ended: subprocess.CompletedProcess[str], case: str) -> None:
     assert f"passed {case}\n" in ended.stdout, ended.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
 def predicted() -> list[dict[str, Any]]:
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks.papers.zero3 import table_2
-
-        rows: list[dict[str, Any]] = table_2()["rows"]
-        return rows
-    finally:
-        sys.path.remove(str(ROOT))
+    rows: list[dict[str, Any]] = table_2()["rows"]
+    return rows
 
 
 def test_table_2_is_predicted_with_the_constants_of_table_1(predicted: list[dict[str, Any]]) -> None:

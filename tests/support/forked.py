@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pytest
 from torch.distributed import TCPStore
 
 import slipstream
@@ -60,6 +61,13 @@ def run_alone(script: Path, *arguments: str | Path, timeout: float = LIMIT) -> C
 def slipstream_command(*arguments: str | Path) -> CompletedProcess[str]:
     """Runs `slipstream` with the arguments, in one process that no launcher has started."""
     return run_alone(COMMAND, *arguments)
+
+
+def selected_cases(request: pytest.FixtureRequest) -> list[str]:
+    """The values of the parameter `case` in those tests of the requesting module that are to run."""
+    items = (item for item in request.session.items if item.path == request.path)
+    cases = (item.callspec.params.get("case") for item in items if hasattr(item, "callspec"))
+    return list(dict.fromkeys(filter(None, cases)))
 
 
 def _run_all(

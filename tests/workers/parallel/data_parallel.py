@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
+from support.group_cases import by_name, run_cases
 from workers.parallel import gradient_cases, master_cases
 
-CASES: Iterable[Callable[[], None]] = (
+CASES = by_name(
     gradient_cases.sums_are_those_of_one_process,
     gradient_cases.missing_gradients_count_as_zeros,
     gradient_cases.calls_and_bytes_are_those_of_the_formulas,
@@ -29,24 +23,5 @@ CASES: Iterable[Callable[[], None]] = (
     master_cases.all_ranks_skip_the_same_step,
 )
 
-
-def run(cases: Iterable[Callable[[], None]]) -> Iterator[str]:
-    """The names of cases that every process got through."""
-    for case in cases:
-        case()
-        dist.barrier()
-        yield case.__name__
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    chosen = [case for case in CASES if case.__name__ in sys.argv[1:]] or CASES
-    try:
-        for name in run(chosen):
-            print(f"passed {name}\n" if dist.get_rank() == 0 else "", end="", flush=True)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # others may wait in a collective: the launcher ends them
-    dist.destroy_process_group()
+    run_cases(CASES, sys.argv[1:])

@@ -23,6 +23,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.group_cases import by_name, run_cases
 
 LLAMA = ARCHITECTURES["llama"]
 
@@ -225,13 +226,7 @@ def low_precision() -> None:
         assert error < 0.03, (name, error)
 
 
+CASES = by_name(link_bytes, export, dropout, accumulation, ends_apart, auto, limit, refusals, low_precision)
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in (link_bytes, export, dropout, accumulation, ends_apart, auto, limit, refusals, low_precision):
-        if len(sys.argv) == 1 or case.__name__ in sys.argv[1:]:
-            case()
-            if dist.get_rank() == 0:
-                print(case.__name__, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    run_cases(CASES, sys.argv[1:])

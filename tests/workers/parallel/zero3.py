@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import tempfile
-import traceback
 import warnings
 from collections import Counter
-from datetime import timedelta
 
 import pytest
 import torch
@@ -33,6 +30,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.group_cases import by_name, run_cases
 
 SLICES = [5, 30, 17, 12]
 EVEN = llama(vocab_size=64)  # rows that two and four processes divide
@@ -246,7 +244,7 @@ def what_cant_be_sharded_is_refused() -> None:
         step(pipe, 0, dist.get_world_size())
 
 
-CASES = (
+CASES = by_name(
     fsdp2_sends_what_the_formula_says,
     both_systems_have_the_gradients_of_the_whole_model,
     sharded_parameters_train_as_the_whole_model,
@@ -255,19 +253,6 @@ CASES = (
     what_cant_be_sharded_is_refused,
 )
 
-
 if __name__ == "__main__":
     warnings.filterwarnings("error", module=r"torch\.distributed\.fsdp")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    chosen = [case for case in CASES if case.__name__ in sys.argv[1:]] or CASES
-    try:
-        for case in chosen:
-            case()
-            dist.barrier()
-            print(f"passed {case.__name__}\n" if dist.get_rank() == 0 else "", end="", flush=True)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # others may wait in a collective: the launcher ends them
-    dist.destroy_process_group()
+    run_cases(CASES, sys.argv[1:])

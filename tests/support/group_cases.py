@@ -1,0 +1,35 @@
+"""Runs the cases of a worker program one after the other in all processes of a group, and says which have passed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+Case = Callable[..., object]
+
+
+def by_name(*cases: Case) -> dict[str, Case]:
+    """Cases by the names of their functions, by which tests choose them."""
+    return {case.__name__: case for case in cases}
+
+
+def run_cases(cases: dict[str, Case], chosen: Iterable[str] = ()) -> None:
+    """Runs the chosen cases, or all; each process runs each case, and rank 0 prints `passed <name>` after it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        for name in chosen or cases:
+            cases[name]()
+            dist.barrier()
+            print(f"passed {name}\n" if dist.get_rank() == 0 else "", end="", flush=True)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # others may wait in a collective: the launcher ends them
+    dist.destroy_process_group()
