@@ -37,6 +37,7 @@ def test_a_model_folder(model: Path, tmp_path: Path) -> None:
     assert cost.bandwidth == profile.link.bandwidth
 
 
+@pytest.mark.more
 def test_a_training_configuration(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     settings = {

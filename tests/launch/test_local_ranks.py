@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.errors import RankFailedError, SlipstreamError
 from slipstream.launch.local_ranks import MALLOC, launch_ranks
+from support.parameters import first_of
 from support.timeouts import LIMIT
 
 # Each rank says that it is there, then rank 0 waits inside gloo for a message that nobody sends.
@@ -113,7 +114,7 @@ def test_an_exit_without_a_word(script: list[str]) -> None:
         launch_ranks([*script, "exit"], num_ranks=2)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.more), 1])
+@pytest.mark.parametrize("victim", first_of([1, 0]))
 def test_a_killed_rank_ends_the_other_and_is_named(script: list[str], tmp_path: Path, victim: int) -> None:
     parent = start_parent(script, "wait")
     pids = rank_pids(tmp_path)
@@ -127,9 +128,7 @@ def test_a_killed_rank_ends_the_other_and_is_named(script: list[str], tmp_path: 
     assert_gone(pids, seconds=0)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.more) for name in ("SIGTERM", "SIGKILL")] + ["SIGINT"]
-)
+@pytest.mark.parametrize("name", first_of(["SIGINT", "SIGTERM", "SIGKILL"]))
 def test_the_ranks_end_with_their_launcher(script: list[str], tmp_path: Path, name: str) -> None:
     parent = start_parent(script, "wait")
     pids = rank_pids(tmp_path)

@@ -18,12 +18,12 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.parameters import each_once, first_of
 
 SLICES = [5, 30, 17, 12]
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "num_stages"), each_once(ARCHITECTURES, [2, 4]))
 def test_gradients_are_those_of_the_unsplit_model(name: str, num_stages: int) -> None:
     model = build(ARCHITECTURES[name])
     whole = copy.deepcopy(model)
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, num_stages: int) ->
 _ROUNDS_INSIDE = {"gemma2", "gemma3"}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", first_of(ARCHITECTURES, 4))
 def test_the_models_own_roundings_are_all_that_differs(name: str) -> None:
     """The same without touching the model's casts: nothing else in the code path depends on the comparison above."""
     model = build(ARCHITECTURES[name])

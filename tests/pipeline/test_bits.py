@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from slipstream import Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 from support.architectures import VOCABULARY, gradients, labels_of, llama, tokens
+from support.parameters import each_once
 
 CONFIGS = {
     "llama, tied": llama(tie_word_embeddings=True, num_hidden_layers=4),
@@ -56,8 +57,7 @@ def cases() -> Iterator[tuple[str, int, int]]:
                 yield from ((name, ranks, stages_per_rank) for ranks in (1, 2, 4) if ranks * stages_per_rank <= 4)
 
 
-@pytest.mark.parametrize("config_name", CONFIGS)
-@pytest.mark.parametrize(("schedule", "num_ranks", "stages_per_rank"), list(cases()))
+@pytest.mark.parametrize(("schedule", "num_ranks", "stages_per_rank", "config_name"), each_once(cases(), CONFIGS))
 def test_nothing_depends_on_stages_and_schedule(
     config_name: str, schedule: str, num_ranks: int, stages_per_rank: int
 ) -> None:

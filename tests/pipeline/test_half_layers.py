@@ -30,6 +30,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.examples import examples
+from support.parameters import each_once, first_of
 
 SLICES = [5, 30, 17, 12]
 CUT = [name for name in ARCHITECTURES if name != "gpt_neox"]  # its branches run side by side
@@ -50,30 +51,32 @@ def assert_exact(model: PreTrainedModel, **settings: object) -> Pipeline:
     return pipe
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", first_of(CUT, 4))
 def test_every_architecture_is_exact(name: str) -> None:
     pipe = assert_exact(build(ARCHITECTURES[name]), num_ranks=2, partition=[1.5, 2.5])
     assert pipe.layout.layers == (LayerRange(0, 1.5), LayerRange(1.5, 4))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", first_of(ARCHITECTURES, 4))
 def test_stages_without_layers_are_exact(name: str) -> None:
     """The embedding alone, and the norm and the head alone."""
     assert_exact(build(ARCHITECTURES[name]), num_ranks=4, partition=[0, 2, 2, 0])
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied", "qwen3", "gpt2", "mixtral", "gemma2"])
+SCHEDULES = [
+    ("1f1b", 1, [2.5, 1.5]),
+    ("zb-h1", 1, [0.5, 3.5]),
+    ("zb-v", 2, [0.5, 1, 1.5, 1]),
+    ("zb-v", 2, [1.5, 1, 1, 0.5]),
+    ("interleaved-1f1b", 2, [1.5, 0.5, 0.5, 1.5]),
+    ("interleaved-1f1b", 2, [1, 1.5, 1.5, 0]),
+    ("zb-v", 2, [0, 2, 2, 0]),
+]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "stages_per_rank", "partition"),
-    [
-        ("1f1b", 1, [2.5, 1.5]),
-        ("zb-h1", 1, [0.5, 3.5]),
-        ("zb-v", 2, [0.5, 1, 1.5, 1]),
-        ("zb-v", 2, [1.5, 1, 1, 0.5]),
-        ("interleaved-1f1b", 2, [1.5, 0.5, 0.5, 1.5]),
-        ("interleaved-1f1b", 2, [1, 1.5, 1.5, 0]),
-        ("zb-v", 2, [0, 2, 2, 0]),
-    ],
+    ("schedule", "stages_per_rank", "partition", "name"),
+    each_once(SCHEDULES, ["llama", "llama, tied", "qwen3", "gpt2", "mixtral", "gemma2"]),
 )
 def test_every_schedule_is_exact(name: str, schedule: str, stages_per_rank: int, partition: list[float]) -> None:
     model = build(ARCHITECTURES[name])
@@ -90,10 +93,10 @@ def test_a_stage_for_every_half() -> None:
 MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"]
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "mixtral"])
-@pytest.mark.parametrize(
-    "less", [{"recompute": "full"}, {"recompute": "selective"}, {"recompute": 1}, {"recompute": 2}, {"offload": 0.7}]
-)
+LESS = [{"recompute": "full"}, {"recompute": "selective"}, {"recompute": 1}, {"recompute": 2}, {"offload": 0.7}]
+
+
+@pytest.mark.parametrize(("less", "name"), each_once(LESS, ["llama, tied", "gpt2", "mixtral"]))
 def test_less_memory_is_exact(name: str, less: dict[str, object]) -> None:
     assert_exact(build(ARCHITECTURES[name]), num_ranks=3, partition=[1.5, 1, 1.5], **less)
 
@@ -142,7 +145,7 @@ def partitions(draw: st.DrawFn) -> list[float]:
     return [*first, *((b - a) / 2 for a, b in pairwise(bounds)), *last]
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "qwen2_moe"])
+@pytest.mark.parametrize("name", first_of(["llama, tied", "gpt2", "qwen2_moe"]))
 @examples(15)
 @given(data=st.data())
 def test_any_partition_and_any_slices(name: str, data: st.DataObject) -> None:
@@ -180,7 +183,7 @@ def step(model: PreTrainedModel, partition: list[float], **settings: object) -> 
     return pipe.step(inputs, labels_of(inputs)), gradients(pipe.named_parameters())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi3, longrope", "llama, tied", "mixtral"])
+@pytest.mark.parametrize("name", first_of(["gpt2", "phi3, longrope", "llama, tied", "mixtral"]))
 def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
     """In float32, whose rounding depends on the order of every sum."""
     model = build(dropped_out(name)).float()
@@ -222,8 +225,9 @@ def test_autocast_does_not_depend_on_the_cut() -> None:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("partition", [[0.5, 2, 1.5], [0, 4, 0]])
-@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "partition"), each_once(["llama, tied", "gpt2", "mixtral"], [[0.5, 2, 1.5], [0, 4, 0]])
+)
 def test_weights_are_made_exported_and_read_again(name: str, partition: list[float], tmp_path: Path) -> None:
     config, settings = ARCHITECTURES[name], {"num_ranks": 3, "partition": partition, "self_check": False}
     torch.manual_seed(5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.forked import launch
+from support.parameters import first_of
 from support.paths import WORKERS
 
 WORKER = WORKERS / "pipeline/processes.py"
@@ -12,13 +13,16 @@ WORKER = WORKERS / "pipeline/processes.py"
 
 @pytest.mark.parametrize(
     ("name", "num_processes", "schedule", "stages_per_rank"),
-    [
-        ("llama", 2, "1f1b", 1),
-        ("llama, tied", 3, "zb-h1", 1),
-        ("llama, tied", 2, "zb-v", 2),
-        ("qwen3", 2, "interleaved-1f1b", 2),
-        ("gpt2", 4, "gpipe", 1),
-    ],
+    first_of(
+        [
+            ("llama, tied", 3, "zb-h1", 1),
+            ("qwen3", 2, "interleaved-1f1b", 2),
+            ("llama, tied", 2, "zb-v", 2),
+            ("llama", 2, "1f1b", 1),
+            ("gpt2", 4, "gpipe", 1),
+        ],
+        2,
+    ),
 )
 def test_processes_train_as_the_unsplit_model(
     name: str, num_processes: int, schedule: str, stages_per_rank: int

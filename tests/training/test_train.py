@@ -22,6 +22,7 @@ from slipstream.training.config import load_config
 from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
 from slipstream.training.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
+from support.parameters import first_of
 from support.timeouts import LIMIT
 
 TRAIN = [sys.executable, "-m", "slipstream", "train"]
@@ -220,7 +221,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:
     assert "lower optimizer.lr (now 1e+30)" in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("how", ["interrupt", "kill a rank"])
+@pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"]))
 def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFolder, how: str) -> None:
     command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)

@@ -9,10 +9,10 @@ from torch import Tensor
 from slipstream import Pipeline
 from slipstream.pipeline.families import causal_cross_entropy
 from support.architectures import ARCHITECTURES, tokens
+from support.parameters import each_once
 
 
-@pytest.mark.parametrize("num_before", [0, 2, 5])
-@pytest.mark.parametrize("name", ["llama", "llama, tied"])
+@pytest.mark.parametrize(("num_before", "name"), each_once([0, 2, 5], ["llama", "llama, tied"]))
 def test_the_next_step_is_that_of_a_fresh_pipeline(name: str, num_before: int) -> None:
     """The loss function raises after some slices, while messages of others are on their way."""
     left = num_before

@@ -19,6 +19,7 @@ from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
+from support.parameters import each_once
 from support.sliced_sequences import CASES, ROWS, TARGET, Inputs
 
 RECOMPUTE = ("none", "full", "selective", 1, "checkpoints")
@@ -72,20 +73,21 @@ def test_a_stage_may_end_anywhere(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", CASES)
+SELECTION = [
+    ("gpipe", 1, 1, 4, "none"),
+    ("gpipe", 2, 3, [1, 2, 6], "full"),
+    ("1f1b", 3, 4, 2, "full"),
+    ("1f1b", 4, 1, [4, 5], "checkpoints"),
+    ("1f1b", 4, 3, [9], "none"),
+    ("zb-h1", 3, 2, 3, "none"),
+    ("interleaved-1f1b", 2, 2, [3, 1, 3, 2], "selective"),
+    ("zb-v", 2, 3, 4, "none"),
+    ("breadth-first", 2, 2, 3, "full"),
+]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks", "num_microbatches", "slices", "recompute"),
-    [
-        ("gpipe", 1, 1, 4, "none"),
-        ("gpipe", 2, 3, [1, 2, 6], "full"),
-        ("1f1b", 3, 4, 2, "full"),
-        ("1f1b", 4, 1, [4, 5], "checkpoints"),
-        ("1f1b", 4, 3, [9], "none"),
-        ("zb-h1", 3, 2, 3, "none"),
-        ("interleaved-1f1b", 2, 2, [3, 1, 3, 2], "selective"),
-        ("zb-v", 2, 3, 4, "none"),
-        ("breadth-first", 2, 2, 3, "full"),
-    ],
+    ("schedule", "num_ranks", "num_microbatches", "slices", "recompute", "name"), each_once(SELECTION, CASES)
 )
 def test_gradients_are_those_of_the_sequence(
     name: str, schedule: str, num_ranks: int, num_microbatches: int, slices: int | list[int], recompute: str
