@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.papers.formulas import data_parallel_bubble
 from benchmarks.papers.tables import errors, gpt, read
-from slipstream.planner.costs import Cluster, load_cluster
+from slipstream.planner.costs import GPT, Cluster, load_cluster
 from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
-from slipstream.planner.costs.paper_formulas import GPT, data_parallel_bubble
 from slipstream.schedule import Op
 
 LENGTH = 2048
@@ -112,9 +112,9 @@ def _hop(costs: AnalyticCosts, run: Run) -> float:
     message = float(costs.message_bytes(LENGTH))
     link = cluster.link(t * run.data_parallel)
     if not run.scattered:
-        return 2 * float(link.send_seconds(message))
+        return 2 * float(link.latency + message / link.rate())
     gathered = message * (t - 1) / t / cluster.inside.rate()
-    return 2 * float(link.send_seconds(message / t) + gathered)
+    return 2 * float(link.latency + message / t / link.rate() + gathered)
 
 
 def tflops(model: Model, run: Run, cluster: Cluster) -> float:

@@ -99,7 +99,8 @@ class Setting:
         stages_a_node = costs.cluster.devices_per_node // self.tensor_parallel
         across = (self.pipeline_parallel - 1) // stages_a_node / (self.pipeline_parallel - 1)
         sent = [
-            link.send_seconds(costs.message_bytes(length)) for link in (costs.cluster.inside, costs.cluster.between)
+            link.latency + costs.message_bytes(length) / link.rate()
+            for link in (costs.cluster.inside, costs.cluster.between)
         ]
         return (1 - across) * sent[0] + across * sent[1]
 

@@ -12,6 +12,7 @@ from slipstream.planner.costs import (
     load_cluster,
 )
 from slipstream.planner.costs.analytic_costs import AnalyticCosts
+from slipstream.planner.costs.stage_costs import stages_of
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.schedule import Op, Schedule, make_schedule
 from slipstream.simulator import Kind, simulate
@@ -81,7 +82,7 @@ def _predict(
             Kind.OPTIMIZER: costs.optimizer_bytes(stage),
             Kind.ACTIVATIONS: peak,
         }
-        for stage, peak in zip(costs.stages_of(partition), timeline.peak_memory, strict=True)
+        for stage, peak in zip(stages_of(partition), timeline.peak_memory, strict=True)
     )
     prediction = Prediction(
         configuration=Configuration(1, num_ranks, 1, 1, name, 1, num_slices, "none", 0.0, False),

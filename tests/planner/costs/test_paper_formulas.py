@@ -5,21 +5,19 @@ from __future__ import annotations
 import csv
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.paper_formulas import (
-    GPT,
-    SECONDS_PER_DAY,
+from benchmarks.papers.formulas import (
     batch_seconds,
     best_num_checkpoints,
     bubble_fraction,
     checkpointed_bytes,
     data_parallel_bubble,
     idle_share,
-    training_seconds,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.costs.paper_formulas import GPT, SECONDS_PER_DAY, training_seconds
 from slipstream.schedule import make_schedule
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost

@@ -22,6 +22,7 @@ from slipstream.planner.costs import (
     load_profile,
 )
 from slipstream.planner.costs.stage_basis import choose_stages, combine, stage_row
+from slipstream.planner.costs.stage_costs import stages_of
 from slipstream.schedule import Op, gpipe
 from slipstream.simulator import simulate
 
@@ -118,7 +119,7 @@ def test_one_kind_needs_four_stages() -> None:
 def test_costs_are_sums_of_parts(profile: Profile, partition: list[int]) -> None:
     slices = [32, 16, 8, 8]
     cost = profile.cost(partition, slices)
-    for index, layers in enumerate(profile.stages_of(partition)):
+    for index, layers in enumerate(stages_of(partition)):
         for number, (length, context) in enumerate(zip(slices, (0, 32, 48, 56), strict=True)):
             for op in OPS:
                 by_hand = seconds(layers, op, length, context)
@@ -151,7 +152,7 @@ def test_memory_of_a_stage(profile: Profile) -> None:
     assert profile.context_bytes(range(1, 5), 10) == pytest.approx(8 * 4 * 10)
     assert profile.context_gradient_bytes(range(1, 5), 10) == pytest.approx(16 * 4 * 10)
     assert profile.num_parameters(range(3, 6)) == 150 + 100 + 150 + 1000
-    assert profile.optimizer_time(range(3, 6)) == pytest.approx(1.4e-6)
+    assert profile.optimizer_step_seconds(range(3, 6)) == pytest.approx(1.4e-6)
 
 
 def test_a_small_model_has_parts_that_cannot_be_told_apart(profile: Profile) -> None:
@@ -217,8 +218,8 @@ def test_what_differs_is_named(profile: Profile) -> None:
     [
         ([3, 2], [64], "has 5 layers.*6 in all"),
         ([6, 0], [64], "at least one"),
-        ([3, 3], [64, 1], "profile's 64 together. Profile with --seq-len=65"),
-        ([3, 3], [32, 0], "must be positive"),
+        ([3, 3], [64, 1], "profile's 64. Profile with --seq-len=65"),
+        ([3, 3], [32, 0], "each of 1 token or more"),
     ],
 )
 def test_pipelines_that_were_not_measured(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from slipstream.planner.costs.time_fit import (
     TimeFit,
     find_window,
     fit_times,
-    relative_errors,
 )
 
 LENGTHS = (1, 16, 64, 128, 256)
@@ -30,6 +30,11 @@ WINDOWS = [
     AttentionWindow("sliding", 100),
     AttentionWindow("blockwise", 10),
 ]
+
+
+def relative_errors(fit: TimeFit, seconds: Mapping[SlicePoint, float]) -> dict[SlicePoint, float]:
+    """|t(i, j) - measured| / measured at every point."""
+    return {point: abs(fit(*point) - measured) / measured for point, measured in seconds.items()}
 
 
 def base(length: int) -> float:

@@ -81,10 +81,6 @@ class LinkKind:
     shared_by: int = 1
     efficiency: float = 0.8  # of the bandwidth, what messages reach
 
-    def send_seconds(self, num_bytes: Any, senders: int = 1) -> Any:
-        """A message's time while `senders` devices of the node send as much at once."""
-        return self.latency + num_bytes / self.rate(senders)
-
     def rate(self, senders: int = 1) -> float:
         """Bytes per second of each of `senders` devices that use the link at once."""
         return self.bandwidth * self.efficiency / min(senders, self.shared_by)

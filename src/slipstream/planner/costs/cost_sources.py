@@ -2,158 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
-from slipstream.planner.costs.analytic_costs import AnalyticCosts, ClusterCost, StateBytes
+from slipstream.errors import SlipstreamError
+from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.planner.costs.cluster import Cluster
 from slipstream.planner.costs.operation_counts import ModelCount
+from slipstream.planner.costs.profile_file import Profile
+from slipstream.planner.costs.stage_costs import StageCosts, StateBytes
 from slipstream.schedule import Op
-from slipstream.simulator import CostModel
-
-ActionSeconds = Mapping[tuple[int, int, Op], float]  # stage, slice, op -> seconds
 
 
-class StageCosts(Protocol):
-    """What stages cost on one of `tensor_parallel` ranks, for microbatches of one size. Times in seconds."""
+class HostMemory(NamedTuple):
+    """The host's memory as one device sees it."""
 
-    def seconds(self, layers: range, op: Op, length: Any, context: Any) -> Any:
-        """Of F, I or W; integer arrays give an array."""
-        ...
-
-    def reduce_seconds(self, layers: range, op: Op, length: Any) -> Any:
-        """What of it are all-reduces between tensor-parallel ranks."""
-        ...
-
-    def replay_seconds(self, layers: range, recompute: str, length: Any, context: Any) -> Any:
-        """Of R."""
-        ...
-
-    def activation_bytes(self, layers: range, length: int, context: int) -> float:
-        """What F leaves where nothing is recomputed, keys and values aside."""
-        ...
-
-    def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
-        """What F leaves of that where the slice is recomputed."""
-        ...
-
-    def context_bytes(self, layers: range, length: int) -> float: ...
-
-    def context_gradient_bytes(self, layers: range, length: int) -> float: ...
-
-    def logits_gradient_bytes(self, layers: range, length: int) -> float:
-        """What the loss's backward makes before anything that F left is free; 0 but for the last stage."""
-        ...
-
-    def message_bytes(self, length: Any) -> Any: ...
-
-    def num_parameters(self, layers: range) -> float:
-        """Those on one rank."""
-        ...
-
-    def gradient_seconds(self, layers: range, data_parallel: int) -> float:
-        """The reduction of a stage's gradients between the replicas."""
-        ...
-
-    def optimizer_seconds(self, layers: range, shards: int) -> float: ...
-
-    def cost(self, times: ActionSeconds, slices: Sequence[int], data_parallel: int) -> CostModel:
-        """The simulator's costs, with these times of actions and the links' of messages."""
-        ...
+    bandwidth: float  # bytes per second between the device and its host, in one direction
+    capacity: float  # bytes for each device
 
 
 class CostSource(Protocol):
-    """A model on some devices."""
+    """A model on some devices: what a search reads to find a plan."""
 
-    name: str
+    name: str  # of the model
     hardware: str
-    kinds: tuple[int, ...]  # of the layers; equal layers have equal numbers
+    kinds: tuple[int, ...]  # the kind of every layer; equal layers have equal numbers
     num_devices: int
     devices_per_node: int
     memory: float  # bytes of a device
     state: StateBytes
-    recomputations: tuple[str, ...]  # which can be predicted
+    recomputations: tuple[str, ...]  # the values of `recompute` whose times are known
 
-    def tensor_parallel_degrees(self) -> tuple[int, ...]: ...
+    def tensor_parallel_degrees(self) -> tuple[int, ...]:
+        """Returns the tensor-parallel degrees that the model's heads allow."""
+        ...
 
     def microbatch_sizes(self) -> tuple[int, ...] | None:
-        """None: any."""
+        """Returns the sequences that a microbatch may have; None: any number."""
         ...
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
-        """The shortest and the longest slice whose time is known."""
+        """Returns the lengths of the shortest and the longest slice whose times are known."""
         ...
 
-    def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts: ...
+    def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
+        """Returns what the model's stages cost."""
+        ...
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
-        """Of three forwards' products at one device's peak: what MFU is measured against."""
+        """Returns the seconds of three forwards' products at one device's peak: the numerator of MFU, if known."""
         ...
 
-    def host(self) -> tuple[float, float] | None:
-        """Bytes per second between a device and its host, in one direction, and bytes there; None: no offload."""
+    def host(self) -> HostMemory | None:
+        """Returns the host's memory; None where offloading can't be predicted."""
         ...
 
     def larger(self, most: int) -> Iterator[CostSource]:
-        """The same with 2, 4, ... up to `most` times the nodes; none where that is not for a plan to say."""
+        """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
         ...
 
-    def notes(self) -> tuple[str, ...]: ...
-
-
-@dataclass(frozen=True)
-class _AnalyticStages:
-    """The protocol's view of AnalyticCosts."""
-
-    analytic: AnalyticCosts
-
-    def seconds(self, layers: range, op: Op, length: Any, context: Any) -> Any:
-        return self.analytic.seconds(layers, op, length, context)
-
-    def reduce_seconds(self, layers: range, op: Op, length: Any) -> Any:
-        parts = self.analytic.model.counted(layers)
-        return sum(number * self.analytic.reduce_seconds(part, op, length) for number, part in parts)
-
-    def replay_seconds(self, layers: range, recompute: str, length: Any, context: Any) -> Any:
-        return self.analytic.replay_seconds(layers, recompute, length, context)
-
-    def activation_bytes(self, layers: range, length: int, context: int) -> float:
-        return self.analytic.activation_bytes(layers, length, context)
-
-    def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
-        return self.analytic.kept_bytes(layers, recompute, length)
-
-    def context_bytes(self, layers: range, length: int) -> float:
-        return self.analytic.context_bytes(layers, length)
-
-    def context_gradient_bytes(self, layers: range, length: int) -> float:
-        return self.analytic.context_bytes(layers, length) * 4 / self.analytic.model.dtype_bytes  # in float32
-
-    def logits_gradient_bytes(self, layers: range, length: int) -> float:
-        return self.analytic.logits_gradient_bytes(layers, length)
-
-    def message_bytes(self, length: Any) -> Any:
-        return self.analytic.message_bytes(length)
-
-    def num_parameters(self, layers: range) -> float:
-        return self.analytic.num_parameters(layers)
-
-    def gradient_seconds(self, layers: range, data_parallel: int) -> float:
-        return self.analytic.gradient_seconds(layers, data_parallel)
-
-    def optimizer_seconds(self, layers: range, shards: int) -> float:
-        return self.analytic.optimizer_seconds(layers, shards)
-
-    def cost(self, times: ActionSeconds, slices: Sequence[int], data_parallel: int) -> CostModel:
-        analytic = self.analytic
-        return ClusterCost(
-            times=times,
-            message_bytes=[float(analytic.message_bytes(length)) for length in slices],
-            cluster=analytic.cluster,
-            stride=analytic.tensor_parallel * data_parallel,
-            tensor_parallel=analytic.tensor_parallel,
-        )
+    def notes(self) -> tuple[str, ...]:
+        """Returns the assumptions on which the numbers rest, as sentences."""
+        ...
 
 
 class AnalyticSource:
@@ -167,7 +77,7 @@ class AnalyticSource:
         self.num_devices, self.devices_per_node = cluster.num_devices, cluster.devices_per_node
         self.memory = cluster.device.memory
         self.state = StateBytes.of(model.dtype)
-        cluster.device.matmul_flops(model.dtype, 1)  # says so where the dtype has no peak
+        cluster.device.matmul_flops(model.dtype, 1)  # raises where the dtype has no peak
 
     def tensor_parallel_degrees(self) -> tuple[int, ...]:
         heads = {call.num_heads for part in self.model.layers for call in part.attentions}
@@ -180,9 +90,7 @@ class AnalyticSource:
         return 1, seq_len
 
     def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
-        return _AnalyticStages(
-            AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size, state=self.state)
-        )
+        return AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size, state=self.state)
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float:
         parts, flops = self.model.parts(range(len(self.kinds))), 0.0
@@ -193,8 +101,8 @@ class AnalyticSource:
                 flops += 2 * scores * (call.key_width + call.value_width)
         return 3 * flops / self.cluster.device.flops[self.model.dtype]
 
-    def host(self) -> tuple[float, float]:
-        return self.cluster.device.host_bandwidth, self.cluster.device.host_memory
+    def host(self) -> HostMemory:
+        return HostMemory(self.cluster.device.host_bandwidth, self.cluster.device.host_memory)
 
     def larger(self, most: int) -> Iterator[CostSource]:
         times = 2
@@ -209,4 +117,54 @@ class AnalyticSource:
             f"A parameter takes {state.weights:g} bytes, its gradient {state.gradients:g}, its optimizer state "
             f"{state.optimizer:g}.",
             "The gradients' reduction and the optimizer's step follow a rank's last backward, without overlap.",
+        )
+
+
+class ProfileSource:
+    """A model measured on the present hardware: pipelines alone, of one microbatch size."""
+
+    devices_per_node = 2**62
+    recomputations: tuple[str, ...] = ("none", "full")
+
+    def __init__(self, profile: Profile, num_ranks: int, memory: float | None) -> None:
+        if num_ranks < 1:
+            raise SlipstreamError(f"num_ranks={num_ranks}: a plan needs at least one rank.")
+        self.profile = profile
+        self.name = f"{profile.model.model_type}, {profile.model.num_layers} layers of {profile.model.hidden_size}"
+        self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
+        self.kinds, self.num_devices = profile.kinds, num_ranks
+        self.memory = float("inf") if memory is None else memory
+        self.state = StateBytes(4, 4, 8)
+
+    def tensor_parallel_degrees(self) -> tuple[int, ...]:
+        return (1,)
+
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        return (self.profile.microbatch_size,)
+
+    def slice_range(self, seq_len: int) -> tuple[int, int]:
+        if seq_len > self.profile.seq_len:
+            raise SlipstreamError(
+                f"seq_len={seq_len}, but the profile has times up to {self.profile.seq_len} tokens. Profile again "
+                f"with --seq-len={seq_len}."
+            )
+        lengths = [fit.lengths for stage in self.profile.stages for fit in stage.fits.values()]
+        return max(each[0] for each in lengths), min(each[-1] for each in lengths)
+
+    def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
+        return self.profile
+
+    def peak_seconds(self, num_sequences: int, seq_len: int) -> None:
+        return None
+
+    def host(self) -> None:
+        return None
+
+    def larger(self, most: int) -> Iterator[CostSource]:
+        return iter(())
+
+    def notes(self) -> tuple[str, ...]:
+        return (
+            f"Times come from a profile; at the points held out, its fits are off by {self.profile.error:.1%} "
+            "on average.",
         )

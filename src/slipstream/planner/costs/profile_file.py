@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, ModelIdentity
 from slipstream.planner.costs.stage_basis import combine, stage_row
+from slipstream.planner.costs.stage_costs import ActionSeconds, StageCosts
 from slipstream.planner.costs.time_fit import SlicePoint, TimeFit
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
@@ -25,9 +25,9 @@ OPS = (Op.F, Op.B, Op.I, Op.W)  # what is measured; recomputation takes as long 
 
 @dataclass(frozen=True)
 class FittedTime:
-    """Seconds of one op as t(slice_length, context_length): a sum of measured stages' fits.
+    """The time of one op, t(slice_length, context_length) in seconds: a weighted sum of measured stages' fits.
 
-    Takes ints or integer arrays. A difference of measurements may come out below 0, which is reported as 0.
+    Takes ints or integer arrays. Weights may be negative; a sum below 0 counts as 0.
     """
 
     terms: tuple[tuple[float, TimeFit], ...]
@@ -38,39 +38,57 @@ class FittedTime:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(StageCosts):
     """Measured costs of one model's parts on one kind of hardware, in one dtype, at one microbatch size.
 
-    `kinds[layer]` numbers the kinds of equal layers from 0; `stages` span all others (see composition).
+    `kinds[layer]` numbers the kinds of equal layers from 0. Every other stage is a sum of the measured `stages` (see
+    `slipstream.planner.costs.stage_basis`).
     """
 
     hardware: Hardware
     model: ModelIdentity
     versions: dict[str, str]
     dtype: str
-    dtype_bytes: int  # of what travels between stages
+    dtype_bytes: int  # of the tensors that are sent between stages
     microbatch_size: int
     seq_len: int
     kinds: tuple[int, ...]
     kind_names: tuple[str, ...]
     stages: tuple[MeasuredStage, ...]
     optimizer_seconds: float  # of an AdamW step, per parameter
-    link: MeasuredLink | None = None  # None: only one process measured
+    link: MeasuredLink | None = None  # None where a single process measured
     format: int = FORMAT
 
     # --- what a stage costs ------------------------------------------------------------------------------------------
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.kinds)
+
     def time(self, layers: range, op: Op) -> FittedTime:
-        """t(slice_length, context_length) of the stage with these layers; R takes as long as F."""
+        """Returns the time function of one op of a stage; R takes as long as F.
+
+        Raises:
+            SlipstreamError: where the model doesn't have these layers.
+        """
         if not 0 <= layers.start < layers.stop <= len(self.kinds):
             raise SlipstreamError(
-                f"a stage with the layers {layers.start} to {layers.stop - 1} is asked for, but the profile's model "
-                f"has the layers 0 to {len(self.kinds) - 1}."
+                f"there is no stage with the layers {layers.start} to {layers.stop - 1}: the profile's model has the "
+                f"layers 0 to {len(self.kinds) - 1}."
             )
         return self._sum(self._weights(layers), op)
 
+    def seconds(self, layers: range, op: Op, length: Any, context: Any) -> Any:
+        return self.time(layers, op)(length, context)
+
+    def reduce_seconds(self, layers: range, op: Op, length: Any) -> Any:
+        return 0.0 * np.asarray(length)
+
+    def replay_seconds(self, layers: range, recompute: str, length: Any, context: Any) -> Any:
+        return self.seconds(layers, Op.R, length, context)
+
     def part_time(self, name: str, op: Op) -> FittedTime | None:
-        """The same of one of `part_names`; None where the measured stages can't tell it from another part."""
+        """Returns the time function of one of `part_names`, or None where the measurements can't tell it apart."""
         if name not in self.part_names:
             hint = did_you_mean(name, self.part_names)
             raise SlipstreamError(f"the profile has no part {name!r}{hint} Its parts are {', '.join(self.part_names)}.")
@@ -83,82 +101,46 @@ class Profile:
         """The fixed part of every stage, the kinds of layers, the embedding, the head with the loss."""
         return ("stage", *self.kind_names, "embedding", "head")
 
-    def activation_bytes(self, layers: range, length: int) -> float:
-        """Bytes that a slice's F leaves for its backward, its input and output included, keys and values not."""
+    def activation_bytes(self, layers: range, length: int, context: int = 0) -> float:
         return self._total(layers, [stage.activation_bytes_at(length) for stage in self.stages])
 
+    def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
+        return float(self.message_bytes(length)) if layers.start else 0.0  # the first stage's input are tokens
+
     def context_bytes(self, layers: range, length: int) -> float:
-        """Bytes of the keys and values of `length` tokens, which live from a microbatch's first F to its last B."""
         return length * self._total(layers, [stage.context_bytes for stage in self.stages])
 
     def context_gradient_bytes(self, layers: range, length: int) -> float:
-        """Bytes of their gradients, which live from a microbatch's first backward to its last."""
         return length * self._total(layers, [stage.context_gradient_bytes for stage in self.stages])
 
     def logits_gradient_bytes(self, layers: range, length: int) -> float:
-        """Bytes of the gradient of a slice's logits, in float32, on the stage with the head."""
-        if layers.stop < len(self.kinds):
-            return 0.0
-        return 4 * self.microbatch_size * length * self.model.vocab_size
+        has_head = layers.stop == len(self.kinds)
+        return 4 * self.microbatch_size * length * self.model.vocab_size if has_head else 0.0
 
     def num_parameters(self, layers: range) -> int:
-        """Parameters of a stage."""
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
 
-    def optimizer_time(self, layers: range) -> float:
-        """Seconds of a stage's AdamW step."""
+    def gradient_seconds(self, layers: range, data_parallel: int) -> float:
+        return 0.0
+
+    def optimizer_step_seconds(self, layers: range, shards: int = 1) -> float:
         return self.optimizer_seconds * self.num_parameters(layers)
 
-    def message_bytes(self, length: int) -> int:
-        """Bytes that a slice of `length` tokens sends to the next stage, b T hidden_size, and its gradient back."""
+    def message_bytes(self, length: Any) -> Any:
         return self.microbatch_size * length * self.model.hidden_size * self.dtype_bytes
 
-    # --- what a pipeline costs ---------------------------------------------------------------------------------------
-
-    def cost(self, partition: Sequence[int], slices: Sequence[int]) -> TableCost:
-        """The simulator's costs of a pipeline with these layers per stage and tokens per slice.
-
-        Raises SlipstreamError where they don't add up to the model's layers, or are longer than what was measured.
-        """
-        stages = self.stages_of(partition)
-        contexts = list(accumulate(slices, initial=0))
-        if min(slices, default=0) < 1 or contexts[-1] > self.seq_len:
+    def action_costs(self, times: ActionSeconds, slices: Sequence[int], data_parallel: int = 1) -> TableCost:
+        if sum(slices) > self.seq_len:
             raise SlipstreamError(
-                f"slices={list(slices)} add up to {contexts[-1]} tokens; all must be positive and at most the "
-                f"profile's {self.seq_len} together. Profile with --seq-len={max(contexts[-1], 1)}."
+                f"slices={list(slices)} add up to {sum(slices)} tokens, more than the profile's {self.seq_len}. "
+                f"Profile with --seq-len={sum(slices)}."
             )
-        pieces = list(enumerate(zip(slices, contexts, strict=False)))
-        times: dict[tuple[int, int, Op], float] = {}
-        for index, layers in enumerate(stages):
-            for op in OPS:
-                time = self.time(layers, op)
-                times |= {(index, s, op): time(length, context) for s, (length, context) in pieces}
-            times |= {(index, s, Op.R): times[index, s, Op.F] for s, _ in pieces}
         return TableCost(
             times=times,
-            message_bytes=[self.message_bytes(length) for length in slices],
+            message_bytes=[float(self.message_bytes(length)) for length in slices],
             latency=self.link.latency if self.link else 0,
             bandwidth=self.link.bandwidth if self.link else None,
-            activations={
-                (index, s): self.activation_bytes(layers, length)
-                for index, layers in enumerate(stages)
-                for s, (length, _) in pieces
-            },
-            kept={  # the stage's input, from which R starts; the first stage has the tokens
-                (index, s): self.message_bytes(length) if index else 0
-                for index in range(len(stages))
-                for s, (length, _) in pieces
-            },
         )
-
-    def stages_of(self, partition: Sequence[int]) -> tuple[range, ...]:
-        """The layers of every stage; SlipstreamError where they are not the model's."""
-        if min(partition, default=0) < 1 or sum(partition) != len(self.kinds):
-            raise SlipstreamError(
-                f"partition={list(partition)} has {sum(partition)} layers; give every stage at least one, and the "
-                f"model's {len(self.kinds)} in all."
-            )
-        return tuple(range(a, b) for a, b in pairwise(accumulate(partition, initial=0)))
 
     @cached_property
     def _measured(self) -> tuple[range, ...]:

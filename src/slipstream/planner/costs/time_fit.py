@@ -123,11 +123,6 @@ def fit_times(
     return TimeFit(lengths, base, tuple(windows), tuple(map(float, solution)))
 
 
-def relative_errors(fit: TimeFit, seconds: Mapping[SlicePoint, float]) -> dict[SlicePoint, float]:
-    """|t(i, j) - measured| / measured at every point."""
-    return {point: abs(fit(*point) - measured) / measured for point, measured in seconds.items()}
-
-
 def _features(i: np.ndarray[Any, Any], j: np.ndarray[Any, Any], windows: Sequence[AttentionWindow]) -> list[Any]:
     columns: list[Any] = [1.0 + 0 * i, i]
     for window in windows:

@@ -203,7 +203,7 @@ class PlanSpace:
             costs = self.costs(tensor, size)
             self._tails[key] = TailSeconds(
                 cut.per_rank([costs.gradient_seconds(layers, data) for layers in cut.stages]),
-                cut.per_rank([costs.optimizer_seconds(layers, shards) for layers in cut.stages]),
+                cut.per_rank([costs.optimizer_step_seconds(layers, shards) for layers in cut.stages]),
             )
         return self._tails[key]
 

@@ -43,7 +43,7 @@ class SimulatedConfiguration:
         shape = c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank
         found = cached_schedule(*shape, c.recompute != "none", c.offload)
         costs = space.costs(c.tensor_parallel, c.microbatch_size)
-        cost = costs.cost(_seconds(times, c.recompute), times.slices, c.data_parallel)
+        cost = costs.action_costs(_seconds(times, c.recompute), times.slices, c.data_parallel)
         return cls(space, c, cut, times, found, cost, memory_table(space, c, cut, times, found.schedule))
 
     @property
@@ -54,7 +54,7 @@ class SimulatedConfiguration:
     def fits(self) -> bool:
         """Whether every device and its host have room, with the fewest buffers for messages that may be needed."""
         host = self.space.source.host()
-        return max(self.peaks()) <= self.space.memory and (host is None or max(self._away) <= host[1])
+        return max(self.peaks()) <= self.space.memory and (host is None or max(self._away) <= host.capacity)
 
     def peaks(self) -> list[float]:
         """Bytes of every rank, at least: how many buffers messages need, only the lowered schedule tells."""
@@ -97,7 +97,7 @@ def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
     if (peaks + per_parameter * sizes.parameters).max() > space.memory:
         return False
     host = space.source.host()
-    return c.offload < 1 or host is None or held.away(c.schedule, cut, *counts) <= host[1]
+    return c.offload < 1 or host is None or held.away(c.schedule, cut, *counts) <= host.capacity
 
 
 def _seconds(times: StageTimes, recompute: str) -> dict[tuple[int, int, Op], float]:
@@ -210,5 +210,5 @@ def _with_host(
             unit = Unit.of(action, candidate.schedule)
             left = -candidate.table.footprint(unit, Op.OFFLOAD).leaves
             sent[candidate.schedule.placement[action.stage]] += left
-    longest = float(sent.max()) / host[0]
+    longest = float(sent.max()) / host.bandwidth
     return max(step, longest), {**causes, "offload": max(0.0, longest - step)}

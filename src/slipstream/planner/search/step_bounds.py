@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from slipstream.array_types import Flags, Floats
-from slipstream.planner.costs import StateBytes
+from slipstream.planner.costs import HostMemory, StateBytes
 from slipstream.schedule import Op
 
 
@@ -90,7 +90,7 @@ class Shared:
     times: StageTimes
     sizes: RankSizes
     state: StateBytes
-    host: tuple[float, float] | None  # bytes per second to it, and its bytes
+    host: HostMemory | None
     tails: dict[bool, TailSeconds]  # by whether the optimizer is sharded
     num_microbatches: int
     data_parallel: int
@@ -141,7 +141,7 @@ class Bounds:
         if not offload or self._shared.host is None or num_slices < 3:
             return 0.0
         sent = offload * self._shared.num_microbatches * self._shared.sizes.kept[recompute].min()
-        return float(sent * (1 - 2 / num_slices) / self._shared.host[0])
+        return float(sent * (1 - 2 / num_slices) / self._shared.host.bandwidth)
 
     def bytes(self, recompute: str, offload: float, shard: bool) -> float:
         """Of the fullest rank: state, and one microbatch, which at its turn every rank holds whole or on its host.
