@@ -94,7 +94,7 @@ WALKS = {
             Row(
                 "Config",
                 (
-                    Box("training/preflight.py", "Checks model and text; writes them to the run folder."),
+                    Box("training/preflight/all_checks.py", "Checks model and text; writes them to the run folder."),
                     Box("launch/local_ranks.py", "Starts a process for each rank and watches it."),
                 ),
             ),
