@@ -72,15 +72,15 @@ WALKS = {
                 "one slice",
                 (
                     Box("pipeline/messages/transport.py", "Sends and receives activations and gradients."),
-                    Box("model/stage.py", "Runs the stage's layers: the model's own code."),
+                    Box("model/causal_lm_stage.py", "Runs the stage's layers: the model's own code."),
                     Box("model/saving/weight_gradients.py", "Adds weight gradients in place, late for W."),
                 ),
             ),
             Row(
                 "queries, keys, values of the slice",
                 (
-                    Box("attention/function.py", "Attends to this slice and the ones before it."),
-                    Box("attention/store.py", "Keeps keys, values and their gradients."),
+                    Box("attention/slice_attention.py", "Attends to this slice and the ones before it."),
+                    Box("attention/context_store.py", "Keeps keys, values and their gradients."),
                 ),
             ),
         ),
@@ -125,7 +125,7 @@ WALKS = {
             Row(
                 "model and hardware",
                 (
-                    Box("profiler/count.py", "Counts the model's operations on meta tensors."),
+                    Box("profiler/model_counting.py", "Counts the model's operations on meta tensors."),
                     Box("planner/costs/cost_sources.py", "Seconds and bytes of every stage and message."),
                 ),
             ),
