@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
-from slipstream import Pipeline
+from slipstream import Pipeline, Runtime
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import Checkpoints, TensorShard
 
@@ -33,7 +33,7 @@ class Training:
     """One rank: a pipeline of two with its optimizer."""
 
     def __init__(self, length: int) -> None:
-        self.pipe = Pipeline.from_config(model_config(length), self_check=False, slices=8)
+        self.pipe = Pipeline.from_config(model_config(length), runtime=Runtime(self_check=False), slices=8)
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-4)
         self.inputs = torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
         self.step()  # makes the optimizer's state

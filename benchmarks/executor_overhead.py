@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
-from slipstream import Action, Op, Pipeline, simulate
+from slipstream import Action, Op, Pipeline, Runtime, simulate
 from slipstream.model import TensorSpec
 from slipstream.pipeline import Ranks
 from slipstream.pipeline.messages import DistributedTransport
@@ -66,7 +66,11 @@ def ping(num_bytes: int, repeats: int = 40) -> float:
 
 def measure(sequences: int, microbatches: int, slices: int, length: int, repeats: int) -> dict[str, object]:
     pipe = Pipeline.from_config(
-        model_config(length), self_check=False, slices=slices, num_microbatches=microbatches, partition=[4, 4]
+        model_config(length),
+        runtime=Runtime(self_check=False),
+        slices=slices,
+        num_microbatches=microbatches,
+        partition=[4, 4],
     )
     inputs = torch.randint(0, VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(0))
     link = ping(sequences // microbatches * length // slices * 512 * 4)
@@ -76,7 +80,7 @@ def measure(sequences: int, microbatches: int, slices: int, length: int, repeats
             parameter.grad = None
         dist.barrier()
         pipe.step(inputs, inputs)
-        timeline = pipe.timeline
+        timeline = pipe.timeline()
         if index >= 2:
             simulated = simulate(pipe.layout.training, MeasuredWithLinks(timeline, link)).makespan
             steps.append(timeline.makespan)

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from benchmarks.harness import restart_in_environment, setting, write
-from slipstream import Pipeline, SlipstreamError
+from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
-from slipstream.pipeline.memory.rehearsal import rehearse
 from slipstream.simulator.memory_account import rank_memory
 
 RANKS = (2, 4)
@@ -67,9 +66,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         stages_per_rank=SCHEDULES[case["schedule"]],
         num_microbatches=case["microbatches"],
         slices=case["slices"],
-        recompute=case["recompute"],
-        offload=case["offload"],
-        self_check=False,
+        memory=Memory(recompute=case["recompute"], offload=case["offload"]),
+        runtime=Runtime(self_check=False),
     )
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(0, CONFIG["vocab_size"], (case["microbatches"], case["tokens"]), generator=generator)
@@ -82,7 +80,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         pipe.step(inputs, inputs)
         measured = memory.peak
     optimizer.zero_grad()
-    found = rank_memory(pipe.layout.training, pipe.rank, rehearse(pipe, inputs, inputs))
+    found = rank_memory(pipe.layout.training, pipe.rank, pipe.memory_table(inputs, inputs))
     return {
         "simulated": round(found.peak),
         "measured": measured,

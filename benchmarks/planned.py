@@ -29,7 +29,7 @@ from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.token_slices import Unsliced
-from slipstream import Pipeline
+from slipstream import Memory, Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
 from slipstream.planner.costs import Profile, ProfileSource
 from slipstream.planner.plans import Configuration, Prediction
@@ -75,14 +75,14 @@ class Planned:
             num_microbatches=prediction.num_microbatches,
             slices=list(prediction.slices),
             partition=list(prediction.partition),
-            recompute=configuration.recompute,
-            self_check=False,
+            memory=Memory(recompute=configuration.recompute),
+            runtime=Runtime(self_check=False),
         )
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-4)
 
     def step(self) -> float:
         loss = float(self.pipe.step(self.inputs, self.inputs))
-        self.seconds = self.pipe.timeline.makespan
+        self.seconds = self.pipe.timeline().makespan
         return loss
 
     def parameters(self) -> Iterator[nn.Parameter]:

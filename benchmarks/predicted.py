@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.waterfall import WithoutLinks
-from slipstream import Pipeline, Schedule, make_schedule, simulate
+from slipstream import Pipeline, Runtime, Schedule, make_schedule, simulate
 from slipstream.pipeline.tuning.trials import Samples
 from slipstream.schedule import split_backwards
 
@@ -60,17 +60,19 @@ def compare(
     start = next(iter(schedules.values()))
     together = dist.get_world_size() == 1
     settings = {"num_ranks": num_ranks} if together else {}
-    pipe = Pipeline.from_config(model_config(inputs.shape[1]), self_check=False, schedule=start, **settings)
+    pipe = Pipeline.from_config(
+        model_config(inputs.shape[1]), runtime=Runtime(self_check=False), schedule=start, **settings
+    )
     times = Samples()
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for index in range(WARM_UPS + ROUNDS):
         for name, schedule in [*((f"timed {k}", s) for k, s in enumerate(references)), *schedules.items()]:
-            pipe._tuner.schedule = schedule
+            pipe._engine.tuner.schedule = schedule
             for parameter in pipe.parameters():
                 parameter.grad = None
             dist.barrier()
             pipe.step(inputs, inputs)
-            timeline = pipe.timeline
+            timeline = pipe.timeline()
             if index < WARM_UPS:
                 continue
             if schedule in references:

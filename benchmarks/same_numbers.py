@@ -29,7 +29,17 @@ from torch.nn import functional
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from benchmarks.harness import RESULTS, restart_in_environment, setting, write
-from slipstream import CutTokens, Pipeline, causal_attention, make_mesh
+from slipstream import (
+    CutTokens,
+    Layers,
+    Memory,
+    Parallelism,
+    Pipeline,
+    Precision,
+    Runtime,
+    causal_attention,
+    make_mesh,
+)
 
 NAME = "same_numbers"
 NUM_STEPS, BATCH, LENGTH, VOCABULARY, WIDTH, CLASSES = 2, 4, 64, 61, 32, 5
@@ -116,14 +126,22 @@ CASES = [
 
 def build(case: Case) -> Pipeline:
     """The one place that knows how a pipeline is constructed."""
-    ranks = {"mesh": make_mesh(**case.mesh)} if case.mesh else {"num_ranks": 2}
-    settings = case.settings | ranks | {"self_check": False, "timeout": timedelta(seconds=MESSAGE_SECONDS)}
+    options = case.settings | ({"mesh": make_mesh(**case.mesh)} if case.mesh else {"num_ranks": 2})
+    records = {
+        "memory": Memory(recompute=options.pop("recompute", "none")),
+        "parallel": Parallelism(
+            shard_optimizer=options.pop("shard_optimizer", False),
+            sequence_parallel=options.pop("sequence_parallel", False),
+        ),
+        "runtime": Runtime(self_check=False, timeout=timedelta(seconds=MESSAGE_SECONDS)),
+    }
     if case.model in CONFIGS:
-        return Pipeline.from_config(CONFIGS[case.model], seed=3, dtype=torch.float32, **settings)
+        precision = Precision(dtype=torch.float32)
+        return Pipeline.from_config(CONFIGS[case.model], seed=3, precision=precision, **records, **options)
     torch.manual_seed(3)
     if case.model == "decoder":
-        settings |= {"loss_fn": token_loss, "example": batch(case, 0)[0]}
-    return Pipeline(NETWORKS[case.model](), **settings)
+        options |= {"loss_fn": token_loss, "layers": Layers(example=batch(case, 0)[0])}
+    return Pipeline(NETWORKS[case.model](), **records, **options)
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from benchmarks.hosts import Hosts
 from benchmarks.peers import VOCABULARY, model_config
-from slipstream import Pipeline
+from slipstream import Pipeline, Runtime
 
 SLICES = (1, 8)
 FAST = "as fast as the machine"
@@ -82,7 +82,9 @@ def serve(slices: int, length: int) -> None:
     """One rank of a pair: a step for every line that it is given."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    pipe = Pipeline.from_config(model_config(length), seed=0, self_check=False, seq_len=length, slices=slices)
+    pipe = Pipeline.from_config(
+        model_config(length), seed=0, runtime=Runtime(self_check=False), seq_len=length, slices=slices
+    )
     inputs = torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
     print(json.dumps({}), flush=True)
     for _ in sys.stdin:

@@ -18,7 +18,7 @@ from benchmarks.harness import interleaved, medians, restart_in_environment, set
 from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, mean_loss, model_config, torch_pipeline, whole_model
 from benchmarks.waterfall import bound, waterfall
-from slipstream import Pipeline
+from slipstream import Pipeline, Runtime
 from slipstream.timeline import Timeline
 
 CUT = [4, 4]
@@ -100,7 +100,9 @@ class Ours:
 
     def __init__(self, batch: int, length: int, settings: dict[str, object]) -> None:
         self.inputs = tokens(batch, length)
-        self.pipe = Pipeline.from_config(model_config(length), self_check=False, seq_len=length, **settings)
+        self.pipe = Pipeline.from_config(
+            model_config(length), runtime=Runtime(self_check=False), seq_len=length, **settings
+        )
         while self.pipe.is_tuning:
             for parameter in self.pipe.parameters():
                 parameter.grad = None
@@ -115,7 +117,7 @@ class Ours:
     def report(self) -> tuple[Timeline, object, list[int], list[float]]:
         layout = self.pipe.layout
         cut = [stage.stop - stage.start for stage in layout.layers]
-        return self.pipe.timeline, layout.training, self.pipe.slices(self.inputs.shape[1]), cut
+        return self.pipe.timeline(), layout.training, self.pipe.slices(self.inputs.shape[1]), cut
 
 
 def alone(batch: int, length: int, slices: Sequence[int]) -> list[Contender]:

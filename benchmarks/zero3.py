@@ -30,7 +30,7 @@ from benchmarks.isolated import Contender
 from benchmarks.papers.zero3 import exchanged, table_2, zero3_bytes
 from benchmarks.peers import model_config, whole_model
 from benchmarks.token_slices import tokens
-from slipstream import Pipeline, make_mesh
+from slipstream import Pipeline, Runtime, make_mesh
 
 WORLDS = {2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(4, 1, 1), (2, 2, 1), (2, 1, 2)]}  # pp, dp, tp
 CASES = [(2, 2), (2, 8), (4, 8)]  # processes, sequences
@@ -119,7 +119,7 @@ class Ptdp:
             mesh=make_mesh(pp, dp, tp),
             num_microbatches=self.each,
             slices=SLICES,
-            self_check=False,
+            runtime=Runtime(self_check=False),
             seq_len=length,
         )
         self.inputs = tokens(sequences, length)[self.pipe.replica * self.each :][: self.each]

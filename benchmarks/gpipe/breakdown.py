@@ -19,7 +19,7 @@ from benchmarks.gpipe.layer_times import measure
 from benchmarks.gpipe.models import SMALL, Case
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.waterfall import waterfall
-from slipstream import Pipeline, Schedule
+from slipstream import Memory, Pipeline, Schedule
 from slipstream.timeline import Timeline
 
 MICROBATCHES = (8, 32)
@@ -61,7 +61,7 @@ def row(name: str, case: Case, rows: int, recompute: str, num_microbatches: int,
     for _ in range(2 + repeats):
         optimizer.zero_grad()
         step = _seconds(lambda: pipe.step(inputs, targets))
-        timeline = pipe.timeline
+        timeline = pipe.timeline()
         update = _seconds(optimizer.step)
         found.append(parts(timeline, pipe.layout.training, step, update) | {"step": step + update})
     seconds = {key: sum(each[key] for each in found[2:]) / repeats for key in found[0]}
@@ -84,7 +84,14 @@ def _pipe(case: Case, rows: int, recompute: str, num_microbatches: int) -> Pipel
         again = times.forward if recompute == "full" else [0.0] * len(times.layers)
         found[0] = for_flush(times.forward, [b + r for b, r in zip(times.backward, again, strict=True)], 2)
     dist.broadcast_object_list(found, 0)
-    return Pipeline(case.model(), "gpipe", num_microbatches, partition=found[0], recompute=recompute, loss_fn=case.loss)
+    return Pipeline(
+        case.model(),
+        "gpipe",
+        num_microbatches,
+        partition=found[0],
+        memory=Memory(recompute=recompute),
+        loss_fn=case.loss,
+    )
 
 
 def _seconds(run: Any) -> float:

@@ -25,7 +25,7 @@ from slipstream.model.sequential import (
 )
 from slipstream.model.sequential.batch_norm import MiniBatchStatistics
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
-from slipstream.pipeline.execution import LossFunction
+from slipstream.pipeline.pipeline_options import LossFunction
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from benchmarks.harness import restart_in_environment, setting, write
 BUDGET = 256 * 2**20  # bytes of a rank
 ROWS = 64  # of the formula's batches, N
 FORMULA = [(k, m, layers) for k in (1, 2, 4) for m in (1, 2, 4, 8, 16) for layers in (8, 16, 32)]
-WAYS = ("none", "full", "checkpoints")
+WAYS = ("none", "full", "segments")
 FAMILIES = {"AmoebaNet-D": 64, "Transformer-L": 16}  # and the rows of a batch
 SCENARIOS = {  # ranks, microbatches, recomputation
     "naive-1": (1, 1, "none"),

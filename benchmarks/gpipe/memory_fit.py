@@ -25,8 +25,8 @@ TERMS: dict[str, dict[str, Callable[[Row], float]]] = {
         "N/M": lambda row: row["N"] / row["M"],
     },
 }
-COLOURS = {"none": "#c4473a", "full": "#2f6db5", "checkpoints": "#3f8f4f"}
-NAMES = {"none": "nothing recomputed", "full": "re-materialised", "checkpoints": "in segments (PTD-P 3.5)"}
+COLOURS = {"none": "#c4473a", "full": "#2f6db5", "segments": "#3f8f4f"}
+NAMES = {"none": "nothing recomputed", "full": "re-materialised", "segments": "in segments (PTD-P 3.5)"}
 
 
 def peak(row: Row) -> int:

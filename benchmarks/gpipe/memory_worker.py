@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.gpipe.layer_times import trace_of
 from benchmarks.gpipe.models import Case
-from slipstream import Pipeline, partition_layers
+from slipstream import Memory, Pipeline, partition_layers
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
 
 BYTES_PER_PARAMETER = 12  # a weight, its gradient, and RMSProp's mean square, in float32
@@ -35,7 +35,9 @@ def held(case: Case, rows: int, num_microbatches: int, recompute: str) -> Held:
     """Of one step with RMSProp, whose state is there already. Collective; every rank gets the same."""
     model, (inputs, targets) = case.model(), case.batch(rows)
     counts = partition_layers(memory_costs(case, rows, num_microbatches), dist.get_world_size())
-    pipe = Pipeline(model, "gpipe", num_microbatches, partition=counts, recompute=recompute, loss_fn=case.loss)
+    pipe = Pipeline(
+        model, "gpipe", num_microbatches, partition=counts, memory=Memory(recompute=recompute), loss_fn=case.loss
+    )
     del model
     parameters = list(pipe.parameters())
     optimizer = torch.optim.RMSprop(parameters, lr=1e-4, foreach=False)

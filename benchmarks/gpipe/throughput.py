@@ -31,7 +31,7 @@ from benchmarks.gpipe.models import SMALL, Case, amoebanet, transformer
 from benchmarks.gpipe.stage_cost import NONE, RECOMPUTE, Link, StageCost, step_seconds
 from benchmarks.harness import interleaved, restart_in_environment, setting, write
 from benchmarks.papers.tables import read
-from slipstream import Pipeline, simulate
+from slipstream import Memory, Pipeline, simulate
 
 STAGES, MICROBATCHES = (2, 4, 8), (1, 4, 32)
 P100_FLOPS, PCI_E_BYTES = 9.3e12, 8e9  # a second: peak, and from one GPU through the host to another
@@ -180,7 +180,9 @@ def _mean(times: Times) -> Times:
 
 
 def _pipe(case: Case, counts: list[int], num_microbatches: int, recompute: str) -> Pipeline:
-    return Pipeline(case.model(), "gpipe", num_microbatches, partition=counts, recompute=recompute, loss_fn=case.loss)
+    return Pipeline(
+        case.model(), "gpipe", num_microbatches, partition=counts, memory=Memory(recompute=recompute), loss_fn=case.loss
+    )
 
 
 def _stepper(pipe: Pipeline, case: Case, rows: int, num_microbatches: int) -> Callable[[], float]:

@@ -54,15 +54,15 @@ def run(
         num_microbatches=arguments.microbatches,
         slices=slices,
         stages_per_rank=2 if 2 in STAGES_PER_RANK[arguments.schedule] else 1,
-        recompute=arguments.recompute,
+        memory=slipstream.Memory(recompute=arguments.recompute),
+        layers=slipstream.Layers(example=next_batch()[0]),
         num_ranks=None if dist.is_initialized() else arguments.ranks,
-        example=next_batch()[0],
         loss_fn=loss_fn,
     )
     _say(pipe, f"{sum(len(stage) for stage in pipe.layout.layers)} layers on {pipe.num_ranks} ranks: {pipe.balance}")
     _say(pipe, f"before: {_answer(pipe, build, held_out)}")
     _train(pipe, next_batch, arguments)
-    timeline = pipe.timeline
+    timeline = pipe.timeline()
     _say(pipe, f"last step: {timeline.makespan * 1e3:.0f} ms, {timeline.idle_fraction:.0%} idle")
     if arguments.timeline and pipe.leads:
         slipstream.draw_timelines(arguments.timeline, timeline)

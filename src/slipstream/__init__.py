@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slipstream.model.self_check import check_sliceable
     from slipstream.model.sequential.cut_tokens import CutTokens, causal_attention
     from slipstream.model.sequential.skip_connections import Skip
+    from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
     from slipstream.parallel.device_mesh import make_mesh
     from slipstream.pipeline.pipeline import Pipeline
     from slipstream.planner import Plan
@@ -71,11 +72,16 @@ _HOMES = {
     "CostModel": "slipstream.simulator",
     "CutTokens": "slipstream.model.sequential.cut_tokens",
     "GENERATORS": "slipstream.schedule",
+    "Layers": "slipstream.options",
     "MeasuredCost": "slipstream.simulator",
+    "Memory": "slipstream.options",
     "Op": "slipstream.schedule",
+    "Parallelism": "slipstream.options",
     "Pipeline": "slipstream.pipeline.pipeline",
     "Plan": "slipstream.planner",
     "PlanOptions": "slipstream.planner.search",
+    "Precision": "slipstream.options",
+    "Runtime": "slipstream.options",
     "STAGES_PER_RANK": "slipstream.schedule",
     "Schedule": "slipstream.schedule",
     "ScheduleError": "slipstream.schedule",
@@ -131,11 +137,16 @@ __all__ = [
     "Cause",
     "CostModel",
     "CutTokens",
+    "Layers",
     "MeasuredCost",
+    "Memory",
     "Op",
+    "Parallelism",
     "Pipeline",
     "Plan",
     "PlanOptions",
+    "Precision",
+    "Runtime",
     "Schedule",
     "ScheduleError",
     "Skip",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream import Pipeline, partition_layers
+from slipstream import Layers, Memory, Pipeline, partition_layers
 from support.paths import ROOT
 
 
@@ -109,9 +109,11 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     from benchmarks.gpipe.models import amoebanet
 
     case = amoebanet(3, 16, 64)
-    pipe = Pipeline(case.model(), "gpipe", 4, num_ranks=2, recompute="full", example=case.batch(1)[0])
+    pipe = Pipeline(
+        case.model(), "gpipe", 4, num_ranks=2, memory=Memory(recompute="full"), layers=Layers(example=case.batch(1)[0])
+    )
     pipe.step(*case.batch(4))
-    timeline = pipe.timeline
+    timeline = pipe.timeline()
     found = parts(timeline, pipe.layout.training, step=timeline.makespan + 0.25, update=0.5)
     assert sum(found.values()) == pytest.approx(timeline.makespan + 0.75)
     assert found["recomputation"] > 0

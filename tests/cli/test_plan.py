@@ -107,7 +107,7 @@ def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None
     assert written["parallel"] == {"data": 2, "tensor": 1, "shard_optimizer": False}
     assert written["pipeline"]["schedule"] == "gpipe"
     assert len(written["pipeline"]["slices"]) == 2
-    assert written["pipeline"]["recompute"] == "full"
+    assert written["memory"]["recompute"] == "full"
     assert written["pipeline"]["num_microbatches"] == 2
 
 
@@ -143,7 +143,7 @@ def test_the_plan_file_reads_back_as_a_configuration(changes: dict[str, int], be
     assert pipeline.schedule == chosen.schedule
     assert pipeline.slices == list(predicted.slices)
     assert pipeline.partition == list(predicted.partition)
-    assert (pipeline.recompute, pipeline.offload) == (chosen.recompute, chosen.offload)
+    assert (config.memory.recompute, config.memory.offload) == (chosen.recompute, chosen.offload)
     assert pipeline.num_microbatches == predicted.num_microbatches
     assert (config.training.batch_size, config.training.precision) == (shown.global_batch, "bf16-weights")
     assert config.model.config == {"model_type": "llama", **sizes}
@@ -203,7 +203,7 @@ def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
         2,
         COMMAND,
         *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
-        *("--pipeline.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
+        *("--runtime.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
     )
     assert trained.returncode == 0, trained.stderr
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -224,7 +224,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
         4,
         COMMAND,
         *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
-        *("--pipeline.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
+        *("--runtime.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
     )
     assert trained.returncode == 0, trained.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import Pipeline
+from slipstream import Layers, Memory, Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 from support.architectures import BOUND, gradient_error, gradients
 from support.gpipe_cases import CASES, unsplit_step
@@ -34,10 +34,10 @@ def step(
         schedule=schedule,
         num_microbatches=num_microbatches,
         stages_per_rank=2 if 2 in STAGES_PER_RANK[schedule] else 1,
-        recompute=recompute,
+        memory=Memory(recompute=recompute),
+        layers=Layers(example=inputs),
         num_ranks=num_ranks,
         loss_fn=case.loss_fn,
-        example=inputs,
     )
     return pipe.step(inputs, targets), gradients(pipe.named_parameters())
 

@@ -135,7 +135,8 @@ def write_config(folder: Path) -> Path:
     values: dict[str, Any] = {
         "model": {"config": model},
         "data": {"files": [str(folder / "text.txt")], "validation_fraction": 0.0},
-        "pipeline": {"slices": 4, "num_microbatches": 2, "self_check": False},
+        "pipeline": {"slices": 4, "num_microbatches": 2},
+        "runtime": {"self_check": False},
         "optimizer": {"lr": 0.01},
         "training": training,
     }

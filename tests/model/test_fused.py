@@ -25,6 +25,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.options import grouped
 
 
 def missing() -> str:
@@ -93,7 +94,9 @@ def num_compiled() -> int:
 
 
 def in_slices(model: PreTrainedModel, slices: list[int], **settings: object) -> Pipeline:
-    pipe = Pipeline(copy.deepcopy(model), slices=slices, num_microbatches=2, num_ranks=2, self_check=False, **settings)
+    pipe = Pipeline(
+        copy.deepcopy(model), slices=slices, num_microbatches=2, num_ranks=2, **grouped(self_check=False, **settings)
+    )
     pipe.step(tokens(batch=4), labels_of(tokens(batch=4)))
     return pipe
 
@@ -126,7 +129,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
         for recompute in ("none", "selective", "full", 1):
             pipe = in_slices(model, [20, 9, 33, 2], schedule=schedule, recompute=recompute)
             assert gradient_error(wanted, gradients(pipe.named_parameters())) < BOUND
-            assert any(span.action.op is Op.W for span in pipe.timeline.spans)
+            assert any(span.action.op is Op.W for span in pipe.timeline().spans)
     assert num_compiled() == after
 
 

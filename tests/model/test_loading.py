@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
-from slipstream import Pipeline, SlipstreamError
+from slipstream import Pipeline, Runtime, SlipstreamError
 from slipstream.model import find_anatomy, load_config, model_for_timing, pretrained_model, random_model
 from support.architectures import ARCHITECTURES, llama
 from support.forked import run_alone
@@ -103,13 +103,13 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     weights = save(tmp_path)
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(SlipstreamError, match=r"weights of .* can't be read.*copy or download them again"):
-        Pipeline.from_pretrained(tmp_path, self_check=False)
+        Pipeline.from_pretrained(tmp_path, runtime=Runtime(self_check=False))
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     save(tmp_path).unlink()
     with pytest.raises(SlipstreamError, match=r"weights of .* can't be read"):
-        Pipeline.from_pretrained(tmp_path, self_check=False)
+        Pipeline.from_pretrained(tmp_path, runtime=Runtime(self_check=False))
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -121,4 +121,4 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
     AutoModelForCausalLM.from_config(llama()).model.save_pretrained(tmp_path)
     with pytest.raises(SlipstreamError, match=r"lacks 1 weights of 'llama', first 'lm_head.weight'"):
-        Pipeline.from_pretrained(tmp_path, num_ranks=2, self_check=False)
+        Pipeline.from_pretrained(tmp_path, num_ranks=2, runtime=Runtime(self_check=False))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from slipstream import Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 from support.architectures import VOCABULARY, gradients, labels_of, llama, tokens
+from support.options import grouped
 from support.parameters import each_once
 
 CONFIGS = {
@@ -39,7 +40,9 @@ def step(config_name: str, schedule: str, **settings: object) -> tuple[Tensor, d
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[config_name]))
     settings = {"slices": SLICES} | settings
-    pipe = Pipeline(model, schedule=schedule, num_microbatches=NUM_MICROBATCHES, self_check=False, **settings)
+    pipe = Pipeline(
+        model, schedule=schedule, num_microbatches=NUM_MICROBATCHES, **grouped(self_check=False, **settings)
+    )
     inputs = tokens(batch=6)
     return pipe.step(inputs, labels_of(inputs)), gradients(pipe.named_parameters())
 

@@ -19,6 +19,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.options import grouped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +36,7 @@ def test_gradients_in_float64(name: str, schedule: str, stages_per_rank: int) ->
     whole, cut = copy.deepcopy(model), {"schedule": schedule, "stages_per_rank": stages_per_rank}
     with no_rounding_inside():
         expected = unsplit_step(whole, inputs, labels_of(inputs))
-        pipe = Pipeline(model, **SETTINGS, **cut, partition=[1] * 4 if stages_per_rank == 2 else "auto")
+        pipe = Pipeline(model, **grouped(**SETTINGS, **cut), partition=[1] * 4 if stages_per_rank == 2 else "auto")
         loss = pipe.step(inputs, labels_of(inputs))
     assert abs(float(loss / expected - 1)) < BOUND
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
@@ -49,7 +50,7 @@ def test_bfloat16_takes_the_flash_kernels() -> None:
     whole = copy.deepcopy(reference).bfloat16()
     whole.set_attn_implementation("sdpa")
     unsplit_step(whole, inputs, labels_of(inputs))
-    pipe = Pipeline(reference.bfloat16(), **SETTINGS)
+    pipe = Pipeline(reference.bfloat16(), **grouped(**SETTINGS))
     pipe.step(inputs, labels_of(inputs))
     wanted = gradients(exact.named_parameters())
     unsliced, sliced = (
@@ -64,7 +65,7 @@ def test_auto_settles_on_measured_times(settings: dict[str, object]) -> None:
     model, inputs = build(ARCHITECTURES["llama"]).cuda(), tokens().cuda()
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, labels_of(inputs))
-    pipe = Pipeline(model, **SETTINGS | {"slices": "auto", "schedule": "auto"} | settings)
+    pipe = Pipeline(model, **grouped(**SETTINGS | {"slices": "auto", "schedule": "auto"} | settings))
     while pipe.is_tuning:
         pipe.step(inputs, labels_of(inputs))
         for parameter in pipe.parameters():
@@ -72,8 +73,8 @@ def test_auto_settles_on_measured_times(settings: dict[str, object]) -> None:
     loss = pipe.step(inputs, labels_of(inputs))
     assert abs(float(loss / expected - 1)) < BOUND
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
-    assert all(span.seconds >= 0 for span in pipe.timeline.compute_spans)
-    assert sum(pipe.timeline.busy(rank) for rank in range(2)) > 0
+    assert all(span.seconds >= 0 for span in pipe.timeline().compute_spans)
+    assert sum(pipe.timeline().busy(rank) for rank in range(2)) > 0
 
 
 def test_dropout_replays_in_recomputation() -> None:
@@ -83,7 +84,7 @@ def test_dropout_replays_in_recomputation() -> None:
     found = []
     for recompute in ("none", "full"):
         torch.manual_seed(0)
-        pipe = Pipeline(build(config), **SETTINGS, recompute=recompute)
+        pipe = Pipeline(build(config), **grouped(recompute=recompute, **SETTINGS))
         inputs = tokens()
         found.append((float(pipe.step(inputs, inputs)), gradients(pipe.named_parameters())))
     assert found[0][0] == found[1][0]

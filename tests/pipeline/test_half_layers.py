@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PhiConfig, PretrainedConfig, PreTrainedModel
 
-from slipstream import Op, Pipeline, SlipstreamError
+from slipstream import Memory, Op, Pipeline, Runtime, SlipstreamError
 from slipstream.model import LayerRange
 from support.architectures import (
     ARCHITECTURES,
@@ -30,6 +30,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.examples import examples
+from support.options import grouped
 from support.parameters import each_once, first_of
 
 SLICES = [5, 30, 17, 12]
@@ -42,7 +43,7 @@ def assert_exact(model: PreTrainedModel, **settings: object) -> Pipeline:
     labels = labels_of(inputs)
     with no_rounding_inside():
         expected = unsplit_step(whole, inputs, labels)
-        pipe = Pipeline(model, **{"slices": SLICES, "num_microbatches": 2, "self_check": False} | settings)
+        pipe = Pipeline(model, **grouped(**{"slices": SLICES, "num_microbatches": 2, "self_check": False} | settings))
         loss = pipe.step(inputs, labels)
     assert abs(loss - expected) < BOUND * expected
     found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
@@ -85,7 +86,7 @@ def test_every_schedule_is_exact(name: str, schedule: str, stages_per_rank: int,
 
 def test_a_stage_for_every_half() -> None:
     pipe = assert_exact(build(llama(tie_word_embeddings=True)), num_ranks=8, partition=[0.5] * 8)
-    held = [[name for name, _ in stage.named_parameters()] for stage in pipe._stages.values()]
+    held = [[name for name, _ in stage.named_parameters()] for stage in pipe._engine.stages.values()]
     assert held[5] == [f"model.layers.2.{name}.weight" for name in MLP]
     assert sum(map(len, held)) == len([*build(llama()).named_parameters()])  # the tied embedding is on two
 
@@ -104,9 +105,17 @@ def test_less_memory_is_exact(name: str, less: dict[str, object]) -> None:
 def test_half_a_layer_counts_as_one_that_is_recomputed() -> None:
     """Layers 1 (its second half), 2 and 3 of the second stage: of `recompute=2` the first two run again."""
     model = build(llama())
-    pipe = Pipeline(model, "gpipe", slices=3, num_ranks=2, partition=[1.5, 2.5], recompute=2, self_check=False)
+    pipe = Pipeline(
+        model,
+        "gpipe",
+        slices=3,
+        num_ranks=2,
+        partition=[1.5, 2.5],
+        memory=Memory(recompute=2),
+        runtime=Runtime(self_check=False),
+    )
     runs = [0] * 4
-    for index, layer in enumerate(pipe._stages[1].model.model.layers):
+    for index, layer in enumerate(pipe._engine.stages[1].model.model.layers):
 
         def count(*_: object, index: int = index) -> None:
             runs[index] += 1
@@ -115,14 +124,16 @@ def test_half_a_layer_counts_as_one_that_is_recomputed() -> None:
     pipe.step(tokens(), tokens())
     assert runs[1:] == [5, 5, 3]  # the last slice goes backward directly after its forward
     with pytest.raises(SlipstreamError, match="1 to 3 here"):
-        Pipeline(model, num_ranks=2, partition=[1.5, 2.5], recompute=4, self_check=False)
+        Pipeline(
+            model, num_ranks=2, partition=[1.5, 2.5], memory=Memory(recompute=4), runtime=Runtime(self_check=False)
+        )
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2"])
 def test_embedding_and_head_are_where_the_partition_says(name: str) -> None:
     """And nowhere else, but for a tied head's weight; of a head alone nothing is run again for `recompute=1`."""
     pipe = assert_exact(build(ARCHITECTURES[name]), schedule="gpipe", num_ranks=3, partition=[0, 4, 0], recompute=1)
-    held = [{key.split(".")[1] for key, _ in stage.named_parameters()} for stage in pipe._stages.values()]
+    held = [{key.split(".")[1] for key, _ in stage.named_parameters()} for stage in pipe._engine.stages.values()]
     if name == "gpt2":
         assert held == [{"wte", "wpe"}, {"h"}, {"ln_f", "wte"}]
     else:
@@ -130,9 +141,17 @@ def test_embedding_and_head_are_where_the_partition_says(name: str) -> None:
 
 
 def test_a_head_of_its_own_is_not_recomputed_by_number() -> None:
-    pipe = Pipeline(build(llama()), "gpipe", slices=3, num_ranks=2, partition=[4, 0], recompute=2, self_check=False)
+    pipe = Pipeline(
+        build(llama()),
+        "gpipe",
+        slices=3,
+        num_ranks=2,
+        partition=[4, 0],
+        memory=Memory(recompute=2),
+        runtime=Runtime(self_check=False),
+    )
     runs = []
-    pipe._stages[1].model.lm_head.register_forward_pre_hook(lambda *_: runs.append(1))
+    pipe._engine.stages[1].model.lm_head.register_forward_pre_hook(lambda *_: runs.append(1))
     pipe.step(tokens(), tokens())
     assert len(runs) == 3
 
@@ -178,7 +197,7 @@ def dropped_out(name: str) -> PretrainedConfig:
 def step(model: PreTrainedModel, partition: list[float], **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(7)
     settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": len(partition)} | settings
-    pipe = Pipeline(copy.deepcopy(model), partition=partition, self_check=False, **settings)
+    pipe = Pipeline(copy.deepcopy(model), partition=partition, **grouped(self_check=False, **settings))
     inputs = tokens(batch=4)
     return pipe.step(inputs, labels_of(inputs)), gradients(pipe.named_parameters())
 
@@ -201,14 +220,14 @@ def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
 def test_dropout_is_drawn_in_both_halves() -> None:
     """What the test above would miss if nothing were dropped in one of them."""
     config = dropped_out("gpt2")
-    pipe = Pipeline(build(config), slices=4, num_ranks=2, partition=[1.5, 2.5], self_check=False)
+    pipe = Pipeline(build(config), slices=4, num_ranks=2, partition=[1.5, 2.5], runtime=Runtime(self_check=False))
     zeros: list[float] = []
 
     def note(_module: object, _args: object, output: Tensor) -> None:
         zeros.append(float((output == 0).double().mean()))
 
-    pipe._stages[0].model.transformer.h[1].attn.resid_dropout.register_forward_hook(note)
-    pipe._stages[1].model.transformer.h[1].mlp.dropout.register_forward_hook(note)
+    pipe._engine.stages[0].model.transformer.h[1].attn.resid_dropout.register_forward_hook(note)
+    pipe._engine.stages[1].model.transformer.h[1].mlp.dropout.register_forward_hook(note)
     pipe.step(tokens(), tokens())
     assert len(zeros) == 8
     assert all(0.2 < share < 0.4 for share in zeros)
@@ -232,7 +251,7 @@ def test_weights_are_made_exported_and_read_again(name: str, partition: list[flo
     config, settings = ARCHITECTURES[name], {"num_ranks": 3, "partition": partition, "self_check": False}
     torch.manual_seed(5)
     whole = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    pipe = Pipeline.from_config(config, seed=5, slices=4, **settings)
+    pipe = Pipeline.from_config(config, seed=5, slices=4, **grouped(**settings))
     found = dict(pipe.named_parameters())
     assert {key: each.shape for key, each in whole.named_parameters()} == {
         key: each.shape for key, each in found.items()
@@ -244,7 +263,7 @@ def test_weights_are_made_exported_and_read_again(name: str, partition: list[flo
     pipe.save_pretrained(tmp_path)
     trained = {key: each.detach().clone() for key, each in pipe.named_parameters()}
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
-    again = dict(Pipeline.from_pretrained(tmp_path, slices=4, **settings).named_parameters())
+    again = dict(Pipeline.from_pretrained(tmp_path, slices=4, **grouped(**settings)).named_parameters())
     assert exported.keys() == again.keys() == trained.keys()
     assert all(torch.equal(each, exported[key]) and torch.equal(each, again[key]) for key, each in trained.items())
 
@@ -259,7 +278,7 @@ def heavy_head(**changes: object) -> PretrainedConfig:
 
 
 def stages(config: PretrainedConfig, **settings: object) -> list[float]:
-    pipe = Pipeline(AutoModelForCausalLM.from_config(config), slices=4, self_check=False, **settings)
+    pipe = Pipeline(AutoModelForCausalLM.from_config(config), slices=4, **grouped(self_check=False, **settings))
     return [stage.stop - stage.start for stage in pipe.layout.layers]
 
 
@@ -294,7 +313,7 @@ def test_auto_weighs_attention_where_it_knows_the_length() -> None:
 def test_given_slices_say_the_length() -> None:
     config = heavy_head()
     model = AutoModelForCausalLM.from_config(config)
-    pipe = Pipeline(model, slices=[10**6 - 8, 8], num_ranks=2, self_check=False)
+    pipe = Pipeline(model, slices=[10**6 - 8, 8], num_ranks=2, runtime=Runtime(self_check=False))
     assert [stage.stop - stage.start for stage in pipe.layout.layers] == [2, 2]
 
 
@@ -320,23 +339,23 @@ def test_an_architecture_that_cannot_be_cut_is_refused() -> None:
 
 def test_an_inner_stage_has_layers() -> None:
     with pytest.raises(SlipstreamError, match=r"partition=\[2, 0, 2\].*the last to be the head alone"):
-        Pipeline(build(llama()), num_ranks=3, partition=[2, 0, 2], self_check=False)
+        Pipeline(build(llama()), num_ranks=3, partition=[2, 0, 2], runtime=Runtime(self_check=False))
 
 
 @pytest.mark.parametrize("partition", [[1.25, 2.75], [2.5, 2.5], [4, 0, 0], [5, -1], [1.5, 1.5, 1], [float("nan"), 2]])
 def test_partitions_that_do_not_add_up_are_refused(partition: list[float]) -> None:
     message = r"2 stages of half a layer at least, in multiples of 0\.5; or of none, .*the head alone, 4 layers in all"
     with pytest.raises(SlipstreamError, match=message):
-        Pipeline(build(llama()), num_ranks=2, partition=partition, self_check=False)
+        Pipeline(build(llama()), num_ranks=2, partition=partition, runtime=Runtime(self_check=False))
 
 
 def test_a_layer_that_is_not_its_architectures_is_refused() -> None:
     model = build(llama())
     model.model.layers[1].mlp = torch.nn.Linear(32, 32, dtype=torch.float64)
     with pytest.raises(SlipstreamError, match="a layer's 'mlp' is a Linear, which its architecture doesn't have there"):
-        Pipeline(model, num_ranks=2, partition=[1.5, 2.5], self_check=False)
+        Pipeline(model, num_ranks=2, partition=[1.5, 2.5], runtime=Runtime(self_check=False))
 
 
 def test_halves_are_timed_like_stages() -> None:
     pipe = assert_exact(build(llama()), num_ranks=2, partition=[1.5, 2.5], schedule="zb-h1")
-    assert {span.action.op for span in pipe.timeline.compute_spans} == {Op.F, Op.I, Op.W}
+    assert {span.action.op for span in pipe.timeline().compute_spans} == {Op.F, Op.I, Op.W}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, masking_utils
 
-from slipstream import Pipeline, SlipstreamError, one_f_one_b
+from slipstream import Memory, Pipeline, Runtime, SlipstreamError, one_f_one_b
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.schedule import split_backwards
 from support.architectures import (
@@ -26,6 +26,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.options import grouped
 from support.parameters import each_once
 
 
@@ -57,7 +58,9 @@ def test_documents_are_separate_sequences(name: str, num_microbatches: int) -> N
     model, inputs, ids = build(ARCHITECTURES[name]), tokens(), documents()
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, labels_within(inputs, ids), position_ids=positions_within(ids))
-    pipe = Pipeline(model, slices=[5, 30, 17, 12], num_microbatches=num_microbatches, num_ranks=2, self_check=False)
+    pipe = Pipeline(
+        model, slices=[5, 30, 17, 12], num_microbatches=num_microbatches, num_ranks=2, runtime=Runtime(self_check=False)
+    )
     loss = pipe.step(inputs, inputs, document_ids=ids)
     bound = 1e-6 if name == "gemma3" else 1e-7 if name == "llama4_text" else BOUND  # their norms round to float32
     assert abs(loss - expected) < bound * expected
@@ -66,7 +69,7 @@ def test_documents_are_separate_sequences(name: str, num_microbatches: int) -> N
 
 def test_restarting_positions_mean_documents() -> None:
     model, inputs, ids = build(ARCHITECTURES["llama"]), tokens(), documents()
-    pipe = Pipeline(model, slices=4, self_check=False)
+    pipe = Pipeline(model, slices=4, runtime=Runtime(self_check=False))
     by_ids = pipe.step(inputs, inputs, document_ids=ids)
     by_positions = pipe.step(inputs, inputs, position_ids=positions_within(ids))
     assert by_ids == by_positions
@@ -80,14 +83,14 @@ def test_a_row_without_valid_labels_counts_nowhere() -> None:
     labels[2, 5:] = -100
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, labels)
-    pipe = Pipeline(model, slices=3, num_microbatches=3, num_ranks=2, self_check=False)
+    pipe = Pipeline(model, slices=3, num_microbatches=3, num_ranks=2, runtime=Runtime(self_check=False))
     assert abs(pipe.step(inputs, labels) - expected) < BOUND
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied"])
 def test_steps_add_to_grad(name: str) -> None:
-    pipe = Pipeline(build(ARCHITECTURES[name]), slices=4, num_ranks=2, self_check=False)
+    pipe = Pipeline(build(ARCHITECTURES[name]), slices=4, num_ranks=2, runtime=Runtime(self_check=False))
     inputs = tokens()
     pipe.step(inputs, inputs)
     once = gradients(pipe.named_parameters())
@@ -100,11 +103,19 @@ def test_flushes_accumulate_the_gradient_of_the_whole_batch() -> None:
     model, inputs = build(ARCHITECTURES["llama"]), tokens(batch=4)
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, inputs)
-    pipe = Pipeline(model, schedule="gpipe", num_microbatches=4, num_flushes=2, slices=3, num_ranks=2, self_check=False)
+    pipe = Pipeline(
+        model,
+        schedule="gpipe",
+        num_microbatches=4,
+        memory=Memory(num_flushes=2),
+        runtime=Runtime(self_check=False),
+        slices=3,
+        num_ranks=2,
+    )
     loss = pipe.step(inputs, inputs)
     assert abs(loss - expected) < BOUND
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
-    microbatches = [span.action.microbatch for span in pipe.timeline.compute_spans if span.rank == 0]
+    microbatches = [span.action.microbatch for span in pipe.timeline().compute_spans if span.rank == 0]
     assert microbatches == sorted(microbatches, key=lambda m: m // 2)  # the first flush ends before the second begins
 
 
@@ -112,7 +123,7 @@ def test_training_follows_the_unsplit_model() -> None:
     """Five steps of AdamW with clipping, tied embeddings included, end at the same parameters."""
     model = build(ARCHITECTURES["llama, tied"])
     whole = copy.deepcopy(model)
-    pipe = Pipeline(model, slices=4, num_ranks=3, self_check=False)
+    pipe = Pipeline(model, slices=4, num_ranks=3, runtime=Runtime(self_check=False))
     ours = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     for step in range(5):
@@ -136,7 +147,7 @@ def test_frozen_parameters_stay_frozen() -> None:
         parameter.requires_grad_("layers.3" in name or "layers.1" in name)
     whole = copy.deepcopy(model)
     unsplit_step(whole, inputs, inputs)
-    pipe = Pipeline(model, slices=4, num_ranks=4, self_check=False)
+    pipe = Pipeline(model, slices=4, num_ranks=4, runtime=Runtime(self_check=False))
     pipe.step(inputs, inputs)
     found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
     assert set(found) == set(wanted)
@@ -149,7 +160,7 @@ def test_evaluation_is_the_loss_without_dropout_or_gradients() -> None:
     model, inputs = build(config), tokens()
     labels = labels_of(inputs)
     whole = copy.deepcopy(model).eval()
-    pipe = Pipeline(model, slices=4, num_ranks=2, self_check=False)
+    pipe = Pipeline(model, slices=4, num_ranks=2, runtime=Runtime(self_check=False))
     assert abs(pipe.evaluate(inputs, labels) - unsplit_step(whole, inputs, labels)) < BOUND
     assert not gradients(pipe.named_parameters())
     assert abs(pipe.step(inputs, labels) - pipe.evaluate(inputs, labels)) > 1e-4  # training mode is back
@@ -169,7 +180,7 @@ def test_dropout_is_the_same_for_every_number_of_stages_and_schedule(schedule: s
             slices=4,
             num_microbatches=2,
             num_ranks=num_stages,
-            self_check=False,
+            runtime=Runtime(self_check=False),
         )
         first, second = pipe.step(inputs, inputs), pipe.step(inputs, inputs)
         assert first != second  # every step draws anew
@@ -182,7 +193,7 @@ def test_dropout_is_the_same_for_every_number_of_stages_and_schedule(schedule: s
 def test_a_step_leaves_the_callers_random_state_alone() -> None:
     config = copy.deepcopy(ARCHITECTURES["gpt2"])
     config.resid_pdrop = 0.2
-    pipe = Pipeline(build(config), slices=4, self_check=False)
+    pipe = Pipeline(build(config), slices=4, runtime=Runtime(self_check=False))
     before = torch.get_rng_state()
     pipe.step(tokens(), tokens())
     assert torch.equal(before, torch.get_rng_state())
@@ -194,7 +205,9 @@ def test_no_forward_looks_for_packed_documents(monkeypatch: pytest.MonkeyPatch) 
     def look(_: Tensor) -> None:
         raise AssertionError
 
-    pipe = Pipeline(build(ARCHITECTURES["mistral, window of 7"]), slices=4, num_ranks=2, self_check=False)
+    pipe = Pipeline(
+        build(ARCHITECTURES["mistral, window of 7"]), slices=4, num_ranks=2, runtime=Runtime(self_check=False)
+    )
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
     pipe.step(tokens(), tokens(), document_ids=documents())
 
@@ -205,25 +218,25 @@ def test_a_loss_of_ones_own() -> None:
         return 3 * total, count
 
     model, inputs = build(ARCHITECTURES["llama"]), tokens()
-    plain = Pipeline(copy.deepcopy(model), slices=4, self_check=False).step(inputs, inputs)
-    own = Pipeline(model, slices=4, num_ranks=2, loss_fn=scaled, self_check=False).step(inputs, inputs)
+    plain = Pipeline(copy.deepcopy(model), slices=4, runtime=Runtime(self_check=False)).step(inputs, inputs)
+    own = Pipeline(model, slices=4, num_ranks=2, loss_fn=scaled, runtime=Runtime(self_check=False)).step(inputs, inputs)
     assert abs(own - 3 * plain) < BOUND
 
 
 def test_the_timeline_has_every_action_once() -> None:
-    pipe = Pipeline(build(ARCHITECTURES["llama"]), slices=4, num_ranks=2, self_check=False)
+    pipe = Pipeline(build(ARCHITECTURES["llama"]), slices=4, num_ranks=2, runtime=Runtime(self_check=False))
     pipe.step(tokens(), tokens())
-    compute = [span.action for span in pipe.timeline.compute_spans]
+    compute = [span.action for span in pipe.timeline().compute_spans]
     expected = [action for row in split_backwards(one_f_one_b(2, 1, 4)).actions for action in row]
     assert sorted(map(str, compute)) == sorted(map(str, expected))
-    assert 0 < pipe.timeline.idle_fraction < 1
+    assert 0 < pipe.timeline().idle_fraction < 1
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral", "gpt2"])
 def test_the_export_is_the_model(name: str, tmp_path: Path) -> None:
     model, inputs = build(ARCHITECTURES[name]), tokens()
     whole = copy.deepcopy(model)
-    Pipeline(model, num_ranks=2, self_check=False).save_pretrained(tmp_path)
+    Pipeline(model, num_ranks=2, runtime=Runtime(self_check=False)).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
     with torch.no_grad():
         assert torch.allclose(loaded(inputs).logits, whole(inputs).logits, rtol=1e-12, atol=1e-12)
@@ -231,7 +244,7 @@ def test_the_export_is_the_model(name: str, tmp_path: Path) -> None:
 
 class TestRefusals:
     def pipeline(self, **settings: object) -> Pipeline:
-        return Pipeline(build(llama()), self_check=False, **settings)  # type: ignore[arg-type]
+        return Pipeline(build(llama()), **grouped(self_check=False, **settings))  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -275,7 +288,7 @@ class TestRefusals:
         model = build(llama())
         model.model.layers[2].mlp.compile()
         with pytest.raises(SlipstreamError, match=r"model\.layers\.2\.mlp is compiled.*schedule 'zb-h1'.*1f1b"):
-            Pipeline(model, schedule="zb-h1", num_ranks=2, self_check=False)
+            Pipeline(model, schedule="zb-h1", num_ranks=2, runtime=Runtime(self_check=False))
 
     @pytest.mark.parametrize(
         ("slices", "inputs", "message"),

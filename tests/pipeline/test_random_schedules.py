@@ -25,6 +25,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.examples import examples
+from support.options import grouped
 
 LENGTH = 24
 MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}
@@ -92,7 +93,7 @@ def check(name: str, data: st.DataObject) -> None:
     model = copy.deepcopy(MODELS[name])
     partition = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers))
     settings = {"schedule": schedule, "slices": lengths, "partition": partition, "recompute": recompute}
-    pipe = Pipeline(model, **settings, self_check=False)
+    pipe = Pipeline(model, **grouped(self_check=False, **settings))
     pipe.step(inputs, labels)
     expected = run_unsplit(MODELS[name], inputs, labels)
     assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND

@@ -45,7 +45,8 @@ def values(tmp_path: Path, text: Path) -> dict[str, Any]:
     return {
         "model": {"config": dict(LLAMA)},
         "data": {"files": [text], "validation_fraction": 0.3},
-        "pipeline": {"slices": 2, "self_check": False},
+        "pipeline": {"slices": 2},
+        "runtime": {"self_check": False},
         "training": {"output": tmp_path / "output", "steps": 2, "seq_len": 32, "eval_every": 1},
     }
 
@@ -82,9 +83,15 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"offload": 0.5}, "offload is set, but the schedule 'gpipe' has its sends and receives already"),
-        ({"recompute": "full"}, "recompute is set, but the schedule 'gpipe' has its sends and receives already"),
-        ({"schedule": "gpipe", "recompute": 5}, "recompute=5: give 'none', 'selective', 'full', or"),
+        (
+            {"memory": {"offload": 0.5}},
+            "memory.offload is set, but the schedule 'gpipe' has its sends and receives already",
+        ),
+        (
+            {"memory": {"recompute": "full"}},
+            "memory.recompute is set, but the schedule 'gpipe' has its sends and receives already",
+        ),
+        ({"schedule": "gpipe", "memory": {"recompute": 5}}, "memory.recompute=5: give 'none', 'selective', 'full', or"),
     ],
 )
 def test_a_layout_that_no_rank_could_make(
@@ -92,7 +99,8 @@ def test_a_layout_that_no_rank_could_make(
 ) -> None:
     file = tmp_path / "lowered.txt"
     file.write_text(str(add_communication(gpipe(2, 1, 2))))
-    values["pipeline"] |= {"num_ranks": 2, "schedule": str(file)} | settings
+    values["memory"] = settings["memory"]
+    values["pipeline"] |= {"num_ranks": 2, "schedule": settings.get("schedule", str(file))}
     assert message in refuse(values)
 
 
@@ -148,7 +156,7 @@ def test_half_layers(refuse: Refuse, values: dict[str, Any], partition: list[flo
     [
         ({"parallel": {"shard_optimizer": True}}, "shard_parameters=True with parallel.shard_optimizer=True"),
         ({"parallel": {"tensor": 2}}, "shard_parameters=True on a mesh with tp=2"),
-        ({"training": {"precision": "bf16-weights"}}, "shard_parameters=True with training.precision=bf16-weights"),
+        ({"training": {"precision": "bf16-weights"}}, "with training.precision=bf16-weights"),
         ({"model": {"tie_word_embeddings": True}}, "shard_parameters=True with lm_head.weight tied"),
     ],
 )
@@ -289,7 +297,7 @@ def test_pretrained_weights_use_their_own_tokenizer(values: dict[str, Any], mode
 
 
 def test_an_architecture_that_cannot_be_sliced(refuse: Refuse, values: dict[str, Any]) -> None:
-    values["pipeline"]["self_check"] = True
+    values["runtime"]["self_check"] = True
     values["model"]["config"] = {
         "model_type": "bloom",
         "hidden_size": 16,

@@ -33,7 +33,8 @@ SETTINGS: dict[str, Any] = {
         }
     },
     "data": {"vocab_size": 300, "validation_fraction": 0},
-    "pipeline": {"num_ranks": 2, "slices": 4, "self_check": False},
+    "pipeline": {"num_ranks": 2, "slices": 4},
+    "runtime": {"self_check": False},
     "training": {"seq_len": 64, "batch_size": 4, "steps": STEPS},
     "checkpoint": {"every": HALF},
 }
@@ -104,7 +105,7 @@ def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Pa
 def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
     """Seven steps learn. The order that was found gets recomputation and offloading again."""
     order = ["--pipeline.schedule=auto", "--pipeline.slices=[8,16,24,16]", "--pipeline.num_microbatches=2"]
-    memory = ["--pipeline.recompute=full", "--pipeline.offload=0.5"]
+    memory = ["--memory.recompute=full", "--memory.offload=0.5"]
     settings = [*order, *memory, "--training.steps=12", "--checkpoint.every=4", "--checkpoint.keep=9"]
     first = tmp_path / "first"
     ended = train(2, first, text, *settings)
@@ -132,7 +133,13 @@ def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
 
 def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: Path) -> None:
     here = half_of(whole, tmp_path / "tp")
-    settings = ["--pp=1", "--tp=2", "--parallel.sequence=true", "--pipeline.slices=2", "--training.batch_size=2"]
+    settings = [
+        "--pp=1",
+        "--tp=2",
+        "--parallel.sequence_parallel=true",
+        "--pipeline.slices=2",
+        "--training.batch_size=2",
+    ]
     ended = train(2, here, text, *settings, "--checkpoint.resume=latest", "--training.steps=4")
     assert ended.returncode == 0, ended.stderr
     facts = Manifest.read(here / "checkpoints" / "step-00000004").facts

@@ -70,7 +70,8 @@ def write_config(folder: Path) -> Path:
             }
         },
         "data": {"files": [str(text)], "validation_fraction": 0.25},
-        "pipeline": {"slices": [20, 30, 14], "num_microbatches": 2, "self_check": False},
+        "pipeline": {"slices": [20, 30, 14], "num_microbatches": 2},
+        "runtime": {"self_check": False},
         "optimizer": {"lr": 0.01, "warmup_steps": 2},
         "training": {
             "output": str(folder / "output"),

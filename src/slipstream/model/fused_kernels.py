@@ -37,7 +37,7 @@ _CHANGES = frozenset({operator.setitem, operator.iadd, operator.isub, operator.i
 _RANDOM = ("dropout", "rand", "bernoulli", "noise")
 _PRODUCTS = ("mm", "matmul", "linear", "einsum", "conv", "attention")
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-_LEAVE_OUT = "or leave fused out (pipeline.fused: false)."
+_LEAVE_OUT = "or leave fused out (runtime.fused: false)."
 _Kernel = Callable[..., Any]
 
 

@@ -10,10 +10,36 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.model import Tensors
 from slipstream.model.hooks import TokenSlice
 from slipstream.pipeline.stage import BatchPart
 
 IGNORED = -100  # transformers' label for "predict nothing here"
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """A batch as a step is given it, on this rank's device; rows are dim 0 of every tensor."""
+
+    inputs: Tensors
+    is_tuple: bool  # whether the first layer takes the inputs as a tuple
+    targets: Tensor
+    position_ids: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Tensor | Tensors,
+        targets: Tensor,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        device: torch.device,
+    ) -> WholeBatch:
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        positions, documents = (None if t is None else t.to(device) for t in (position_ids, document_ids))
+        tensors = tuple(tensor.to(device) for tensor in given)
+        return cls(tensors, given is inputs, targets.to(device), positions, documents)
 
 
 @dataclass(frozen=True)

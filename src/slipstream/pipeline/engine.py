@@ -1,8 +1,7 @@
-"""What runs under a Pipeline: its ranks, stages and messages, and what the next step runs."""
+"""The parts of a Pipeline on this rank, and how they run a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -12,153 +11,176 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import keyed_seed
-from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution import Executor, LossFunction, run_together
-from slipstream.pipeline.families import ExecutedStep, ModelInputs, Settings, check_ranks, family_of
-from slipstream.pipeline.memory import MemoryLimit
+from slipstream.pipeline.batch import SplitBatch, WholeBatch
+from slipstream.pipeline.execution import Executor, run_together
+from slipstream.pipeline.families import ExecutedStep, family_of
+from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.messages import LocalTransport, ScatterGather, Transport, connect, skip_channels
 from slipstream.pipeline.parameters import Parameters
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.ranks import Ranks
-from slipstream.pipeline.tuning import TrialResult, Tuner
+from slipstream.pipeline.tuning import TrialResult, make_tuner
 from slipstream.schedule import Schedule
-
-Order = tuple[str | Schedule, int, int | Sequence[int] | str | None, int, int]
+from slipstream.timeline import Timeline
 
 
 class Engine:
-    """All that a Pipeline is made of, and how it runs a batch.
-
-    Every rank makes it, and calls what is collective, in the same order.
-    """
+    """Ranks, stages, parameters and messages of a pipeline. Every rank makes it and calls `step` and `evaluate`, which
+    are collective, in the same order."""
 
     def __init__(
         self,
         model: object,
-        settings: Settings,
-        order: Order,
+        options: PipelineOptions,
         num_ranks: int | None,
         mesh: DeviceMesh | None,
         device: torch.device | str | None,
-        timeout: timedelta,
     ) -> None:
-        """Collective. `order` is the schedule, the numbers of microbatches, slices and stages of a rank, and of
-        flushes; the rest as the Pipeline's."""
-        schedule, num_microbatches, slices, stages_per_rank, num_flushes = order
-        self._ranks = Ranks(mesh)
-        self.device = self._ranks.device if device is None else torch.device(device)
-        family = self._family = family_of(model, settings, self._ranks, self.device)
-        slices = family.default_slices if slices is None else slices
-        family.check_slices(slices)
-        num_ranks = self._ranks.count(num_ranks, schedule)
-        self._tuner = Tuner(
-            schedule,
-            num_ranks,
-            num_microbatches,
-            stages_per_rank,
-            slices,
-            num_flushes,
-            family.compiled,
-            settings.memory_limit,
-            splits=settings.recompute != "checkpoints",  # W would hold what all segments recompute
-        )
-        check_ranks(self._tuner.schedule, num_ranks)
-        self._gauge = MemoryLimit(settings.memory_limit)
-        self._adopted = self._tuner.schedule
-        self.layout = family.lay_out(self._adopted, self._tuner.slices)
-        self._stages, tensor = family.make_stages(self.layout, self.device)
-        self._parameters = Parameters(
-            self._stages,
-            self._ranks,
+        """Collective."""
+        self.ranks = Ranks(mesh)
+        self.device = self.ranks.device if device is None else torch.device(device)
+        self.family = family_of(model, options, self.ranks, self.device)
+        self.family.check_slices(options.slices)
+        num_ranks = self.ranks.count(num_ranks, options.schedule)
+        self.tuner = make_tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
+        self.order = self.tuner.schedule  # of the next step: `layout.training` without what lowering added
+        self.layout = self.family.lay_out(self.order, self.tuner.slices)
+        self.stages, tensor = self.family.make_stages(self.layout, self.device)
+        self.parameters = Parameters(
+            self.stages,
+            self.ranks,
             tensor,
-            family.tied_ends(self.layout),
-            shard=settings.shard_optimizer,
-            shard_parameters=settings.shard_parameters,
-            master_dtype=settings.master_dtype,
+            self.family.tied_ends(self.layout),
+            shard=options.parallel.shard_optimizer,
+            shard_parameters=options.parallel.shard_parameters,
+            master_dtype=options.master_dtype,
         )
-        self._num_parts = 1 if settings.sequence_parallel else self._ranks.tensor.size  # of which each rank sends one
-        self._transport = self._scattered(self._connect(timeout))
-        self._executors = self._make_executors(family.loss_function(tensor))
-        self._seed: int = self._ranks.follow(torch.initial_seed())
-        self._num_steps = 0
-        self.last_step = ExecutedStep(self.layout, [])  # in the last step; "auto" may have other plans for the next
-        self._name = ""  # of the schedule of the last step or evaluation
+        self._num_parts = 1 if options.parallel.sequence_parallel else self.ranks.tensor.size  # a rank sends one
+        self.transport = self._scattered(self._connect(options.runtime.timeout))
+        self._loss_function = self.family.loss_function(tensor)
+        self.executors = self._make_executors()
+        self._memory_limit = MemoryLimit(options.memory.limit, self.ranks)
+        self.random_state: tuple[int, int] = self.ranks.follow(torch.initial_seed()), 0  # the seed, and steps so far
+        self.last_step = ExecutedStep(self.layout, [])
+        self.schedule_name = ""  # of the last step or evaluation
 
-    @property
-    def order(self) -> Schedule:
-        """The schedule of the next step as it was given or found: `layout.training` without what lowering added."""
-        return self._adopted
+    def step(self, whole: WholeBatch, loss_scale: float) -> Tensor:
+        """Adds the batch's gradients, and returns the global mean loss. Collective."""
+        self.parameters.publish()
+        length = self.family.length(whole)
+        self._adopt(self.tuner.begin(length))
+        batch = replace(self._within_limit(whole, length), loss_scale=loss_scale)
+        self.last_step = ExecutedStep(self.layout, self.tuner.lengths(length))
+        self.parameters.begin(loss_scale)
+        self.family.begin()
+        loss = self._run(self.layout.training, batch)
+        self.parameters.end()
+        self.family.end()
+        seed, num_steps = self.random_state
+        self.random_state = seed, num_steps + 1
+        if self.tuner.listens_to(length):
+            self._tune(self.timeline())
+        return loss
 
-    def slices(self, length: int) -> list[int]:
-        """The tokens of each slice of such a sequence, as the next step cuts it."""
-        return self._tuner.lengths(length)
+    def evaluate(self, whole: WholeBatch) -> Tensor:
+        """Returns the global mean loss of a forward in the mode in which the stages are. Collective."""
+        self.parameters.publish()
+        with torch.no_grad():
+            loss = self._run(self.layout.evaluation, self._split(whole, self.family.length(whole)))
+        self.parameters.release()
+        return loss
 
-    def _cut(
-        self, inputs: ModelInputs, targets: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
-    ) -> SplitBatch:
-        lengths = self.slices(self._family.length(inputs))
-        seed = keyed_seed(self._seed, self._num_steps, self._ranks.data.rank)
-        position_ids, document_ids = (None if t is None else t.to(self.device) for t in (position_ids, document_ids))
-        here = tuple(t.to(self.device) for t in inputs) if isinstance(inputs, tuple) else inputs.to(self.device)
+    def timeline(self) -> Timeline:
+        """What ran when in the last step or evaluation, on all ranks. Collective."""
+        mine = [span for executor in self.executors for span in executor.spans]
+        spans = [span for spans in self.ranks.gather(mine) for span in spans]
+        return Timeline(tuple(spans), self.layout.num_ranks, name=self.schedule_name, measured=True)
+
+    def rehearsed_step(self, whole: WholeBatch) -> RehearsedStep:
+        """What is rehearsed of the next step, were it on this batch. Collective."""
+        length = self.family.length(whole)
+        return self._to_rehearse(whole, length, self._split(whole, length))
+
+    def _within_limit(self, whole: WholeBatch, length: int) -> SplitBatch:
+        """The batch as the next step splits it; before, the tuner passes over orders that hold too much.
+
+        Raises SlipstreamError where the next step would hold more than the memory limit.
+        """
+        batch = self._split(whole, length)
+        while self.tuner.asks_what_it_holds and self.tuner.listens_to(length):
+            self._tune(self._memory_limit.held_by(self._to_rehearse(whole, length, batch)))
+            batch = self._split(whole, length)
+        self._memory_limit.check(self._to_rehearse(whole, length, batch))
+        return batch
+
+    def _split(self, whole: WholeBatch, length: int) -> SplitBatch:
+        """The batch's slices on this rank, with the number of targets that count on all replicas."""
+        seed = keyed_seed(*self.random_state, self.ranks.data.rank)
         num_microbatches = self.layout.training.num_microbatches
-        labels = targets.to(self.device)
-        batch = self._family.cut(here, labels, lengths, num_microbatches, position_ids, document_ids, seed)
-        num_valid = self._ranks.data.sum(torch.tensor(batch.num_valid, device=self.device))
-        batch = replace(batch, num_valid=int(num_valid))
-        if batch.num_valid == 0:
+        batch = self.family.split(whole, self.tuner.lengths(length), num_microbatches, seed)
+        num_valid = int(self.ranks.data.sum(torch.tensor(batch.num_valid, device=self.device)))
+        if num_valid == 0:
             raise SlipstreamError(
                 "no label of this batch counts: all are -100, a causal LM's after shifting. Leave such batches out."
             )
-        return batch
+        return replace(batch, num_valid=num_valid)
 
-    def _tune(self, answer: TrialResult) -> None:
+    def _to_rehearse(self, whole: WholeBatch, length: int, batch: SplitBatch) -> RehearsedStep:
+        return RehearsedStep(
+            schedule=self.layout.training,
+            recompute=self.layout.recompute,
+            stages=self.stages,
+            parameters=self.parameters,
+            loss_function=self._loss_function,
+            device=self.device,
+            scatter=self._scattered,
+            num_parts=self._num_parts,
+            batch=batch,
+            slices=tuple(self.tuner.lengths(length)),
+            token_ids=whole.inputs[0],
+        )
+
+    def _tune(self, result: TrialResult) -> None:
         """The leader learns from the step that ran, or from what it would hold, and all follow."""
         decision, error = None, None
-        if self._ranks.leads:
+        if self.ranks.leads:
             try:
-                decision = self._tuner.decide(answer)
+                decision = self.tuner.decide(result)
             except SlipstreamError as found:
                 error = found
         try:
-            self._ranks.agree(error)
+            self.ranks.agree(error)
         except SlipstreamError:
-            self._tuner.forget()
+            self.tuner.forget()
             raise
-        self._adopt(self._tuner.follow(self._ranks.follow(decision)))
-
-    def _find_room(self, inputs: ModelInputs, targets: Tensor) -> None:
-        """Until the next step is one to run that keeps to the memory limit, if there is one."""
-        if isinstance(inputs, tuple):
-            return  # of a sequence, for which there is no limit
-        while self._tuner.asks_what_it_holds and self._tuner.listens_to(inputs.shape[-1]):
-            self._tune(self._gauge.holdings(self, inputs, targets))
-        self._gauge.check(self, inputs, targets)
+        self._adopt(self.tuner.follow(self.ranks.follow(decision)))
 
     def _adopt(self, schedule: Schedule) -> None:
-        """From now on run this schedule, whose placement is that of the one before."""
-        if schedule is not self._adopted:
-            self._adopted = schedule
+        """Lets the next step run this schedule, whose placement is that of the one before."""
+        if schedule is not self.order:
+            self.order = schedule
             self.layout = self.layout.with_schedule(schedule)
-            self._transport.expect(self.layout.training)
+            self.transport.expect(self.layout.training)
 
     def _connect(self, timeout: timedelta) -> Transport:
         """Collective."""
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             return LocalTransport()
         training = self.layout.training
-        skips = skip_channels(self._family.routes(self.layout), training)
-        return connect(training, self.device, self._ranks, timeout, skips)
+        skips = skip_channels(self.family.routes(self.layout), training)
+        return connect(training, self.device, self.ranks, timeout, skips)
 
     def _scattered(self, transport: Transport) -> Transport:
-        return transport if self._num_parts == 1 else ScatterGather(transport, self._ranks.tensor)
+        return transport if self._num_parts == 1 else ScatterGather(transport, self.ranks.tensor)
 
     def _run(self, schedule: Schedule, batch: SplitBatch) -> Tensor:
-        self._name = schedule.name
-        self._transport.begin()
-        run_together(self._executors, schedule, batch)
+        self.schedule_name = schedule.name
+        self.transport.begin()
+        run_together(self.executors, schedule, batch)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for executor in self._executors:
+        for executor in self.executors:
             sums += torch.stack(executor.finish())
-        total, count = self._ranks.total(sums)
+        total, count = self.ranks.total(sums)
         if int(count) != batch.num_valid:
             raise SlipstreamError(
                 f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "
@@ -168,16 +190,16 @@ class Engine:
         mean: Tensor = total / count
         return mean
 
-    def _make_executors(self, loss_function: LossFunction) -> list[Executor]:
+    def _make_executors(self) -> list[Executor]:
         return [
             Executor(
                 rank,
-                {stage: self._stages[stage] for stage in self.layout.stages_of([rank])},
-                self._transport,
-                loss_function,
+                {stage: self.stages[stage] for stage in self.layout.stages_of([rank])},
+                self.transport,
+                self._loss_function,
                 self.device,
                 self.layout.recompute,
-                self._parameters.reduce,
+                self.parameters.reduce,
             )
-            for rank in self._ranks.here(self.layout.num_ranks)
+            for rank in self.ranks.here(self.layout.num_ranks)
         ]

@@ -51,9 +51,8 @@ def plan_settings(plan: Plan, model: dict[str, Any], dtype: str) -> dict[str, An
             "num_microbatches": best.num_microbatches,
             "slices": [int(length) for length in best.slices],
             "partition": [int(layers) for layers in best.partition],
-            "recompute": chosen.recompute,
-            "offload": float(chosen.offload),
         },
+        "memory": {"recompute": chosen.recompute, "offload": float(chosen.offload)},
         "parallel": {
             "data": chosen.data_parallel,
             "tensor": chosen.tensor_parallel,

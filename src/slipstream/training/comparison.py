@@ -66,7 +66,8 @@ def measure(config: Config) -> dict[str, float]:
     """Returns the median seconds of a step in this process, for each way of running it."""
     device = choose_device(config)
     slices = config.pipeline.slices
-    alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto", "memory_limit": None}
+    alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto"}
+    alone["memory"] = config.memory.model_copy(update={"limit": None})
     ways: dict[str, Callable[[], Any]] = {
         "unsliced, by transformers": lambda: UnslicedModel(config, device),
         "unsliced": lambda: make_pipeline(config, device, slices=1, **alone),

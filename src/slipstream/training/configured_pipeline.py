@@ -13,33 +13,18 @@ from transformers import AutoConfig
 from slipstream.parallel import make_mesh
 from slipstream.pipeline import Pipeline
 from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
-from slipstream.training.config import Config, named_schedule
+from slipstream.training.config import Config
 from slipstream.training.run_folder import RunFolder
 
 
 def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipeline:
     """Returns this rank's part of the pipeline; `changes` replace arguments of it. Collective."""
+    needs_check = config.parallel.tensor > 1 and config.runtime.self_check  # the preflight has compared slices
     settings: dict[str, Any] = {
-        "schedule": named_schedule(config.pipeline),
-        "num_microbatches": config.pipeline.num_microbatches,
-        "num_flushes": config.pipeline.num_flushes,
-        "slices": config.pipeline.slices,
-        "stages_per_rank": config.pipeline.stages_per_rank,
-        "recompute": config.pipeline.recompute,
-        "offload": config.pipeline.offload,
-        "memory_limit": config.pipeline.memory_limit,
-        "partition": config.pipeline.partition,
-        "seq_len": config.training.seq_len,
-        "dtype": torch.bfloat16 if config.training.precision == "bf16-weights" else torch.float32,
-        "master_dtype": torch.float32 if config.training.precision == "bf16-weights" else None,
+        **config.pipeline_options(),
         "device": device,
-        "fused": config.pipeline.fused,
-        "sequence_parallel": config.parallel.sequence,
-        "tensor_plan": config.parallel.tensor_plan,
-        "shard_optimizer": config.parallel.shard_optimizer,
-        "shard_parameters": config.parallel.shard_parameters,
         "mesh": _mesh(config, device),
-        "self_check": config.parallel.tensor > 1 and config.pipeline.self_check,  # else done before the ranks started
+        "runtime": config.runtime.model_copy(update={"self_check": needs_check}),
         **changes,
     }
     if config.model.pretrained:
@@ -68,4 +53,5 @@ def tuned_settings(config: Config, tuned: Mapping[str, Any] | None) -> dict[str,
         and schedule.num_microbatches == pipeline.num_microbatches
         and sum(tuned["slices"]) == config.training.seq_len
     )
-    return {"schedule": schedule, "slices": tuned["slices"], "num_flushes": 1} if same else {}
+    memory = config.memory.model_copy(update={"num_flushes": 1})
+    return {"schedule": schedule, "slices": tuned["slices"], "memory": memory} if same else {}

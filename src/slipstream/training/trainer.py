@@ -122,7 +122,7 @@ class Trainer:
                 "optimizer.clip_norm"
             )
         state.step, state.num_samples = step, state.num_samples + training.batch_size
-        timeline = self._pipe.timeline
+        timeline = self._pipe.timeline()
         record = self._reporter.report(step, result, seconds, started - began, lr, batch, timeline, is_trial)
         return record, timeline
 

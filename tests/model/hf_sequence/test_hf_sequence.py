@@ -24,7 +24,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from slipstream import Pipeline, SlipstreamError
+from slipstream import Layers, Memory, Pipeline, SlipstreamError
 from slipstream.model.hf_sequential.planned_sequence import sequence_of
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 
@@ -133,9 +133,9 @@ def test_gradients_are_those_of_the_model(
             schedule=schedule,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
-            recompute=recompute,
+            memory=Memory(recompute=recompute),
+            layers=Layers(example=values if len(values) > 1 else values[0]),
             loss_fn=cotangent,
-            example=values if len(values) > 1 else values[0],
         )
         pipe.step(values if len(values) > 1 else values[0], torch.zeros(rows, dtype=torch.int64))
     found = {names[id(parameters[key])]: tensor for key, tensor in gradients(pipe.named_parameters()).items()}

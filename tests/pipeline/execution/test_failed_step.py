@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream import Pipeline
 from slipstream.pipeline.families import causal_cross_entropy
 from support.architectures import ARCHITECTURES, tokens
+from support.options import grouped
 from support.parameters import each_once
 
 
@@ -26,7 +27,7 @@ def test_the_next_step_is_that_of_a_fresh_pipeline(name: str, num_before: int) -
 
     def make(**settings: object) -> Pipeline:
         return Pipeline.from_config(
-            ARCHITECTURES[name], num_ranks=2, num_microbatches=2, slices=4, self_check=False, **settings
+            ARCHITECTURES[name], num_ranks=2, num_microbatches=2, slices=4, **grouped(self_check=False, **settings)
         )
 
     torch.manual_seed(0)

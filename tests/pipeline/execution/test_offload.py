@@ -6,19 +6,21 @@ import copy
 import gc
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream import Action, Op, Pipeline, Schedule, SlipstreamError, gpipe
+from slipstream import Action, Memory, Op, Pipeline, Runtime, Schedule, SlipstreamError, gpipe
 from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
+from slipstream.pipeline.execution import StepState
 from slipstream.pipeline.execution.host_memory import TemporaryFiles, host_memory_of
 from slipstream.schedule import add_communication
 from support.architectures import ARCHITECTURES, build, gradients, labels_of, llama, tokens
 from support.live_memory import LiveMemory
+from support.observers import BeforeEach
+from support.options import grouped
 from support.parameters import first_of
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -27,12 +29,12 @@ EMBEDDING = "model.embed_tokens.weight"
 def step(name: str, offload: float, device: str = "cpu", **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     settings = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_ranks": 2} | settings
     model = build(ARCHITECTURES[name]).float()
-    pipe = Pipeline(model, offload=offload, self_check=False, device=device, **settings)
+    pipe = Pipeline(model, **grouped(offload=offload, self_check=False, **settings), device=device)
     inputs = tokens(batch=4)
     loss = pipe.step(inputs, labels_of(inputs))
-    num_moved = sum(span.action.op is Op.OFFLOAD for span in pipe.timeline.spans)
+    num_moved = sum(span.action.op is Op.OFFLOAD for span in pipe.timeline().spans)
     assert (num_moved > 0) == (offload > 0)
-    assert num_moved == sum(span.action.op is Op.RELOAD for span in pipe.timeline.spans)
+    assert num_moved == sum(span.action.op is Op.RELOAD for span in pipe.timeline().spans)
     return loss, gradients(pipe.named_parameters())
 
 
@@ -65,19 +67,19 @@ def test_pinned_memory(recompute: str) -> None:
 def live_bytes(offload: float, recompute: str = "none") -> tuple[int, int, int]:
     """On one stage while three of four slices are away: bytes alive, those of keys and values, bytes after the step."""
     model = build(llama(num_key_value_heads=1)).float()
-    pipe = Pipeline(model, "gpipe", slices=4, offload=offload, recompute=recompute, self_check=False)
+    pipe = Pipeline(
+        model, "gpipe", slices=4, memory=Memory(offload=offload, recompute=recompute), runtime=Runtime(self_check=False)
+    )
     inputs, memory, found = tokens(batch=4), LiveMemory(besides=pipe.parameters()), (0, 0)
-    (executor,) = pipe._executors
-    forward: Callable[[Action], None] = executor._handlers[Op.F]
+    (executor,) = pipe._engine.executors
 
-    def watched(action: Action) -> None:
+    def note(action: Action, state: StepState) -> None:
         nonlocal found
-        if action.slice == 3:
-            (store,) = executor._state.stores.values()
+        if action.op is Op.F and action.slice == 3:
+            (store,) = state.stores.values()
             found = memory.num_bytes, store.num_bytes
-        forward(action)
 
-    executor._handlers[Op.F] = watched
+    executor.observe(BeforeEach(note))
     with memory:
         pipe.step(inputs, inputs)
     return *found, memory.num_bytes
@@ -105,17 +107,17 @@ def test_a_stage_lets_go_of_its_input_too() -> None:
     for moves in (("", ""), ("1OFFLOAD0.0", "1RELOAD0.0")):
         row = order.format(offload=moves[0], reload=moves[1])
         schedule = Schedule.parse(f"schedule: s\nplacement: 0 0\nmicrobatches: 1\nslices: 2\nrank 0: {row}")
-        pipe = Pipeline(build(llama()), schedule, slices=[60, 4], recompute="full", self_check=False)
-        (executor,) = pipe._executors
+        pipe = Pipeline(
+            build(llama()), schedule, slices=[60, 4], memory=Memory(recompute="full"), runtime=Runtime(self_check=False)
+        )
+        (executor,) = pipe._engine.executors
         memory = LiveMemory(besides=pipe.parameters())
-        forward = executor._handlers[Op.F]
 
-        def watched(action: Action, forward=forward, memory=memory) -> None:
+        def note(action: Action, state: StepState, memory: LiveMemory = memory) -> None:
             if action == Action(Op.F, 0, 0, 1):
                 live.append(memory.num_bytes)
-            forward(action)
 
-        executor._handlers[Op.F] = watched
+        executor.observe(BeforeEach(note))
         with memory:
             pipe.step(tokens(), tokens())
     assert live[0] - live[1] == 2 * 60 * 32 * 8  # (b, T, hidden) in float64
@@ -131,16 +133,17 @@ def test_no_file_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     inputs, before, most = tokens(), num_open_files(), 0
     settings = {"slices": 4, "num_ranks": 2, "offload": 1.0, "self_check": False}
-    Pipeline(build(llama()), **settings).step(inputs, inputs)
+    Pipeline(build(llama()), **grouped(**settings)).step(inputs, inputs)
     assert num_open_files() == before
-    pipe = Pipeline(build(llama()), **settings)
+    pipe = Pipeline(build(llama()), **grouped(**settings))
 
-    def fail(action: Action) -> None:
+    def fail(action: Action, state: StepState) -> None:
         nonlocal most
-        most = num_open_files()
-        raise OSError("disk failed")
+        if action.op is Op.RELOAD:
+            most = num_open_files()
+            raise OSError("disk failed")
 
-    pipe._executors[0]._handlers[Op.RELOAD] = fail
+    pipe._engine.executors[0].observe(BeforeEach(fail))
     with pytest.raises(OSError, match="disk failed"):
         pipe.step(inputs, inputs)
     assert most >= before + 3  # one a slice that is away
@@ -185,14 +188,20 @@ def test_the_cpus_host_is_a_file() -> None:
 @pytest.mark.parametrize("offload", [-0.1, 1.5])
 def test_a_share_is_from_0_to_1(offload: float) -> None:
     with pytest.raises(SlipstreamError, match=rf"offload={offload}: the share of every rank's slices"):
-        Pipeline(build(llama()), offload=offload, self_check=False)
+        Pipeline(build(llama()), memory=Memory(offload=offload), runtime=Runtime(self_check=False))
 
 
 def test_a_schedule_that_has_it_already() -> None:
     text = str(gpipe(1, 1, 2)).replace("0F0.1", "0OFFLOAD0.0 0F0.1").replace("0B0.0", "0RELOAD0.0 0B0.0")
     schedule = Schedule.parse(text)
-    Pipeline(build(llama()), schedule, slices=2, self_check=False).step(tokens(), tokens())
+    Pipeline(build(llama()), schedule, slices=2, runtime=Runtime(self_check=False)).step(tokens(), tokens())
     with pytest.raises(SlipstreamError, match=r"'?gpipe'? has 0OFFLOAD0.0 already, so OFFLOAD can't be added"):
-        Pipeline(build(llama()), schedule, slices=2, offload=0.5, self_check=False)
+        Pipeline(build(llama()), schedule, slices=2, memory=Memory(offload=0.5), runtime=Runtime(self_check=False))
     with pytest.raises(SlipstreamError, match=r"offload is set, but .* has its sends.* Leave offload out"):
-        Pipeline(build(llama()), add_communication(gpipe(2, 1, 2)), slices=2, offload=0.5, self_check=False)
+        Pipeline(
+            build(llama()),
+            add_communication(gpipe(2, 1, 2)),
+            slices=2,
+            memory=Memory(offload=0.5),
+            runtime=Runtime(self_check=False),
+        )

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream import Action, Op, Pipeline, SlipstreamError, gpipe
+from slipstream import Action, Memory, Op, Pipeline, Runtime, SlipstreamError, gpipe
 from slipstream.attention import ContextStore
 from slipstream.model.saving import RecomputePolicy, SliceReplay
 from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
+from slipstream.pipeline.execution import StepState
 from slipstream.schedule import Schedule, add_communication, add_recompute
 from support.architectures import (
     ARCHITECTURES,
@@ -27,6 +28,8 @@ from support.architectures import (
     unsplit_step,
 )
 from support.live_memory import LiveMemory
+from support.observers import BeforeEach
+from support.options import grouped
 from support.parameters import first_of
 
 KINDS = ("selective", "full", 1)
@@ -36,10 +39,10 @@ SLICES = [5, 30, 17, 12]
 def step(model: nn.Module, recompute: str | int, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(7)
     settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": 2} | settings
-    pipe = Pipeline(copy.deepcopy(model), recompute=recompute, self_check=False, **settings)
+    pipe = Pipeline(copy.deepcopy(model), **grouped(recompute=recompute, self_check=False, **settings))
     inputs = tokens(batch=4)
     loss = pipe.step(inputs, labels_of(inputs))
-    assert any(span.action.op is Op.R for span in pipe.timeline.spans) == (recompute != "none")
+    assert any(span.action.op is Op.R for span in pipe.timeline().spans) == (recompute != "none")
     return loss, gradients(pipe.named_parameters())
 
 
@@ -102,9 +105,9 @@ def test_frozen_parameters() -> None:
 
 
 def test_a_number_of_layers_runs_no_other_again() -> None:
-    pipe = Pipeline(build(llama()), "gpipe", slices=3, recompute=2, self_check=False)
+    pipe = Pipeline(build(llama()), "gpipe", slices=3, memory=Memory(recompute=2), runtime=Runtime(self_check=False))
     runs = [0] * 4
-    for index, layer in enumerate(pipe._stages[0].model.model.layers):
+    for index, layer in enumerate(pipe._engine.stages[0].model.model.layers):
 
         def count(*_: object, index: int = index) -> None:
             runs[index] += 1
@@ -118,19 +121,17 @@ def live_bytes(recompute: str | int) -> tuple[int, int]:
     """While three of four slices are forward on a single stage: bytes alive, and those of keys and values."""
     config = llama(num_key_value_heads=1, intermediate_size=96, vocab_size=512)
     model = build(config).float()
-    pipe = Pipeline(model, "gpipe", slices=4, recompute=recompute, self_check=False)
-    (executor,) = pipe._executors
+    pipe = Pipeline(model, "gpipe", slices=4, memory=Memory(recompute=recompute), runtime=Runtime(self_check=False))
+    (executor,) = pipe._engine.executors
     memory, found = LiveMemory(besides=pipe.parameters()), (0, 0)
-    forward: Callable[[Action], None] = executor._handlers[Op.F]
 
-    def watched(action: Action) -> None:
+    def note(action: Action, state: StepState) -> None:
         nonlocal found
-        if action.slice == 3:
-            (store,) = executor._state.stores.values()
+        if action.op is Op.F and action.slice == 3:
+            (store,) = state.stores.values()
             found = memory.num_bytes, store.num_bytes
-        forward(action)
 
-    executor._handlers[Op.F] = watched
+    executor.observe(BeforeEach(note))
     inputs = tokens(batch=4)
     with memory:
         pipe.step(inputs, inputs)
@@ -250,21 +251,28 @@ class TestRefusals:
     def test_unknown_settings(self, recompute: object) -> None:
         message = rf"recompute={recompute!r}: give 'none', 'selective', 'full', or .* 1 to 2 here"
         with pytest.raises(SlipstreamError, match=message):
-            Pipeline(build(llama()), num_ranks=2, recompute=recompute, self_check=False)  # type: ignore[arg-type]
+            Pipeline(build(llama()), num_ranks=2, memory=Memory(recompute=recompute), runtime=Runtime(self_check=False))  # type: ignore[arg-type]
 
     def test_a_schedule_with_recomputation_of_nothing(self) -> None:
         schedule = add_recompute(gpipe(2, 1, 4))
         with pytest.raises(SlipstreamError, match=r"'gpipe' has 0R0\.\d, but recompute='none'\. Say what"):
-            Pipeline(build(llama()), schedule, slices=4, self_check=False)
+            Pipeline(build(llama()), schedule, slices=4, runtime=Runtime(self_check=False))
 
     def test_a_lowered_schedule(self) -> None:
         with pytest.raises(SlipstreamError, match=r"recompute is set, but .* has its sends.* Leave recompute out"):
-            Pipeline(build(llama()), add_communication(gpipe(2, 1, 4)), recompute="full", self_check=False)
+            Pipeline(
+                build(llama()),
+                add_communication(gpipe(2, 1, 4)),
+                memory=Memory(recompute="full"),
+                runtime=Runtime(self_check=False),
+            )
 
 
 def test_a_schedule_may_bring_its_own_recomputation() -> None:
     given = gpipe(1, 1, 2)
     schedule = Schedule.parse(str(given).replace("0B0.0", "0R0.0 0B0.0"))
-    pipe = Pipeline(build(llama()), schedule, slices=2, recompute="full", self_check=False)
+    pipe = Pipeline(
+        build(llama()), schedule, slices=2, memory=Memory(recompute="full"), runtime=Runtime(self_check=False)
+    )
     pipe.step(tokens(), tokens())
-    assert [str(span.action) for span in pipe.timeline.spans] == ["0F0.0", "0F0.1", "0B0.1", "0R0.0", "0B0.0"]
+    assert [str(span.action) for span in pipe.timeline().spans] == ["0F0.0", "0F0.1", "0B0.1", "0R0.0", "0B0.0"]

@@ -10,14 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from slipstream import Pipeline
+from slipstream import Layers, Memory, Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
 from support.sequences import KINDS, Unsplit, batch, build, sequences
 
 EXACT = tuple(kind for kind in KINDS if kind != "dropout")  # draws other numbers than the unsplit model
-RECOMPUTE = ("none", "full", "selective", 1, "checkpoints")
+RECOMPUTE = ("none", "full", "selective", 1, "segments")
 ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
 
 
@@ -60,8 +60,8 @@ def test_exact(
         num_microbatches,
         stages_per_rank=stages_per_rank,
         num_ranks=num_ranks,
-        recompute=recompute,
-        costs=_costs(model),
+        memory=Memory(recompute=recompute),
+        layers=Layers(costs=_costs(model)),
     )
     untouched = inputs.clone()
     loss = pipe.step(inputs, targets)
@@ -100,8 +100,8 @@ def test_the_number_of_ranks_changes_no_bit(
             num_microbatches,
             stages_per_rank=1 if of_one else stages_per_rank,
             num_ranks=num_ranks,
-            recompute="none" if num_ranks == 1 else recompute,
-            costs=_costs(model),
+            memory=Memory(recompute="none" if num_ranks == 1 else recompute),
+            layers=Layers(costs=_costs(model)),
         )
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         for _ in range(2):

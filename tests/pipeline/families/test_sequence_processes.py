@@ -18,7 +18,7 @@ WORKER = WORKERS / "pipeline/sequence_processes.py"
             (3, "interleaved-1f1b", "selective", "2"),
             (2, "zb-v", "none", "2"),
             (2, "1f1b", "full", "1"),
-            (3, "gpipe", "checkpoints", "1"),
+            (3, "gpipe", "segments", "1"),
             (3, "zb-h1", "none", "1"),
         ],
         2,
@@ -40,7 +40,7 @@ def test_a_skip_goes_past_the_stages_between(what: str) -> None:
     first_of(
         [
             (2, "transformer", "1f1b", "none", "1"),
-            (2, "mixed", "interleaved-1f1b", "checkpoints", "2"),
+            (2, "mixed", "interleaved-1f1b", "segments", "2"),
             (3, "mixed", "zb-h1", "full", "1"),
             (3, "transformer", "zb-v", "none", "2"),
         ],

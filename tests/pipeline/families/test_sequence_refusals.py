@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import Pipeline, Skip, SlipstreamError
+from support.options import grouped
 from support.sequences import Mix, batch, build
 
 
@@ -51,7 +52,7 @@ def linear() -> nn.Linear:
 
 
 def pipeline(*layers: nn.Module, **settings: object) -> Pipeline:
-    return Pipeline(nn.Sequential(*layers), **{"num_ranks": 1, "num_microbatches": 2} | settings)  # type: ignore[arg-type]
+    return Pipeline(nn.Sequential(*layers), **grouped(**{"num_ranks": 1, "num_microbatches": 2} | settings))  # type: ignore[arg-type]
 
 
 def skips(make: Callable[[Skip], list[nn.Module]]) -> list[nn.Module]:
@@ -126,8 +127,8 @@ def test_sequences_that_are_refused_when_built(make: Callable[[Skip], list[nn.Mo
         ({"fused": True}, "fused=True: a setting of causal LMs"),
         ({"memory_limit": 1e9}, "memory_limit=1000000000.0: not for an nn.Sequential"),
         ({"shard_parameters": True}, "shard_parameters=True: not for an nn.Sequential"),
-        ({"recompute": "checkpoints", "offload": 0.5}, "recompute='checkpoints' with offload=0.5"),
-        ({"recompute": 4}, "recompute=4: give 'none', .* 'checkpoints'"),
+        ({"recompute": "segments", "offload": 0.5}, "recompute='segments' with offload=0.5"),
+        ({"recompute": 4}, "recompute=4: give 'none', .* 'segments'"),
     ],
 )
 def test_settings(settings: dict[str, object], message: str) -> None:
@@ -163,7 +164,7 @@ def test_settings_of_sequences_are_not_for_language_models() -> None:
 
     for setting in ({"costs": [1.0]}, {"example": INPUTS}, {"batch_norm_over_replicas": True}):
         with pytest.raises(SlipstreamError, match=f"{next(iter(setting))}=.*: a setting of nn.Sequential models"):
-            Pipeline(language_model(llama()), self_check=False, **setting)  # type: ignore[arg-type]
+            Pipeline(language_model(llama()), **grouped(self_check=False, **setting))  # type: ignore[arg-type]
 
 
 def test_what_a_sequence_does_not_have() -> None:

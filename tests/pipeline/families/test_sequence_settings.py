@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream import Pipeline, Skip
+from slipstream import Layers, Memory, Pipeline, Skip
 from slipstream.model.sequential.recomputed_segments import choose_segments
 from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
 from support.architectures import BOUND, gradient_error, gradients
@@ -21,7 +21,13 @@ def deep(num_layers: int = 16, width: int = 32) -> nn.Sequential:
 
 def peak(recompute: str, num_ranks: int = 1) -> int:
     """Bytes alive at most in a step of one microbatch."""
-    pipe = Pipeline(deep(), num_microbatches=1, recompute=recompute, num_ranks=num_ranks, costs=[1.0] * 48)
+    pipe = Pipeline(
+        deep(),
+        num_microbatches=1,
+        memory=Memory(recompute=recompute),
+        layers=Layers(costs=[1.0] * 48),
+        num_ranks=num_ranks,
+    )
     inputs, targets = torch.randn(4096, 32), torch.randint(0, 32, (4096,))
     pipe.step(inputs, targets)
     with LiveMemory(tensors_alive()) as memory:
@@ -30,16 +36,16 @@ def peak(recompute: str, num_ranks: int = 1) -> int:
     return memory.peak - before
 
 
-def test_checkpoints_hold_less_than_all_or_nothing() -> None:
+def test_segments_hold_less_than_all_or_nothing() -> None:
     """One microbatch: recomputing everything at once saves nothing, in segments about sqrt(l)."""
-    none, full, checkpoints = peak("none"), peak("full"), peak("checkpoints")
+    none, full, segments = peak("none"), peak("full"), peak("segments")
     assert full > 0.8 * none
-    assert checkpoints < 0.45 * none
+    assert segments < 0.45 * none
 
 
-def test_checkpoints_save_on_every_rank() -> None:
+def test_segments_save_on_every_rank() -> None:
     """The last rank, too, frees each segment before it recomputes the next: none of its backwards are split."""
-    assert peak("checkpoints", num_ranks=2) < 0.45 * peak("none", num_ranks=2)
+    assert peak("segments", num_ranks=2) < 0.45 * peak("none", num_ranks=2)
 
 
 class CountProducts(TorchDispatchMode):
@@ -52,10 +58,10 @@ class CountProducts(TorchDispatchMode):
         return func(*args, **kwargs or {})  # type: ignore[operator, misc]
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2), ("checkpoints", 2)])
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2), ("segments", 2)])
 def test_what_runs_again(recompute: str, times: int) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 5), nn.Tanh()).double()
-    pipe = Pipeline(model, "gpipe", num_microbatches=4, recompute=recompute)
+    pipe = Pipeline(model, "gpipe", num_microbatches=4, memory=Memory(recompute=recompute))
     inputs, targets = batch(8)
     pipe.step(inputs, targets)
     with CountProducts() as products:
@@ -69,7 +75,7 @@ def test_what_runs_again(recompute: str, times: int) -> None:
 def test_the_number_of_segments() -> None:
     """c = sqrt(l A_intermediate / A_input)."""
     pipe = Pipeline(deep(16), num_microbatches=1)
-    (stage,) = pipe._stages.values()
+    (stage,) = pipe._engine.stages.values()
     inputs, targets = torch.randn(64, 32), torch.randint(0, 32, (64,))
     piece = pipe._cut(inputs, targets, None, None).slices[0][0]
     trace = stage._tracer.trace(piece, True)  # type: ignore[attr-defined]
@@ -163,10 +169,10 @@ def test_offload_and_schedules_found_by_measuring() -> None:
     inputs, targets = batch(6)
     model = build(["conv", "skip"])
     expected = Unsplit(model, inputs, targets, 3)
-    pipe = Pipeline(model, "gpipe", 3, num_ranks=2, offload=1.0, example=inputs)
+    pipe = Pipeline(model, "gpipe", 3, num_ranks=2, memory=Memory(offload=1.0), layers=Layers(example=inputs))
     pipe.step(inputs, targets)
     assert gradient_error(expected.gradients, gradients(pipe.named_parameters())) < BOUND
-    pipe = Pipeline(build(["conv", "skip"]), "auto", 3, num_ranks=2, example=inputs)
+    pipe = Pipeline(build(["conv", "skip"]), "auto", 3, num_ranks=2, layers=Layers(example=inputs))
     while pipe.is_tuning:
         for parameter in pipe.parameters():
             parameter.grad = None
@@ -176,10 +182,12 @@ def test_offload_and_schedules_found_by_measuring() -> None:
 
 def test_balance_names_the_layer_that_is_in_the_way() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 800), nn.Linear(800, 8)), nn.Linear(8, 8))
-    pipe = Pipeline(model, num_ranks=2, costs=[1, 6, 1, 1])
+    pipe = Pipeline(model, num_ranks=2, layers=Layers(costs=[1, 6, 1, 1]))
     assert (pipe.balance.rank, pipe.balance.layer, pipe.balance.imbalance) == (0, "layer 1.0 (Linear)", 7 / 4.5)
     counted = Pipeline(
-        nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], Unchanged()), example=torch.randn(4, 8), num_ranks=2
+        nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], Unchanged()),
+        layers=Layers(example=torch.randn(4, 8)),
+        num_ranks=2,
     )
     assert [len(stage) for stage in counted.layout.layers] == [2, 3]
 

@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from slipstream import Pipeline, causal_attention
+from slipstream import Layers, Memory, Pipeline, causal_attention
 from slipstream.attention import ContextError
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
+from support.options import grouped
 from support.parameters import each_once
 from support.sliced_sequences import CASES, ROWS, TARGET, Inputs
 
-RECOMPUTE = ("none", "full", "selective", 1, "checkpoints")
+RECOMPUTE = ("none", "full", "selective", 1, "segments")
 ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
 
 
@@ -41,7 +42,7 @@ def unsplit(name: str, num_microbatches: int) -> tuple[Tensor, dict[str, Tensor]
 
 def pipeline(name: str, **given: object) -> tuple[Pipeline, Inputs, Tensor]:
     inputs, targets = CASES[name].batch()
-    pipe = Pipeline(CASES[name].model(), loss_fn=causal_cross_entropy, example=inputs, **given)  # type: ignore[arg-type]
+    pipe = Pipeline(CASES[name].model(), loss_fn=causal_cross_entropy, **grouped(example=inputs, **given))  # type: ignore[arg-type]
     return pipe, inputs, targets
 
 
@@ -141,7 +142,7 @@ def test_exact(
         num_microbatches=num_microbatches,
         slices=slices,
         recompute=recompute,
-        offload=0.0 if recompute == "checkpoints" else offload,
+        offload=0.0 if recompute == "segments" else offload,
         partition=[b - a for a, b in pairwise([0, *sorted(ends), num_layers])],
     )
 
@@ -197,7 +198,14 @@ def test_frozen_layers(frozen: slice) -> None:
         parameter.requires_grad = not name.startswith(tuple(names))
     inputs, targets = CASES["mixed"].batch()
     pipe = Pipeline(
-        model, "1f1b", 2, [2, 4, 3], num_ranks=3, loss_fn=causal_cross_entropy, example=inputs, recompute="full"
+        model,
+        "1f1b",
+        2,
+        [2, 4, 3],
+        num_ranks=3,
+        loss_fn=causal_cross_entropy,
+        layers=Layers(example=inputs),
+        memory=Memory(recompute="full"),
     )
     pipe.step(inputs, targets)
     found = gradients(pipe.named_parameters())
@@ -231,7 +239,9 @@ def test_the_default_loss() -> None:
             return logits.mT
 
     inputs, targets = CASES["transformer"].batch()
-    pipe = Pipeline(nn.Sequential(*CASES["transformer"].model(), Transposed()), slices=4, num_ranks=2, example=inputs)
+    pipe = Pipeline(
+        nn.Sequential(*CASES["transformer"].model(), Transposed()), slices=4, num_ranks=2, layers=Layers(example=inputs)
+    )
     loss, expected = unsplit("transformer", 1)
     assert abs(pipe.step(inputs, targets) - loss) < BOUND
     found = gradients(pipe.named_parameters())
@@ -246,7 +256,7 @@ def test_dropout_after_the_cut_is_repeated() -> None:
             return nn.functional.dropout(inputs[0], 0.3, self.training), *inputs[1:]
 
     found = []
-    for num_ranks, recompute in ((1, "none"), (3, "full"), (2, "checkpoints"), (4, "selective")):
+    for num_ranks, recompute in ((1, "none"), (3, "full"), (2, "segments"), (4, "selective")):
         torch.manual_seed(5)
         layers = [*CASES["transformer"].model()]
         inputs, targets = CASES["transformer"].batch()
@@ -257,9 +267,9 @@ def test_dropout_after_the_cut_is_repeated() -> None:
             num_microbatches=2,
             slices=3,
             num_ranks=num_ranks,
-            recompute=recompute,
+            memory=Memory(recompute=recompute),
+            layers=Layers(example=inputs),
             loss_fn=causal_cross_entropy,
-            example=inputs,
         )
         found.append((pipe.step(inputs, targets), gradients(pipe.named_parameters())))
     for loss, gradient in found[1:]:
@@ -275,7 +285,7 @@ def test_a_loss_that_depends_on_nothing_is_found() -> None:
         return (total if count else torch.zeros(())), count
 
     inputs, targets = CASES["transformer"].batch()
-    pipe = Pipeline(CASES["transformer"].model(), slices=3, num_ranks=2, loss_fn=loss, example=inputs)
+    pipe = Pipeline(CASES["transformer"].model(), slices=3, num_ranks=2, loss_fn=loss, layers=Layers(example=inputs))
     pipe.step(inputs, targets)
     targets = targets.clone()
     targets[:, :3] = -100

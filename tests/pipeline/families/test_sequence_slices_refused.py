@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from slipstream import CutTokens, Pipeline, Skip, SlipstreamError, causal_attention
 from slipstream.schedule import Schedule, make_schedule
+from support.options import grouped
 
 INPUTS, TARGETS = torch.randn(4, 8, 6), torch.randint(0, 6, (4, 6))  # (rows, tokens, classes) of length 8 and 6
 
@@ -81,7 +82,7 @@ def linear() -> nn.Linear:
 
 def pipeline(*layers: nn.Module, **given: object) -> Pipeline:
     defaults = {"num_microbatches": 2, "slices": 2, "num_ranks": 1, "example": INPUTS}
-    return Pipeline(nn.Sequential(*layers), **defaults | given)  # type: ignore[arg-type]
+    return Pipeline(nn.Sequential(*layers), **grouped(**defaults | given))  # type: ignore[arg-type]
 
 
 def skips(make: Callable[[Skip], list[nn.Module]]) -> list[nn.Module]:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream import Pipeline
+from slipstream import Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import LiveMemory, memory_meter, tensors_alive
-from slipstream.pipeline.memory.rehearsal import rehearse
 from slipstream.pipeline.messages.transport import _windows
 from slipstream.schedule import add_communication, make_schedule, send_windows
 from slipstream.simulator import Kind, memory_of
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.forked import launch
+from support.options import grouped
 from support.paths import WORKERS
 
 WORKER = WORKERS / "pipeline/memory.py"
@@ -70,7 +70,7 @@ def peaks(pipe: Pipeline) -> tuple[float, float]:
         pipe.step(inputs, labels)
         optimizer.step()
         optimizer.zero_grad()
-    (rank,) = memory_of(pipe.layout.training, rehearse(pipe, inputs, labels))
+    (rank,) = memory_of(pipe.layout.training, pipe.memory_table(inputs, labels))
     static = rank.worst.during[Kind.PARAMETERS] + rank.worst.during[Kind.OPTIMIZER]
     assert all(parameter.grad is None for parameter in pipe.parameters())
     with memory_meter(pipe.device, tensors_alive()) as memory:
@@ -104,7 +104,7 @@ SETTINGS: list[dict[str, Any]] = [
     ids=str,
 )
 def test_one_rank(name: str, settings: dict[str, Any]) -> None:
-    pipe = Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, self_check=False, **settings)
+    pipe = Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, **grouped(self_check=False, **settings))
     simulated, measured = peaks(pipe)
     assert abs(simulated - measured) < 1024
 
@@ -122,11 +122,11 @@ def test_windows_are_the_transports() -> None:
 
 
 def test_rehearsing_leaves_gradients_as_they_were() -> None:
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, self_check=False)
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, runtime=Runtime(self_check=False))
     inputs = tokens()
     pipe.step(inputs, inputs)
     before = {name: (p.grad, p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
-    rehearse(pipe, inputs, inputs)
+    pipe.memory_table(inputs, inputs)
     for name, parameter in pipe.named_parameters():
         assert parameter.grad is before[name][0]
         assert torch.equal(before[name][0], before[name][1])
@@ -136,6 +136,8 @@ def test_rehearsing_leaves_gradients_as_they_were() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_rank_on_cuda() -> None:
     """The allocator rounds up, and a workspace of the matrix products may be made at any time."""
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], num_microbatches=2, slices=4, self_check=False, device="cuda")
+    pipe = Pipeline.from_config(
+        ARCHITECTURES["llama"], num_microbatches=2, slices=4, runtime=Runtime(self_check=False), device="cuda"
+    )
     simulated, measured = peaks(pipe)
     assert abs(simulated / measured - 1) < 0.05

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import Pipeline, SlipstreamError, make_schedule
+from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, llama, tokens, unsplit_step
 from support.forked import launch
+from support.options import grouped
 from support.paths import WORKERS
 
 WORKER = WORKERS / "pipeline/memory_limit.py"
@@ -20,7 +21,7 @@ WORKER = WORKERS / "pipeline/memory_limit.py"
 def pipeline(**settings: Any) -> Pipeline:
     return Pipeline.from_config(
         ARCHITECTURES["llama"],
-        **{"num_ranks": 2, "num_microbatches": 4, "slices": 4, "self_check": False} | settings,
+        **grouped(**{"num_ranks": 2, "num_microbatches": 4, "slices": 4, "self_check": False} | settings),
     )
 
 
@@ -115,7 +116,9 @@ def test_measuring_changes_no_number() -> None:
     losses = []
     for limit in (None, 1e12):
         torch.manual_seed(7)
-        pipe = Pipeline.from_config(config, slices=4, num_ranks=2, memory_limit=limit, self_check=False)
+        pipe = Pipeline.from_config(
+            config, slices=4, num_ranks=2, memory=Memory(limit=limit), runtime=Runtime(self_check=False)
+        )
         losses.append([float(pipe.step(inputs, inputs)) for _ in range(2)])
         losses[-1].append(float(torch.rand(())))
     assert losses[0] == losses[1]

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from slipstream import Op, Pipeline, SlipstreamError
+from slipstream import Op, Pipeline, Runtime, SlipstreamError
 from slipstream.pipeline.tuning import Trial, Tuner
 from slipstream.schedule import COMMUNICATION, one_f_one_b, split_backwards
 from slipstream.simulator import TableCost, simulate
@@ -128,7 +128,7 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(
         num_microbatches=2,
         num_ranks=ranks,
         stages_per_rank=stages_per_rank,
-        self_check=False,
+        runtime=Runtime(self_check=False),
     )
     num_steps = 0
     seen = set()
@@ -141,7 +141,7 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(
         assert abs(loss - unsplit_step(model, inputs, labels_of(inputs))) < BOUND
         assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
         ran = {action for action in pipe.last_step.layout.training.positions if action.op not in COMMUNICATION}
-        assert {span.action for span in pipe.timeline.compute_spans} == ran
+        assert {span.action for span in pipe.timeline().compute_spans} == ran
         assert (sum(pipe.last_step.slices), len(pipe.last_step.slices)) == (
             64,
             pipe.last_step.layout.training.num_slices,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream import Pipeline
+from slipstream import Memory, Pipeline, Runtime
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import (
     Amount,
@@ -325,8 +325,8 @@ def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_ran
         stages_per_rank=stages_per_rank,
         num_microbatches=4,
         slices=3,
-        recompute=recompute,
-        self_check=False,
+        memory=Memory(recompute=recompute),
+        runtime=Runtime(self_check=False),
     )
     run = pipe.layout.training
     computed = [[action for action in row if action.op not in COMMUNICATION] for row in run.actions]

@@ -11,10 +11,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig
 
-from slipstream import Pipeline
+from slipstream import Memory, Pipeline, Runtime
 from slipstream.errors import SlipstreamError
 from slipstream.model import find_anatomy
-from slipstream.pipeline.families.stage_layout import StageLayout, plan_layout
+from slipstream.pipeline.families.causal_lm_layout import plan_layout
+from slipstream.pipeline.families.stage_layout import StageLayout
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.planner.costs.paper_formulas import GPT, SECONDS_PER_DAY
 from slipstream.schedule import make_schedule
 from slipstream.training.metrics.device_peak import DevicePeak, find_peak, peak_by_name
@@ -37,7 +39,8 @@ def gpt() -> FlopsMeter:
 def layout(schedule: str, slices: list[int], recompute: str | int, partition: Any = "auto") -> StageLayout:
     """Of two ranks and a microbatch."""
     made = make_schedule(schedule, 2, 1, len(slices))
-    return plan_layout(GPT_2, find_anatomy(GPT_2), made, slices, partition, recompute)[0]
+    options = PipelineOptions(partition=partition, memory=Memory(recompute=recompute))
+    return plan_layout(GPT_2, find_anatomy(GPT_2), made, slices, options)[0]
 
 
 def test_a_gpt_is_counted_as_ptdps_equations_2_and_3_but_for_masked_scores(gpt: FlopsMeter) -> None:
@@ -136,9 +139,9 @@ def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int
         schedule="gpipe",
         slices=slices,
         num_ranks=2,
-        recompute=recompute,
+        memory=Memory(recompute=recompute),
+        runtime=Runtime(self_check=False),
         partition=partition,
-        self_check=False,
     )
     inputs = tokens(batch=2)
 

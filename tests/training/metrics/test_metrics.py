@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import Pipeline
+from slipstream import Memory, Pipeline, Runtime
 from slipstream.schedule import Action, Op, add_communication, add_recompute, make_schedule
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
@@ -120,11 +120,16 @@ def test_waits_for_messages_and_copies_are_told_from_idling() -> None:
 
 def test_phases_of_a_measured_step_add_up() -> None:
     pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"], schedule="zb-h1", slices=4, num_ranks=2, recompute="full", offload=0.5, self_check=False
+        ARCHITECTURES["llama"],
+        schedule="zb-h1",
+        slices=4,
+        num_ranks=2,
+        memory=Memory(recompute="full", offload=0.5),
+        runtime=Runtime(self_check=False),
     )
     inputs = tokens()
     pipe.step(inputs, inputs)
-    timeline = pipe.timeline
+    timeline = pipe.timeline()
     phases = Phases.of(timeline)
     assert sum(vars(phases).values()) == pytest.approx(timeline.makespan)
     assert min(phases.forward, phases.backward, phases.weight_gradients, phases.recomputation, phases.idle) > 0

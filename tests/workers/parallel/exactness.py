@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 
 from slipstream import Pipeline, make_mesh
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, tokens, unsplit_step
+from support.options import grouped
 
 MODELS = ("llama", "llama, tied", "qwen3", "gpt2", "mixtral")
 SLICES = [5, 30, 17, 12]
@@ -93,9 +94,9 @@ def run(case: Case, mesh: tuple[int, int, int], device_mesh: object) -> float:
     whole = build(config, seed=3)
     settings = {"dtype": torch.float64, "mesh": device_mesh, "self_check": False, **case.settings()}
     if case.model == "mixtral":  # transformers' own way with experts, unlike the one of `build`, has no float64
-        pipe = Pipeline(build(config, seed=3), **settings)
+        pipe = Pipeline(build(config, seed=3), **grouped(**settings))
     else:
-        pipe = Pipeline.from_config(config, seed=3, **settings)
+        pipe = Pipeline.from_config(config, seed=3, **grouped(**settings))
     optimizers = [torch.optim.AdamW(parameters, lr=1e-3) for parameters in (pipe.parameters(), whole.parameters())]
     errors, rows = [], MICROBATCHES * mesh[1]
     mine = slice(pipe.replica * MICROBATCHES, (pipe.replica + 1) * MICROBATCHES)

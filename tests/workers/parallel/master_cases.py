@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from slipstream import Pipeline, make_mesh
+from slipstream import Parallelism, Pipeline, Precision, Runtime, make_mesh
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import GradientReduction, LossScale, MasterParameters
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, unsplit_step
@@ -195,9 +195,9 @@ def all_ranks_skip_the_same_step() -> None:
     pipe = Pipeline(
         build(ARCHITECTURES["llama"]).half(),
         mesh=make_mesh(1, everyone.size, 1),
-        shard_optimizer=True,
-        master_dtype=torch.float32,
-        self_check=False,
+        parallel=Parallelism(shard_optimizer=True),
+        precision=Precision(master_dtype=torch.float32),
+        runtime=Runtime(self_check=False),
     )
     scale, optimizer = LossScale(scale=2.0**8), torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     before = [parameter.detach().clone() for parameter in pipe.parameters()]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream import Pipeline, SlipstreamError, make_mesh
+from slipstream import Parallelism, Pipeline, Precision, Runtime, SlipstreamError, make_mesh
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -24,13 +24,14 @@ from support.architectures import (
     unsplit_step,
 )
 from support.group_cases import by_name, run_cases
+from support.options import grouped
 
 LLAMA = ARCHITECTURES["llama"]
 
 
 def pipeline(mesh: tuple[int, int, int], name: str = "llama", **settings: object) -> Pipeline:
     settings = {"dtype": torch.float64, "slices": 4, "num_microbatches": 2, "self_check": False, **settings}
-    return Pipeline.from_config(ARCHITECTURES[name], seed=3, mesh=make_mesh(*mesh), **settings)
+    return Pipeline.from_config(ARCHITECTURES[name], seed=3, mesh=make_mesh(*mesh), **grouped(**settings))
 
 
 def link_bytes() -> None:
@@ -65,7 +66,13 @@ def export() -> None:
         whole = build(ARCHITECTURES[name], seed=3).state_dict()
         read = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).state_dict()
         assert all(torch.equal(tensor, read[key]) for key, tensor in whole.items())
-        again = Pipeline.from_pretrained(path, dtype=torch.float64, mesh=make_mesh(1, 2, 2), slices=2, self_check=False)
+        again = Pipeline.from_pretrained(
+            path,
+            precision=Precision(dtype=torch.float64),
+            runtime=Runtime(self_check=False),
+            mesh=make_mesh(1, 2, 2),
+            slices=2,
+        )
         half = slice(again.replica, again.replica + 1)
         assert abs(again.evaluate(inputs[half], labels[half]) - loss) < BOUND
 
@@ -77,7 +84,12 @@ def dropout() -> None:
     inputs = tokens()
     for sequence in (False, True):
         pipe = Pipeline.from_config(
-            config, dtype=torch.float64, mesh=make_mesh(2, 1, 2), slices=4, sequence_parallel=sequence, self_check=False
+            config,
+            precision=Precision(dtype=torch.float64),
+            parallel=Parallelism(sequence_parallel=sequence),
+            runtime=Runtime(self_check=False),
+            mesh=make_mesh(2, 1, 2),
+            slices=4,
         )
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         losses = []
@@ -115,7 +127,11 @@ def _accumulate(name: str, mesh: tuple[int, int, int], frozen: str = "") -> None
     wanted = gradients(whole.named_parameters())
     for shard in (False, True)[: mesh[1]]:  # one replica has all rows
         pipe = Pipeline(
-            model(), mesh=make_mesh(*mesh), slices=4, shard_optimizer=shard, sequence_parallel=True, self_check=False
+            model(),
+            mesh=make_mesh(*mesh),
+            slices=4,
+            parallel=Parallelism(shard_optimizer=shard, sequence_parallel=True),
+            runtime=Runtime(self_check=False),
         )
         each = 4 // pipe.num_replicas
         for inputs, labels in batches:
@@ -194,7 +210,7 @@ def refusals() -> None:
     config = LLAMA.__class__(**LLAMA.to_dict())
     config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size = 6, 3, 8, 48
     with pytest.raises(SlipstreamError, match="heads"):
-        Pipeline.from_config(config, mesh=make_mesh(1, 1, 4), self_check=False)
+        Pipeline.from_config(config, mesh=make_mesh(1, 1, 4), runtime=Runtime(self_check=False))
 
 
 def low_precision() -> None:

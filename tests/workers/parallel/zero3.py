@@ -31,6 +31,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.group_cases import by_name, run_cases
+from support.options import grouped
 
 SLICES = [5, 30, 17, 12]
 EVEN = llama(vocab_size=64)  # rows that two and four processes divide
@@ -91,7 +92,7 @@ def pipeline(
 ) -> Pipeline:
     settings = {"num_microbatches": ROWS * dist.get_world_size() // dp, "slices": SLICES, **settings}
     model = freeze(build(config, seed=3), frozen)
-    return Pipeline(model, mesh=make_mesh(pp, dp, tp), self_check=False, **settings)
+    return Pipeline(model, mesh=make_mesh(pp, dp, tp), **grouped(self_check=False, **settings))
 
 
 def freeze(model: PreTrainedModel, part: str) -> PreTrainedModel:
@@ -125,8 +126,8 @@ def pieces(pipe: Pipeline, whole: dict[str, Tensor], what: str = "grad") -> list
 
 def sharded(pipe: Pipeline) -> ShardedParameters:
     """What its parameters are."""
-    assert isinstance(pipe._parameters._masters, ShardedParameters)
-    return pipe._parameters._masters
+    assert isinstance(pipe._engine.parameters._masters, ShardedParameters)
+    return pipe._engine.parameters._masters
 
 
 @no_rounding_inside()
@@ -175,7 +176,7 @@ def compare(
     pipe: Pipeline, rows: ShardedParameters, whole: dict[str, Tensor], what: str, case: object, bound: float = BOUND
 ) -> None:
     """This replica's rows against the whole model's; all of them together are all."""
-    own = {name: p for stage in pipe._stages.values() for name, p in stage.named_parameters()}
+    own = {name: p for stage in pipe._engine.stages.values() for name, p in stage.named_parameters()}
     held = dict(rows.named_parameters())
     floor = max(tensor.abs().max() for tensor in whole.values()).detach().reshape(1)
     count = torch.zeros((), dtype=torch.int64)
@@ -221,9 +222,9 @@ def memory_is_that_of_the_rows_between_steps() -> None:
     assert sum(parameter.nbytes for _, parameter in rows.named_parameters()) == num_bytes / size
     assert sum(parameter.grad.nbytes for _, parameter in rows.named_parameters()) == num_bytes / size
     rows.begin()
-    whole = [parameter for stage in pipe._stages.values() for parameter in stage.model.parameters()]
+    whole = [parameter for stage in pipe._engine.stages.values() for parameter in stage.model.parameters()]
     assert sum(parameter.untyped_storage().nbytes() for parameter in whole) == num_bytes
-    for number in pipe._stages:
+    for number in pipe._engine.stages:
         rows.reduce(number)
     assert sum(parameter.untyped_storage().nbytes() for parameter in whole) == 0
     rows.finish()

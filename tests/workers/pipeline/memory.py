@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from slipstream import Pipeline
+from slipstream import Memory, Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
-from slipstream.pipeline.memory.rehearsal import rehearse
 from slipstream.simulator.memory_account import Kind, rank_memory
 from support.architectures import VOCABULARY, llama
 
@@ -20,9 +19,8 @@ def compare(schedule: str, stages_per_rank: int, recompute: str, offload: float)
         stages_per_rank=stages_per_rank,
         slices=[30, 40, 34, 24],
         num_microbatches=3,
-        recompute=recompute,
-        offload=offload,
-        self_check=False,
+        memory=Memory(recompute=recompute, offload=offload),
+        runtime=Runtime(self_check=False),
     )
     inputs = torch.randint(0, VOCABULARY, (3, 128), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(pipe.parameters())
@@ -30,7 +28,7 @@ def compare(schedule: str, stages_per_rank: int, recompute: str, offload: float)
         pipe.step(inputs, inputs)
         optimizer.step()
         optimizer.zero_grad()
-    found = rank_memory(pipe.layout.training, pipe.rank, rehearse(pipe, inputs, inputs))
+    found = rank_memory(pipe.layout.training, pipe.rank, pipe.memory_table(inputs, inputs))
     static = sum(found.moments[0].during[kind] for kind in (Kind.PARAMETERS, Kind.OPTIMIZER, Kind.MESSAGES))
     with memory_meter(pipe.device, tensors_alive()) as memory:
         others = memory.num_bytes - static

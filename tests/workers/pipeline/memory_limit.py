@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slipstream import Pipeline, Schedule
+from slipstream import Memory, Pipeline, Runtime, Schedule
 from support.architectures import VOCABULARY, llama
 from support.live_memory import LiveMemory
 
@@ -31,8 +31,8 @@ def run(limit: float | None) -> tuple[float, Schedule]:
         schedule="auto",
         slices=[30, 40, 34, 24],
         num_microbatches=4,
-        memory_limit=limit,
-        self_check=False,
+        memory=Memory(limit=limit),
+        runtime=Runtime(self_check=False),
     )
     inputs = torch.randint(0, VOCABULARY, (4, 128), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(pipe.parameters(), foreach=False)

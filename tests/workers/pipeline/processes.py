@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from slipstream import Pipeline, SlipstreamError
+from slipstream import Memory, Pipeline, Precision, Runtime, SlipstreamError
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.messages.transport import TransportError
 from support.architectures import (
@@ -35,13 +35,12 @@ def exact(
     pipe = Pipeline.from_config(
         ARCHITECTURES[name],
         seed=3,
-        dtype=torch.float64,
+        precision=Precision(dtype=torch.float64),
+        memory=Memory(recompute=recompute, offload=float(offload)),
         schedule=schedule,
         stages_per_rank=int(stages_per_rank),
         slices=[5, 30, 17, 12],
         num_microbatches=2,
-        recompute=recompute,
-        offload=float(offload),
         partition=[float(count) for count in partition.split()] or "auto",
     )
     optimizers = [torch.optim.AdamW(parameters, lr=1e-3) for parameters in (pipe.parameters(), whole.parameters())]
@@ -62,7 +61,7 @@ def exact(
     evaluated = pipe.evaluate(inputs, labels)
     with torch.no_grad():
         assert evaluated < loss
-    timeline = pipe.timeline
+    timeline = pipe.timeline()
     assert {span.rank for span in timeline.spans} == set(range(dist.get_world_size()))
     placement = pipe.layout.training.placement
     crossings = sum(a != b for a, b in pairwise(placement))
@@ -73,7 +72,12 @@ def auto() -> None:
     """All ranks settle on the same order and slices, and each step on the way has the loss of the unsplit model."""
     whole = build(ARCHITECTURES["llama"], seed=3)
     pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"], seed=3, dtype=torch.float64, schedule="auto", slices="auto", self_check=False
+        ARCHITECTURES["llama"],
+        seed=3,
+        precision=Precision(dtype=torch.float64),
+        runtime=Runtime(self_check=False),
+        schedule="auto",
+        slices="auto",
     )
     inputs = tokens()
     with torch.no_grad():
@@ -88,7 +92,7 @@ def auto() -> None:
 
 def mismatch() -> None:
     """Ranks that pass batches of different shapes find out, instead of training on garbage."""
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, self_check=False)
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, runtime=Runtime(self_check=False))
     inputs = tokens(length=32 if pipe.rank == 0 else 64)
     reason = r"but 0SEND_F0.0 of \(2, 8, 32\) torch.float32 came"
     if pipe.rank == 0:
@@ -101,7 +105,10 @@ def mismatch() -> None:
 def absent() -> None:
     """A rank that waits too long says at which action, for whom, and what is missing there."""
     pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"], schedule="1f1b", slices=2, self_check=False, timeout=timedelta(seconds=2)
+        ARCHITECTURES["llama"],
+        schedule="1f1b",
+        slices=2,
+        runtime=Runtime(self_check=False, timeout=timedelta(seconds=2)),
     )
     inputs = tokens()
     if pipe.rank == 0:
@@ -116,10 +123,12 @@ def absent() -> None:
 def buffers() -> None:
     """64 messages a channel pass through as many buffers as are in flight, not through 64."""
     inputs = tokens(batch=4)
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=16, num_microbatches=4, self_check=False)
+    pipe = Pipeline.from_config(
+        ARCHITECTURES["llama"], slices=16, num_microbatches=4, runtime=Runtime(self_check=False)
+    )
     for _ in range(2):
         pipe.step(inputs, inputs)
-    (executor,) = pipe._executors
+    (executor,) = pipe._engine.executors
     pool = executor._transport._pool  # type: ignore[attr-defined]
     assert 0 < sum(len(free) for free in pool.values()) <= 30, {size: len(free) for size, free in pool.items()}
 

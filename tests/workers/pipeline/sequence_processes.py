@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream import Pipeline, Skip, make_mesh
+from slipstream import Layers, Memory, Parallelism, Pipeline, Skip, make_mesh
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.messages import HEADER_BYTES
 from support.architectures import BOUND, gradient_error, gradients
@@ -32,8 +32,8 @@ def split(schedule: str, recompute: str, stages_per_rank: str) -> None:
             "gpipe" if alone else schedule,
             num_microbatches=4,
             stages_per_rank=1 if alone else int(stages_per_rank),
-            recompute="none" if alone else recompute,
-            costs=costs(model),
+            memory=Memory(recompute="none" if alone else recompute),
+            layers=Layers(costs=costs(model)),
         )
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for _ in range(2):
@@ -46,7 +46,7 @@ def split(schedule: str, recompute: str, stages_per_rank: str) -> None:
     assert torch.equal(states[0][2], states[1][2])
     assert pipe.rank > 0 or states[0][1].keys() == states[1][1].keys()
     assert [name for name, tensor in states[1][1].items() if not torch.equal(tensor, states[0][1][name])] == []
-    meta = [layer.name for layer in pipe._family._layers if any(p.is_meta for p in layer.module.parameters())]  # type: ignore[attr-defined]
+    meta = [layer.name for layer in pipe._engine.family._layers if any(p.is_meta for p in layer.module.parameters())]  # type: ignore[attr-defined]
     assert meta, "layers of other ranks are still in memory"
 
 
@@ -74,7 +74,7 @@ def buffers() -> None:
     layers = [nn.Linear(4, 64), skip.stash(), nn.Linear(64, 8), nn.Linear(8, 64), skip.pop(), Mix(), nn.Linear(64, 5)]
     pipe = Pipeline(nn.Sequential(*layers), "1f1b", num_microbatches=16, partition=[3, 1, 3])
     pipe.step(torch.randn(16, 4), torch.randint(0, 5, (16,)))
-    pool = pipe._transport._pool  # type: ignore[attr-defined]
+    pool = pipe._engine.transport._pool  # type: ignore[attr-defined]
     wide = len(pool[HEADER_BYTES + 64 * 4])  # rank 0 sends skips and receives their gradients
     assert pipe.rank > 0 or 2 <= wide <= 8, wide
 
@@ -90,9 +90,8 @@ def replicas(over_replicas: str) -> None:
         "1f1b",
         2,
         mesh=mesh,
-        example=shares[0][0],
-        batch_norm_over_replicas=over_replicas == "all",
-        shard_optimizer=True,
+        layers=Layers(example=shares[0][0], batch_norm_over_replicas=over_replicas == "all"),
+        parallel=Parallelism(shard_optimizer=True),
     )
     whole = build(["norm", "skip", "norm"])
     inputs, targets = (torch.cat(each) for each in zip(*shares, strict=True))
@@ -100,7 +99,7 @@ def replicas(over_replicas: str) -> None:
     loss = pipe.step(*shares[pipe.replica])
     assert abs(loss - expected.loss) < BOUND
     own = expected if over_replicas == "all" else Unsplit(whole, *shares[pipe.replica], 2)
-    for stage in pipe._stages.values():
+    for stage in pipe._engine.stages.values():
         for name, tensor in stage.state().items():
             if "running" in name:
                 assert torch.allclose(tensor, own.model.state_dict()[name], rtol=1e-12, atol=1e-14), name
@@ -124,9 +123,9 @@ def slices(name: str, schedule: str, recompute: str, stages_per_rank: str) -> No
         num_microbatches=2,
         slices=[2, 4, 3],
         stages_per_rank=int(stages_per_rank),
-        recompute=recompute,
+        memory=Memory(recompute=recompute),
+        layers=Layers(example=inputs),
         loss_fn=causal_cross_entropy,
-        example=inputs,
     )
     loss, expected = case.unsplit(2)
     assert abs(pipe.evaluate(inputs, targets) - loss) < BOUND
@@ -157,7 +156,7 @@ def sliced_bytes() -> None:
             num_microbatches=2,
             partition=[first, len(names) - first],
             loss_fn=causal_cross_entropy,
-            example=inputs,
+            layers=Layers(example=inputs),
         )
         pipe.step(inputs, targets)
         sent.append(pipe.bytes_sent)
@@ -180,7 +179,7 @@ def sliced_replicas() -> None:
         slices=3,
         mesh=mesh,
         loss_fn=causal_cross_entropy,
-        example=(source, target),
+        layers=Layers(example=(source, target)),
     )
     loss, expected = case.unsplit(1)
     assert abs(pipe.step((source[own], target[own]), targets[own]) - loss) < BOUND

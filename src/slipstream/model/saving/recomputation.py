@@ -47,8 +47,8 @@ class RecomputePolicy:
         if isinstance(setting, str) and setting in known:
             return known[setting]
         raise SlipstreamError(
-            f"recompute={setting!r}: give 'none', 'selective', 'full', {besides}or the number of each stage's layers "
-            f"to recompute, 1 to {most_layers} here."
+            f"memory.recompute={setting!r}: give 'none', 'selective', 'full', {besides}or the number of each stage's "
+            f"layers to recompute, 1 to {most_layers} here."
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from slipstream.pipeline.execution.executor import Executor, LossFunction
+from slipstream.pipeline.execution.executor import Executor, Observer
 from slipstream.pipeline.execution.run_ranks import run_together
+from slipstream.pipeline.execution.step_state import StepState
 
 __all__ = [
     "Executor",
-    "LossFunction",
+    "Observer",
+    "StepState",
     "run_together",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +18,18 @@ from slipstream.pipeline.execution.host_memory import host_memory_of
 from slipstream.pipeline.execution.step_state import SliceKey, StepState, backward, entrances, key_of, roots_of
 from slipstream.pipeline.execution.stopwatch import Stopwatch
 from slipstream.pipeline.messages import Message, SkipMessages, Transport, TransportError
+from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule, channel, report_wait
 from slipstream.timeline import Span
 
-LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
+
+class Observer(Protocol):
+    """What is called around every action, with what the step holds."""
+
+    def before(self, action: Action, state: StepState) -> None: ...
+
+    def after(self, action: Action, state: StepState) -> None: ...
 
 
 class Executor:
@@ -62,6 +69,10 @@ class Executor:
             Op.RECV_B: self._post_receive,
             Op.REDUCE_GRAD: self._reduce,
         }
+
+    def observe(self, observer: Observer) -> None:
+        """Calls the observer around every action from now on."""
+        self._handlers = {op: partial(self._observed, observer, handler) for op, handler in self._handlers.items()}
 
     def start(self, schedule: Schedule, batch: SplitBatch) -> Generator[Action]:
         """Run this rank's actions of a lowered schedule, yielding before each that must wait for a message.
@@ -105,6 +116,11 @@ class Executor:
         finally:
             for offloaded in state.offloaded.values():  # of a step that failed
                 offloaded.close()
+
+    def _observed(self, observer: Observer, handler: Callable[[Action], None], action: Action) -> None:
+        observer.before(action, self._state)
+        handler(action)
+        observer.after(action, self._state)
 
     def _awaited(self, action: Action) -> Action | None:
         """The message that brings what `action` works on, named by its SEND; None if it comes from this rank."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from slipstream.pipeline.families.choose_family import family_of
+from slipstream.pipeline.families.choose_family import causal_lm, family_of, layer_sequence
 from slipstream.pipeline.families.export import gather_state
 from slipstream.pipeline.families.loss import causal_cross_entropy
-from slipstream.pipeline.families.model_family import ModelInputs
 from slipstream.pipeline.families.sequence_partition import Balance
-from slipstream.pipeline.families.settings import Settings
-from slipstream.pipeline.families.stage_layout import ExecutedStep, StageLayout, check_ranks
+from slipstream.pipeline.families.stage_layout import ExecutedStep, StageLayout
 from slipstream.pipeline.families.weight_source import WeightSource
 
 __all__ = [
     "Balance",
     "ExecutedStep",
-    "ModelInputs",
-    "Settings",
     "StageLayout",
     "WeightSource",
     "causal_cross_entropy",
-    "check_ranks",
+    "causal_lm",
     "family_of",
     "gather_state",
+    "layer_sequence",
 ]

@@ -16,19 +16,18 @@ from slipstream.model import (
     fuse_kernels,
     meta_model,
 )
+from slipstream.options import Parallelism
 from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED
-from slipstream.pipeline.execution import LossFunction
 from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.families.weight_source import WeightSource, cast
+from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
 from slipstream.pipeline.ranks import Ranks
 
 
-def check_architecture(
-    config: PretrainedConfig, ranks: Ranks, tensor_plan: Mapping[str, str] | None, sequence: bool
-) -> None:
+def check_architecture(config: PretrainedConfig, ranks: Ranks, parallel: Parallelism) -> None:
     """Collective: a toy of the architecture, sliced and whole, and cut over the ranks that share layers and whole."""
     error = None
     if ranks.leads:
@@ -38,25 +37,7 @@ def check_architecture(
             error = found
     ranks.agree(error)
     if ranks.tensor.size > 1:
-        check_tensor_parallel(config, tensor_plan, ranks.tensor, sequence)
-
-
-def check_sharding(anatomy: ModelAnatomy, tensor_parallel: int, settings: Mapping[str, object]) -> None:
-    """What can't be exact with parameters spread over replicas; every rank finds the same. `settings` are others of the
-    Pipeline that exclude it, by name, where they are used."""
-    given = [f"{name}={value}" for name, value in settings.items() if value]
-    if given:
-        raise SlipstreamError(f"shard_parameters=True with {given[0]}: leave one of the two out.")
-    if tensor_parallel > 1:
-        raise SlipstreamError(
-            f"shard_parameters=True on a mesh with tp={tensor_parallel}: gradients that are partial on tensor ranks "
-            "would not be added up. Use tp=1, or shard_optimizer=True."
-        )
-    if anatomy.tied:
-        raise SlipstreamError(
-            f"shard_parameters=True with {anatomy.tied[0][0]} tied to {anatomy.tied[0][1]}: the two shards would be "
-            "updated apart. Use shard_optimizer=True, or a model with tie_word_embeddings=False."
-        )
+        check_tensor_parallel(config, parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel)
 
 
 def load_shares(
@@ -64,21 +45,20 @@ def load_shares(
     anatomy: ModelAnatomy,
     layout: StageLayout,
     ranks: Ranks,
-    dtype: torch.dtype | None,
-    tensor_plan: Mapping[str, str] | None,
-    sequence: bool,
-    fused: bool,
+    options: PipelineOptions,
 ) -> tuple[PreTrainedModel, TensorParallel | None]:
     """The layers of this process's stages; of every weight this rank's share, where several ranks share them."""
     here = layout.stages_of(ranks.here(layout.num_ranks))
     model = source.load(anatomy, [layer for stage in here for layer in layout.layers[stage]])
-    if dtype is not None:
-        cast(model, dtype)
-    if fused:  # before it is cut into stages, which then share kernels
+    if options.dtype is not None:
+        cast(model, options.dtype)
+    if options.runtime.fused:  # before it is cut into stages, which then share kernels
         fuse_kernels(model)
     if ranks.tensor.size == 1:
         return model, None
-    tensor = TensorParallel(plan_shares(source.config, anatomy, ranks.tensor.size, tensor_plan), ranks.tensor, sequence)
+    parallel = options.parallel
+    plan = plan_shares(source.config, anatomy, ranks.tensor.size, parallel.tensor_plan)
+    tensor = TensorParallel(plan, ranks.tensor, parallel.sequence_parallel)
     tensor.shard(model)
     return model, tensor
 

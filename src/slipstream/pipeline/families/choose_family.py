@@ -1,21 +1,42 @@
-"""Which kind of model a Pipeline was given."""
+"""The family of the model that a Pipeline was given, and what only one family has."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from slipstream.errors import SlipstreamError
 from slipstream.model.sequential import is_plain_sequential
 from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.families.layer_sequence import SequenceFamily
 from slipstream.pipeline.families.model_family import ModelFamily
-from slipstream.pipeline.families.settings import Settings
 from slipstream.pipeline.families.weight_source import WeightSource, in_memory
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.ranks import Ranks
 
 
-def family_of(model: object, settings: Settings, ranks: Ranks, device: torch.device) -> ModelFamily:
+def family_of(model: object, options: PipelineOptions, ranks: Ranks, device: torch.device) -> ModelFamily:
     """Collective. Raises SlipstreamError for what is neither a causal LM nor an nn.Sequential."""
     if isinstance(model, nn.Sequential) and is_plain_sequential(model):
-        return SequenceFamily(model, settings, ranks, device)
-    return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), settings, ranks, device)
+        return SequenceFamily(model, options, ranks, device)
+    return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), options, ranks, device)
+
+
+def causal_lm(family: ModelFamily, wanted: str) -> CausalLMFamily:
+    """The family of a causal LM. Raises SlipstreamError that says that only these have what is wanted."""
+    if not isinstance(family, CausalLMFamily):
+        raise SlipstreamError(
+            f"{wanted} is for models of transformers, but this pipeline's is an nn.Sequential. Save a sequence by "
+            "torch.save(pipe.state_dict(), path), which rank 0 has as a whole."
+        )
+    return family
+
+
+def layer_sequence(family: ModelFamily, wanted: str) -> SequenceFamily:
+    """The family of an nn.Sequential. Raises SlipstreamError that says that only these have what is wanted."""
+    if not isinstance(family, SequenceFamily):
+        raise SlipstreamError(
+            f"{wanted} is for an nn.Sequential, but this pipeline's model is a causal LM: `slipstream plan` says how "
+            "even its ranks are."
+        )
+    return family

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange
+from slipstream.model import LayerRange, Tensors
 from slipstream.model.saving import RecomputePolicy, compiled_modules
 from slipstream.model.sequential import (
     BatchSlice,
     LayerBoundary,
-    LayerValue,
     SequentialStage,
     ShapeTracer,
-    as_tuple,
     as_value,
     check_cut,
     check_weights_on_one_stage,
@@ -29,18 +25,13 @@ from slipstream.model.sequential import (
     find_skip_routes,
     flatten_layers,
 )
-from slipstream.pipeline.batch import IGNORED, SplitBatch
-from slipstream.pipeline.execution import LossFunction
+from slipstream.pipeline.batch import IGNORED, SplitBatch, WholeBatch
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
-from slipstream.pipeline.families.settings import Settings
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
-from slipstream.pipeline.parameters import Parameters
+from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Schedule
-
-_OF_LANGUAGE_MODELS = ("seq_len", "sequence_parallel", "tensor_plan", "fused")
-_NOT_YET = ("memory_limit", "shard_parameters")
 
 
 class SequenceFamily:
@@ -49,9 +40,8 @@ class SequenceFamily:
 
     default_slices = 1
 
-    def __init__(self, model: nn.Sequential, settings: Settings, ranks: Ranks, device: torch.device) -> None:
-        settings.refuse(_OF_LANGUAGE_MODELS, "a setting of causal LMs, but the model is an nn.Sequential.")
-        settings.refuse(_NOT_YET, "not for an nn.Sequential.")
+    def __init__(self, model: nn.Sequential, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
+        _refuse_options_of_causal_lms(options)
         if ranks.tensor.size > 1:
             raise SlipstreamError(
                 f"an nn.Sequential on a mesh with tp={ranks.tensor.size}: nothing says how its layers could be shared. "
@@ -59,26 +49,24 @@ class SequenceFamily:
             )
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise SlipstreamError("the nn.Sequential is on the meta device, so it has no weights. Build it in memory.")
-        self._settings, self._ranks = settings, ranks
-        self._has_checkpoints = settings.recompute == "checkpoints"
-        if self._has_checkpoints and settings.offload:
-            raise SlipstreamError(f"recompute='checkpoints' with offload={settings.offload}: leave one of the two out.")
+        self._options, self._ranks = options, ranks
+        self._has_segments = options.memory.recompute == "segments"
+        if self._has_segments and options.memory.offload:
+            raise SlipstreamError(
+                f"memory.recompute='segments' with memory.offload={options.memory.offload}: leave one of the two out."
+            )
         self._layers = flatten_layers(model)
         self._routes = find_skip_routes(self._layers)
         self._cut, self._is_sliced = find_cut(self._layers), False
         self.compiled = tuple(compiled_modules(model))
-        if settings.dtype is not None:
-            model.to(settings.dtype)
+        if options.dtype is not None:
+            model.to(options.dtype)
         self._tracer = ShapeTracer(self._layers, self._routes, device)
         self._costs = self._find_costs()
         self._stages: dict[int, SequentialStage] = {}
 
-    @property
-    def config(self) -> NoReturn:
-        raise SlipstreamError("an nn.Sequential has no config: only models of transformers do.")
-
     def check_slices(self, slices: object) -> None:
-        if slices == 1:
+        if slices is None or slices == 1:
             return
         if self._cut is None:
             raise SlipstreamError(
@@ -89,31 +77,32 @@ class SequenceFamily:
         if slices == "auto":
             raise SlipstreamError("slices='auto' is for causal LMs. Give a count, such as 4, or token lengths.")
 
-    def length(self, inputs: LayerValue) -> int:
+    def length(self, batch: WholeBatch) -> int:
         """The tokens that reach CutTokens, where they are cut into slices."""
         if not self._is_sliced:
             return 1
         assert self._cut is not None
-        boundary = self._tracer.trace(BatchSlice(inputs), self._is_training()).boundaries[self._cut]
+        microbatch = BatchSlice(as_value(batch.inputs, batch.is_tuple))
+        boundary = self._tracer.trace(microbatch, self._is_training()).boundaries[self._cut]
         return boundary.specs[0].shape[1] if len(boundary.specs[0].shape) > 1 else 1
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         self._check_slices(schedule, slices)
-        given = self._settings
+        given = self._options
         stages = divide(self._layers, given.partition, self._costs, schedule.placement)
         check_weights_on_one_stage(self._layers, stages)
         ranges = tuple(LayerRange(stage.start, stage.stop) for stage in stages)
-        what = "none" if self._has_checkpoints else given.recompute
-        recompute = RecomputePolicy.parse(what, max(map(len, stages)), besides="'checkpoints', ")
-        return StageLayout.of(schedule, ranges, recompute, given.offload, self._ranks.world.size > self._ranks.size)
+        what = "none" if self._has_segments else given.memory.recompute
+        recompute = RecomputePolicy.parse(what, max(map(len, stages)), besides="'segments', ")
+        return StageLayout.of(
+            schedule, ranges, recompute, given.memory.offload, self._ranks.world.size > self._ranks.size
+        )
 
     def make_stages(self, layout: StageLayout, device: torch.device) -> tuple[Mapping[int, Stage], None]:
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         owned = _ranges(layout)
         self._stages = {
-            number: SequentialStage(
-                number, owned, self._layers, self._routes, self._tracer, device, self._has_checkpoints
-            )
+            number: SequentialStage(number, owned, self._layers, self._routes, self._tracer, device, self._has_segments)
             for number in here
         }
         kept = {id(layer) for stage in self._stages.values() for layer in stage.layers}
@@ -123,7 +112,7 @@ class SequenceFamily:
         return self._stages, None
 
     def loss_function(self, tensor: object) -> LossFunction:
-        return self._settings.loss_fn or cross_entropy
+        return self._options.loss_fn or cross_entropy
 
     def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
         return 0, 0
@@ -135,27 +124,21 @@ class SequenceFamily:
 
     def balance(self, layout: StageLayout) -> Balance:
         if self._costs is None:
-            raise SlipstreamError("the costs of the layers aren't known: give the Pipeline example=... or costs=[...].")
+            raise SlipstreamError(
+                "the costs of the layers aren't known: give layers=slipstream.Layers(example=...) or costs=[...]."
+            )
         return balance_of(self._costs, _ranges(layout), layout.training.placement, self._layers)
 
-    def cut(
-        self,
-        inputs: LayerValue,
-        targets: Tensor,
-        lengths: Sequence[int],
-        num_microbatches: int,
-        position_ids: Tensor | None,
-        document_ids: Tensor | None,
-        seed: int,
-    ) -> SplitBatch:
-        """Rows to microbatches, the first ones a row longer where they don't divide, and a look at every layer."""
-        if position_ids is not None or document_ids is not None:
+    def split(self, batch: WholeBatch, lengths: Sequence[int], num_microbatches: int, seed: int) -> SplitBatch:
+        """Splits rows into microbatches, the first ones a row longer where they don't divide, and traces each part."""
+        inputs, targets = batch.inputs, batch.targets
+        if batch.position_ids is not None or batch.document_ids is not None:
             raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")
         _check_rows(inputs, targets, num_microbatches)
         if self._is_sliced:
             _check_tokens(targets, sum(lengths))
-        parts = [tensor.tensor_split(num_microbatches) for tensor in as_tuple(inputs)]
-        values = [as_value(tensors, isinstance(inputs, tuple)) for tensors in zip(*parts, strict=True)]
+        parts = [tensor.tensor_split(num_microbatches) for tensor in inputs]
+        values = [as_value(tensors, batch.is_tuple) for tensors in zip(*parts, strict=True)]
         bounds: list[range | None] = [None]
         if self._is_sliced:
             bounds = [range(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
@@ -167,7 +150,7 @@ class SequenceFamily:
         labels = [[row if t is None else row[:, t.start : t.stop] for t in bounds] for row in rows]
         for piece, label in zip(chain(*pieces), chain(*labels), strict=True):
             outputs = self._tracer.trace(piece, self._is_training()).boundaries[-1]
-            if self._settings.loss_fn is None:
+            if self._options.loss_fn is None:
                 _check_classes(outputs, label)
         num_valid = targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
         return SplitBatch(pieces, labels, num_valid)
@@ -181,14 +164,8 @@ class SequenceFamily:
         over = self._ranks.data
         for stage in self._stages.values():
             stage.statistics.update(
-                over.all_gather if self._settings.batch_norm_over_replicas else lambda sums: sums[None]
+                over.all_gather if self._options.layers.batch_norm_over_replicas else lambda sums: sums[None]
             )
-
-    def save_pretrained(self, folder: str | Path, stages: Mapping[int, Stage], parameters: Parameters) -> None:
-        raise SlipstreamError(
-            "save_pretrained is for models of transformers. Save a sequence by torch.save(pipe.state_dict(), path), "
-            "which rank 0 has as a whole."
-        )
 
     def _is_training(self) -> bool:
         return next(iter(self._stages.values())).model.training
@@ -207,22 +184,33 @@ class SequenceFamily:
                 "them. Leave it out."
             )
         check_cut(self._layers, self._routes, self._cut)
-        if self._settings.self_check:
-            if self._settings.example is None:
+        if self._options.runtime.self_check:
+            if self._options.layers.example is None:
                 raise SlipstreamError(
                     f"slices={slices!r} of an nn.Sequential are compared with the whole before training. Give "
                     "example=inputs like those of a microbatch, or self_check=False."
                 )
-            compare_slices(self._layers, self._cut, self._settings.example)
+            compare_slices(self._layers, self._cut, self._options.layers.example)
 
     def _find_costs(self) -> list[float] | None:
-        given = self._settings
+        given = self._options.layers
         if given.costs is not None:
             check_costs(given.costs, self._layers)
             return list(given.costs)
         if given.example is None:
             return None
         return counted_costs(self._tracer.trace(BatchSlice(given.example), training=True))
+
+
+def _refuse_options_of_causal_lms(options: PipelineOptions) -> None:
+    """Raises SlipstreamError for options that an nn.Sequential doesn't have."""
+    theirs = "an option of causal LMs, but the model is an nn.Sequential."
+    if options.seq_len is not None:
+        raise SlipstreamError(f"seq_len={options.seq_len}: {theirs} Leave it out.")
+    options.parallel.refuse(("sequence_parallel", "tensor_plan"), theirs)
+    options.runtime.refuse(("fused",), theirs)
+    options.memory.refuse(("limit",), "not for an nn.Sequential.")
+    options.parallel.refuse(("shard_parameters",), "not for an nn.Sequential.")
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,9 +224,9 @@ def _ranges(layout: StageLayout) -> list[range]:
     return [stage.layers for stage in layout.layers]
 
 
-def _check_rows(inputs: LayerValue, targets: Tensor, num_microbatches: int) -> None:
-    named = [("targets", targets), *(("inputs", tensor) for tensor in as_tuple(inputs))]
-    rows = as_tuple(inputs)[0].shape[0] if as_tuple(inputs)[0].dim() else 0
+def _check_rows(inputs: Tensors, targets: Tensor, num_microbatches: int) -> None:
+    named = [("targets", targets), *(("inputs", tensor) for tensor in inputs)]
+    rows = inputs[0].shape[0] if inputs[0].dim() else 0
     for name, tensor in named:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
             raise SlipstreamError(

@@ -1,32 +1,24 @@
-"""What a Pipeline asks of the kind of model that it trains: a causal LM, or a sequence of any layers."""
+"""The interface of a kind of model that a Pipeline trains: causal LMs, or sequences of any layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig
 
-from slipstream.model import Tensors
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution import LossFunction
-from slipstream.pipeline.families.sequence_partition import Balance
+from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.families.stage_layout import StageLayout
-from slipstream.pipeline.parameters import Parameters
+from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Schedule
 
-ModelInputs = Tensor | Tensors
-
 
 class ModelFamily(Protocol):
-    """Made before the stages, then asked for them, for every batch's pieces, and at both ends of a step.
+    """Makes the stages, splits every batch, and is called at both ends of a step.
 
-    All that is collective is called by every rank. What can't be exact raises SlipstreamError, before anything runs.
+    Every rank calls what is collective. What can't be exact raises SlipstreamError before anything runs.
     """
 
     @property
@@ -37,15 +29,12 @@ class ModelFamily(Protocol):
         """Modules that torch.compile runs."""
         ...
 
-    @property
-    def config(self) -> PretrainedConfig:
-        """Of transformers, where the model has one."""
+    def check_slices(self, slices: object) -> None:
+        """Raises SlipstreamError for slices that models of this family can't have."""
         ...
 
-    def check_slices(self, slices: object) -> None: ...
-
-    def length(self, inputs: ModelInputs) -> int:
-        """What slices are lengths of: the tokens of a sequence."""
+    def length(self, batch: WholeBatch) -> int:
+        """The number that the slices' lengths add up to: the tokens of a sequence."""
         ...
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout: ...
@@ -66,19 +55,8 @@ class ModelFamily(Protocol):
         """The pairs of stages that skips go between past others."""
         ...
 
-    def balance(self, layout: StageLayout) -> Balance: ...
-
-    def cut(
-        self,
-        inputs: ModelInputs,
-        targets: Tensor,
-        lengths: Sequence[int],
-        num_microbatches: int,
-        position_ids: Tensor | None,
-        document_ids: Tensor | None,
-        seed: int,
-    ) -> SplitBatch:
-        """The pieces of a batch on this device, checked."""
+    def split(self, batch: WholeBatch, lengths: Sequence[int], num_microbatches: int, seed: int) -> SplitBatch:
+        """The microbatches and slices of a batch. Raises SlipstreamError for tensors that don't fit."""
         ...
 
     def begin(self) -> None:
@@ -88,5 +66,3 @@ class ModelFamily(Protocol):
     def end(self) -> None:
         """They have all run. Collective."""
         ...
-
-    def save_pretrained(self, folder: str | Path, stages: Mapping[int, Stage], parameters: Parameters) -> None: ...

@@ -1,4 +1,4 @@
-"""From a user's settings to what runs where: a lowered schedule, its evaluation, and the layers of every stage."""
+"""What runs where: a lowered schedule, its evaluation, and the layers of every stage."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from transformers import PretrainedConfig
-
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange, ModelAnatomy
+from slipstream.model import LayerRange
 from slipstream.model.saving import RecomputePolicy
-from slipstream.pipeline.families.causal_lm_partition import assign_layers
 from slipstream.schedule import (
     Op,
     Schedule,
@@ -73,14 +70,6 @@ class ExecutedStep(NamedTuple):
     slices: list[int]  # tokens of each
 
 
-def check_ranks(schedule: Schedule, num_ranks: int) -> None:
-    if schedule.num_ranks != num_ranks:
-        raise SlipstreamError(
-            f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but there are {num_ranks}. "
-            f"Start {schedule.num_ranks} processes or make a schedule for {num_ranks}."
-        )
-
-
 def check_lengths(schedule: Schedule, slices: int | Sequence[int]) -> None:
     if not isinstance(slices, int) and len(slices) != schedule.num_slices:
         raise SlipstreamError(
@@ -89,48 +78,21 @@ def check_lengths(schedule: Schedule, slices: int | Sequence[int]) -> None:
         )
 
 
-def plan_layout(
-    config: PretrainedConfig,
-    anatomy: ModelAnatomy,
-    schedule: Schedule,
-    slices: int | Sequence[int],
-    partition: str | Sequence[float],
-    recompute: str | int = "none",
-    offload: float = 0.0,
-    seq_len: int | None = None,
-    reduces: bool = False,
-) -> tuple[StageLayout, ModelAnatomy]:
-    """Of a causal LM: check that everything fits together; the anatomy comes back with `halves` if they are needed.
-
-    Raises SlipstreamError with what was given, allowed, and to type.
-    """
-    check_lengths(schedule, slices)
-    if seq_len is None and not isinstance(slices, int):
-        seq_len = sum(slices)
-    layers, anatomy = assign_layers(config, anatomy, partition, schedule.placement, seq_len)
-    most_layers = max(len(stage.layers) for stage in layers)
-    return StageLayout.of(schedule, layers, RecomputePolicy.parse(recompute, most_layers), offload, reduces), anatomy
-
-
 def _with_less_memory(schedule: Schedule, recompute: RecomputePolicy | None, offload: float) -> Schedule:
     """With R, OFFLOAD and RELOAD added; a given schedule may have them already."""
-    if not 0 <= offload <= 1:
-        raise SlipstreamError(
-            f"offload={offload}: the share of every rank's slices whose activations wait in host memory, 0.0 to 1.0."
-        )
     given = next((action for action in schedule.positions if action.op is Op.R), None)
     if given is not None and recompute is None:
         raise SlipstreamError(
-            f"the schedule {schedule.name!r} has {schedule.text(given)}, but recompute='none'. Say what it recomputes: "
-            "recompute='full', 'selective', or a number of layers."
+            f"the schedule {schedule.name!r} has {schedule.text(given)}, but memory.recompute='none'. Say what it "
+            "recomputes: memory.recompute='full', 'selective', or a number of layers."
         )
-    adds = {"recompute": recompute is not None and given is None, "offload": offload > 0}
+    adds = {"memory.recompute": recompute is not None and given is None, "memory.offload": offload > 0}
     if schedule.is_lowered and any(adds.values()):
         setting = next(name for name, wanted in adds.items() if wanted)
         raise SlipstreamError(
             f"{setting} is set, but the schedule {schedule.name!r} has its sends and receives already, so nothing can "
             f"be added to it. Leave {setting} out, and it runs as it is, or give it without sends and receives."
         )
-    if adds["recompute"]:
+    if adds["memory.recompute"]:
         schedule = add_recompute(schedule)
     return add_offload(schedule, offload) if offload else schedule

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from slipstream.pipeline.memory.memory_limit import MemoryLimit
+from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 
 __all__ = [
     "MemoryLimit",
+    "RehearsedStep",
+    "rehearse",
 ]

@@ -6,48 +6,57 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.model import CausalLMStage as CausalStage
 from slipstream.model import Tensors, TensorSpec, storage_bytes, storage_id
+from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution import Executor, run_together
+from slipstream.pipeline.execution import Executor, StepState, run_together
 from slipstream.pipeline.memory.live_memory import MemoryMeter, memory_meter, tensors_alive
-from slipstream.pipeline.messages import HEADER_BYTES, Message, part_size
+from slipstream.pipeline.messages import HEADER_BYTES, Message, Transport, part_size
+from slipstream.pipeline.parameters import Parameters
+from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, Unit
 
-if TYPE_CHECKING:
-    from slipstream.pipeline.engine import Engine
-
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
 
 
-def rehearse(pipeline: Engine, inputs: Tensor, targets: Tensor, optimizer_states: int = ADAMW_STATES) -> MemoryTable:
-    """The bytes of this process's stages in a step on such a batch, with all that the pipeline's schedule does.
+@dataclass(frozen=True)
+class RehearsedStep:
+    """The parts of a pipeline, and of the step that it would run next, of which a rehearsal measures the memory."""
+
+    schedule: Schedule  # lowered
+    recompute: RecomputePolicy | None
+    stages: Mapping[int, Stage]  # this process's
+    parameters: Parameters
+    loss_function: LossFunction
+    device: torch.device
+    scatter: Callable[[Transport], Transport]  # so that each of the tensor ranks sends a part
+    num_parts: int  # into which tensor ranks divide a message
+    batch: SplitBatch
+    slices: tuple[int, ...]  # tokens of each
+    token_ids: Tensor  # (batch, sequence)
+
+
+def rehearse(step: RehearsedStep, optimizer_states: int = ADAMW_STATES) -> MemoryTable:
+    """Measures the bytes of this process's stages in a step, with all that its schedule does.
 
     Every stage runs the first microbatch's slices forward and backward, from a made-up input, without weight gradients
     to begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted,
-    on CUDA what its allocator gives out. Not for rows of several documents.
-
-    Args:
-        pipeline: whose schedule, slices, recomputation and offloading are rehearsed.
-        inputs: (batch, sequence) token ids, as `Pipeline.step` takes them.
-        targets: (batch, sequence) labels.
-        optimizer_states: tensors that the optimizer keeps for every parameter.
+    on CUDA what its allocator gives out. Not for rows of several documents. `optimizer_states` is the number of tensors
+    that the optimizer keeps for every parameter.
     """
-    batch = pipeline._cut(inputs, targets, None, None)
-    twice = SplitBatch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid)
-    stages, theatre = pipeline._stages, _Theatre(pipeline, twice)
-    runs = [run for number in stages for run in theatre.rehearse(number)]
-    owned = _owned_tensors(stages)
+    theatre = _Theatre(step)
+    runs = [run for number in step.stages for run in theatre.rehearse(number)]
+    owned = _owned_tensors(step.stages)
     updated = {
-        number: pipeline._parameters.bytes_of(t for t in tensors if isinstance(t, torch.nn.Parameter))
+        number: step.parameters.bytes_of(t for t in tensors if isinstance(t, torch.nn.Parameter))
         for number, tensors in owned.items()
     }
     return MemoryTable(
@@ -146,19 +155,21 @@ class _Run:
 class _Theatre:
     """Where stages run alone: what other ranks send is made up, what they receive is dropped."""
 
-    def __init__(self, pipeline: Engine, batch: SplitBatch) -> None:
-        self._pipeline, self._batch = pipeline, batch
-        self._schedule = pipeline.layout.training
-        self._transport = pipeline._scattered(_MadeUp(pipeline.device))
+    def __init__(self, step: RehearsedStep) -> None:
+        batch = step.batch
+        self._step = step
+        self._batch = SplitBatch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid)
+        self._schedule = step.schedule
+        self._transport = step.scatter(_MadeUpMessages(step.device))
 
     @property
     def message_bytes(self) -> list[float]:
         """Of every slice."""
-        stage = next(iter(self._pipeline._stages.values()))
+        stage = next(iter(self._step.stages.values()))
         assert isinstance(stage, CausalStage)
         pieces: Any = self._batch.slices[0]
         sizes = [stage.hidden_shape(piece).numel() for piece in pieces]
-        return [part_size(size, self._pipeline._num_parts) * stage.hidden_dtype.itemsize for size in sizes]
+        return [part_size(size, self._step.num_parts) * stage.hidden_dtype.itemsize for size in sizes]
 
     def rehearse(self, number: int) -> Iterator[_Run]:
         """All that is done to some slice of a stage in the schedule, each of it to all its slices."""
@@ -172,15 +183,16 @@ class _Theatre:
 
     def _run(self, like: Unit, split: bool, present: list[Tensor]) -> dict[Action, _Change]:
         """What is made and freed: of `present` tensors, and of those that this makes."""
-        pipeline, stage = self._pipeline, self._pipeline._stages[like.stage]
-        loss_function, recompute = pipeline._executors[0]._loss_function, pipeline.layout.recompute
-        stages = {like.stage: stage}
-        executor = Executor(like.stage, stages, self._transport, loss_function, pipeline.device, recompute)
-        with _without_gradients(stage), memory_meter(pipeline.device, present) as memory:
-            changes = _watch(executor, stage, memory)
+        step, stage = self._step, self._step.stages[like.stage]
+        executor = Executor(
+            like.stage, {like.stage: stage}, self._transport, step.loss_function, step.device, step.recompute
+        )
+        with _without_gradients(stage), memory_meter(step.device, present) as memory:
+            watch = _MemoryWatch(stage, memory)
+            executor.observe(watch)
             run_together([executor], _alone(like, split, self._schedule), self._batch)
             executor.finish()
-        return changes
+        return watch.changes
 
 
 def _alone(like: Unit, split: bool, schedule: Schedule) -> Schedule:
@@ -209,27 +221,28 @@ def _microbatch(like: Unit, split: bool, microbatch: int, schedule: Schedule) ->
             yield from (Action(op, like.stage, microbatch, index) for op, runs in ops if runs)
 
 
-def _watch(executor: Executor, stage: Stage, memory: MemoryMeter) -> dict[Action, _Change]:
-    """Note from now on what each of the executor's actions changes."""
-    changes: dict[Action, _Change] = {}
-    parameters = list(stage.model.parameters())
+class _MemoryWatch:
+    """An executor's observer that notes what each action changes; receives cost nothing here."""
 
-    def level() -> _Level:
-        context = sum(store.num_bytes for store in executor._state.stores.values())
-        gradients = storage_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
-        return _Level(memory.num_bytes, context, gradients)
+    def __init__(self, stage: Stage, memory: MemoryMeter) -> None:
+        self.changes: dict[Action, _Change] = {}
+        self._parameters, self._memory = list(stage.model.parameters()), memory
 
-    def watched(handler: Callable[[Action], None], action: Action) -> None:
-        before = level()
-        memory.restart_peak()
-        handler(action)
-        peak, after = memory.peak - before.total, level()
+    def before(self, action: Action, state: StepState) -> None:
+        self._before = self._level(state)
+        self._memory.restart_peak()
+
+    def after(self, action: Action, state: StepState) -> None:
+        if action.op in RECEIVES:
+            return
+        peak, before, after = self._memory.peak, self._before, self._level(state)
         context, gradients = after.context - before.context, after.gradients - before.gradients
-        changes[action] = _Change(after.total - before.total, peak, context, gradients)
+        self.changes[action] = _Change(after.total - before.total, peak - before.total, context, gradients)
 
-    for op in executor._handlers.keys() - RECEIVES:
-        executor._handlers[op] = partial(watched, executor._handlers[op])
-    return changes
+    def _level(self, state: StepState) -> _Level:
+        context = sum(store.num_bytes for store in state.stores.values())
+        gradients = storage_bytes(parameter.grad for parameter in self._parameters if parameter.grad is not None)
+        return _Level(self._memory.num_bytes, context, gradients)
 
 
 @contextmanager
@@ -256,7 +269,7 @@ def _owned_tensors(stages: Mapping[int, Stage]) -> dict[int, list[Tensor]]:
     return owned
 
 
-class _MadeUp:
+class _MadeUpMessages:
     """A transport from whose other ends the same numbers come again and again."""
 
     def __init__(self, device: torch.device) -> None:

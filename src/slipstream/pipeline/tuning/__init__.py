@@ -9,7 +9,7 @@ from slipstream.pipeline.tuning.trials import (
     TrialResult,
     holdings_of,
 )
-from slipstream.pipeline.tuning.tuner import Tuner
+from slipstream.pipeline.tuning.tuner import Tuner, make_tuner
 
 __all__ = [
     "Trial",
@@ -18,4 +18,5 @@ __all__ = [
     "TrialResult",
     "Tuner",
     "holdings_of",
+    "make_tuner",
 ]

@@ -77,8 +77,9 @@ def learn_slices(freedom: SearchSpace, length: int) -> Learning:
             splits = splits and len(orders) > 1
     if not costs:
         raise SlipstreamError(
-            f"memory_limit={freedom.limit:.6g} bytes, but the schedule {freedom.make(1).name!r} holds more in equal "
-            f"slices, {' or '.join(map(str, COUNTS))}. Try schedule='auto', recompute='full' or offload=0.5."
+            f"memory.limit={freedom.limit:.6g} bytes, but the schedule {freedom.make(1).name!r} holds more in equal "
+            f"slices, {' or '.join(map(str, COUNTS))}. Try schedule='auto', memory.recompute='full' or "
+            "memory.offload=0.5."
         )
 
     def best(slices: tuple[int, ...]) -> Schedule:

@@ -57,7 +57,7 @@ def _of_a_microbatch(schedule: Schedule, held: TrialMemory) -> list[float]:
 def nothing_fits(limit: float, peaks: Sequence[float]) -> SlipstreamError:
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     return SlipstreamError(
-        f"memory_limit={limit:.6g} bytes, but no order fits: with one microbatch at a time rank {rank} holds "
-        f"{peaks[rank]:.0f} bytes ({_KINDS}). Give memory_limit={peaks[rank]:.0f} or more, or recompute='full', "
-        "offload=0.5, smaller microbatches or more ranks."
+        f"memory.limit={limit:.6g} bytes, but no order fits: with one microbatch at a time rank {rank} holds "
+        f"{peaks[rank]:.0f} bytes ({_KINDS}). Give memory.limit={peaks[rank]:.0f} or more, or "
+        "memory.recompute='full', memory.offload=0.5, smaller microbatches or more ranks."
     )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.learning import COUNTS, Learning, SearchSpace, learn_order, learn_slices
 from slipstream.pipeline.tuning.trials import TrialRequest, TrialResult
 from slipstream.schedule import (
@@ -152,6 +153,27 @@ class Tuner:
         return in_flushes(join_backwards(alone), num_microbatches)
 
 
+def make_tuner(options: PipelineOptions, num_ranks: int, default_slices: int, compiled: Sequence[str] = ()) -> Tuner:
+    """Returns the tuner of a pipeline with these options. Raises SlipstreamError where they don't fit together."""
+    tuner = Tuner(
+        options.schedule,
+        num_ranks,
+        options.num_microbatches,
+        options.stages_per_rank,
+        default_slices if options.slices is None else options.slices,
+        options.memory.num_flushes,
+        compiled,
+        options.memory.limit,
+        splits=options.memory.recompute != "segments",  # W would hold what all segments recompute
+    )
+    if tuner.schedule.num_ranks != num_ranks:
+        raise SlipstreamError(
+            f"the schedule {tuner.schedule.name!r} is for {tuner.schedule.num_ranks} ranks, but there are {num_ranks}. "
+            f"Start {tuner.schedule.num_ranks} processes or make a schedule for {num_ranks}."
+        )
+    return tuner
+
+
 def _check(schedule: str | Schedule, slices: object) -> None:
     if isinstance(schedule, str):
         check_name(schedule, besides=AUTOMATIC)
@@ -169,14 +191,14 @@ def _check(schedule: str | Schedule, slices: object) -> None:
 def _check_flushes(schedule: str | Schedule, num_microbatches: int, num_flushes: int) -> None:
     if isinstance(schedule, Schedule) and num_flushes != 1:
         raise SlipstreamError(
-            f"num_flushes={num_flushes} with the schedule {schedule.name!r}: repeat it by "
+            f"memory.num_flushes={num_flushes} with the schedule {schedule.name!r}: repeat it by "
             f"slipstream.schedule.in_flushes(schedule, {num_flushes}), or give a schedule by its name."
         )
     if num_flushes < 1 or num_microbatches % num_flushes:
         allowed = [count for count in range(1, num_microbatches + 1) if num_microbatches % count == 0]
         raise SlipstreamError(
-            f"num_flushes={num_flushes} for {num_microbatches} microbatches: each flush has as many. Choose one of "
-            f"{', '.join(map(str, allowed))}."
+            f"memory.num_flushes={num_flushes} for {num_microbatches} microbatches: each flush has as many. Choose one "
+            f"of {', '.join(map(str, allowed))}."
         )
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.errors import SlipstreamError
+from slipstream.records import describe_problems
 from slipstream.training.config.sections import Config
 
 
@@ -39,7 +40,7 @@ def parse_config(values: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise SlipstreamError("\n".join(_describe(error))) from None
+        raise SlipstreamError("\n".join(describe_problems(error, Config))) from None
 
 
 def dump_config(config: Config) -> str:
@@ -107,34 +108,3 @@ def _override(values: dict[str, Any], override: str) -> None:
         section[key] = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {error}") from error
-
-
-def _describe(error: ValidationError) -> list[str]:
-    """Pydantic's problems in our words, one per setting: its name, its value, what is allowed."""
-    lines: dict[str, str] = {}
-    for problem in error.errors():
-        path = [str(part) for part in problem["loc"]]
-        name = ".".join(path[:2])  # what follows says which type of several was tried
-        if problem["type"] == "extra_forbidden":
-            lines[name] = _describe_unknown(path)
-        elif problem["type"] == "missing":
-            lines[name] = f"{name} is missing; add it to the configuration or give --{name}=..."
-        elif problem["type"] == "value_error":
-            lines[name or str(problem["ctx"]["error"])] = str(problem["ctx"]["error"])
-        elif name in lines:
-            lines[name] += f", or {problem['msg'].lower()}"
-        else:
-            lines[name] = f"{name}={problem['input']!r} isn't allowed: {problem['msg'].lower()}"
-    return list(lines.values())
-
-
-def _describe_unknown(path: list[str]) -> str:
-    section: Any = Config
-    for part in path[:-1]:
-        section = section.model_fields[part].annotation
-    where = ".".join(path[:-1])
-    known = ", ".join(sorted(section.model_fields))
-    hint = did_you_mean(path[-1], section.model_fields, where and f"{where}.")
-    if hint == ".":
-        hint = f"; {where or 'the configuration'} has: {known}"
-    return f"unknown key {'.'.join(path)}{hint}"

@@ -6,26 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
+from slipstream.options import Memory, Parallelism, Precision, Runtime
+from slipstream.records import Record
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 
-
-class Section(BaseModel):
-    """A group of settings; a key it doesn't know is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+# The Pipeline's dtypes by training.precision
+_PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32")}
 
 
-class ModelSection(Section):
+class ModelSection(Record):
     """Which model: `path` or `config`."""
 
     path: str | None = None
@@ -51,14 +43,14 @@ class ModelSection(Section):
         return self.path is not None and self.init != "random"
 
 
-class DataSection(Section):
+class DataSection(Record):
     """Which text, and how it becomes tokens: one of `corpus`, `files` and `dataset`."""
 
     corpus: Literal["python-stdlib"] | None = None
     """Text that every machine has: the source files of Python's standard library."""
     files: list[Path] | None = None
     """Text files and folders; each file is a document."""
-    suffixes: list[str] = [".txt", ".md"]
+    suffixes: list[str] = Field(default=[".txt", ".md"])
     """Which files of a folder are read."""
     dataset: str | None = None
     """A .txt (a line is a document), .jsonl or .parquet file, or the hub name of a data set."""
@@ -86,7 +78,7 @@ class DataSection(Section):
         return self
 
 
-class PipelineSection(Section):
+class PipelineSection(Record):
     """How the model and its sequences are cut, and in which order the pieces run."""
 
     num_ranks: PositiveInt = 2
@@ -98,43 +90,22 @@ class PipelineSection(Section):
     steps are measured, and the best order chosen; auto-v: the same on a V, with 2 stages per rank."""
     num_microbatches: PositiveInt = 1
     """Parts of a batch that go through the pipeline one after the other."""
-    num_flushes: PositiveInt = 1
-    """How many times the pipeline fills and drains in a step, each time with as many microbatches."""
     slices: Literal["auto"] | PositiveInt | list[PositiveInt] = 8
     """Token slices of a sequence: how many, or the length of each. auto: the first steps are measured for them."""
-    recompute: Literal["none", "selective", "full"] | PositiveInt = "none"
-    """What is computed again before a backward instead of being kept; a number: that many layers of each stage."""
-    offload: float = Field(default=0.0, ge=0, le=1)
-    """Share of the slices whose activations wait in host memory."""
-    memory_limit: PositiveFloat | None = None
-    """Bytes that each rank may hold, such as 12e9; null for any. A schedule that needs more is refused, and auto keeps
-    to it."""
     partition: Literal["auto"] | list[int | float] = "auto"
     """Layers of each stage; [4.5, 3.5] ends the first one between a layer's attention and its feed-forward half."""
-    fused: bool = False
-    """Compile norms and activations, each to one kernel; needs a compiler."""
-    self_check: bool = True
-    """Compare a toy of the same architecture, sliced against unsliced, before training."""
 
 
-class ParallelSection(Section):
-    """Ranks beside the pipeline's: replicas of it, and ranks that share its layers."""
+class ParallelSection(Parallelism):
+    """Ranks next to the pipeline's: replicas of it, and ranks that share its layers."""
 
     data: PositiveInt = 1
     """Replicas of the pipeline, each with its part of a batch."""
     tensor: PositiveInt = 1
     """Processes that share every layer, next to each other: keep them within a node."""
-    sequence: bool = False
-    """Those that share layers also share the tokens where they would otherwise compute the same."""
-    tensor_plan: dict[str, str] | None = None
-    """How linear layers are cut, for a model that doesn't say it itself."""
-    shard_optimizer: bool = False
-    """Each replica updates its part of every parameter and keeps the optimizer's state of that alone (ZeRO-1)."""
-    shard_parameters: bool = False
-    """Each replica keeps its part of every parameter alone between steps, and gathers the rest for each (ZeRO-3)."""
 
 
-class OptimizerSection(Section):
+class OptimizerSection(Record):
     """AdamW, its warm-up and its decay."""
 
     lr: PositiveFloat = 3e-4
@@ -155,7 +126,7 @@ class OptimizerSection(Section):
     """Largest norm of the whole model's gradient; null for no clipping."""
 
 
-class TrainingSection(Section):
+class TrainingSection(Record):
     """How long, on what, and where the results go."""
 
     output: Path
@@ -194,7 +165,7 @@ class TrainingSection(Section):
         return self
 
 
-class CheckpointSection(Section):
+class CheckpointSection(Record):
     """The run's state, saved now and then beside training, so that it can go on."""
 
     every: int = Field(default=0, ge=0)
@@ -208,16 +179,16 @@ class CheckpointSection(Section):
     damaged one; a number is the step of one. The mesh, the schedule and the slices may be others than before."""
 
 
-class TrackingSection(Section):
+class TrackingSection(Record):
     """Where a run's figures go beside metrics.jsonl."""
 
-    to: list[str] = []
+    to: list[str] = Field(default=[])
     """tensorboard and wandb, each an extra to install: pip install 'slipstream[tensorboard]'."""
     tokens: PositiveInt | None = None
     """Tokens of a training whose time is estimated at the end; default: those of this run."""
 
 
-class SampleSection(Section):
+class SampleSection(Record):
     """The text that the trained model writes at the end."""
 
     prompt: str | None = None
@@ -228,20 +199,22 @@ class SampleSection(Section):
     """0 for the likeliest token each time."""
 
 
-class PlanSection(Section):
+class PlanSection(Record):
     """What `slipstream plan` predicted, in a file that it wrote; training doesn't read it."""
 
-    predicted: dict[str, Any] = {}
+    predicted: dict[str, Any] = Field(default={})
     """On what it was planned, how long a step takes, what it holds, with which versions."""
 
 
-class Config(Section):
+class Config(Record):
     """A whole training run."""
 
     model: ModelSection
     data: DataSection
     pipeline: PipelineSection = PipelineSection()
+    memory: Memory = Memory()
     parallel: ParallelSection = ParallelSection()
+    runtime: Runtime = Runtime()
     optimizer: OptimizerSection = OptimizerSection()
     training: TrainingSection
     checkpoint: CheckpointSection = CheckpointSection()
@@ -261,8 +234,24 @@ class Config(Section):
                 f"pipeline.partition={pipeline.partition} names {len(pipeline.partition)} stages, but "
                 f"pipeline.num_ranks * stages_per_rank = {num_stages}; give one number of layers per stage"
             )
-        _check_schedule(pipeline)
+        _check_schedule(pipeline, self.memory.num_flushes)
         return self
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """The arguments of the Pipeline that the configuration gives."""
+        pipeline = self.pipeline
+        return {
+            "schedule": named_schedule(pipeline),
+            "num_microbatches": pipeline.num_microbatches,
+            "slices": pipeline.slices,
+            "stages_per_rank": pipeline.stages_per_rank,
+            "partition": pipeline.partition,
+            "seq_len": self.training.seq_len,
+            "memory": self.memory,
+            "parallel": self.parallel,
+            "precision": _PRECISIONS.get(self.training.precision, Precision(dtype="float32")),
+            "runtime": self.runtime,
+        }
 
     @property
     def num_processes(self) -> int:
@@ -291,17 +280,16 @@ def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
         )
 
 
-def _check_schedule(pipeline: PipelineSection) -> None:
+def _check_schedule(pipeline: PipelineSection, num_flushes: int) -> None:
     """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order."""
-    if pipeline.num_microbatches % pipeline.num_flushes:
+    if pipeline.num_microbatches % num_flushes:
         raise ValueError(
-            f"pipeline.num_microbatches={pipeline.num_microbatches} don't divide into "
-            f"pipeline.num_flushes={pipeline.num_flushes}"
+            f"pipeline.num_microbatches={pipeline.num_microbatches} don't divide into memory.num_flushes={num_flushes}"
         )
     try:
         schedule = named_schedule(pipeline)
         if isinstance(schedule, Schedule):
-            _check_counts(schedule, pipeline)
+            _check_counts(schedule, pipeline, num_flushes)
         else:
             check_name(schedule, besides=AUTOMATIC)
             make_schedule(
@@ -324,19 +312,19 @@ def named_schedule(pipeline: PipelineSection) -> str | Schedule:
     return schedule
 
 
-def _check_counts(schedule: Schedule, pipeline: PipelineSection) -> None:
+def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: int) -> None:
     slices = pipeline.slices
     counts = {
-        "num_ranks": (schedule.num_ranks, pipeline.num_ranks),
-        "num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
-        "slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
-        "num_flushes": (1, pipeline.num_flushes),
+        "pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks),
+        "pipeline.num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
+        "pipeline.slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
+        "memory.num_flushes": (1, num_flushes),
     }
     for name, (wanted, given) in counts.items():
         if wanted != given:
             raise ValueError(
-                f"pipeline.schedule={pipeline.schedule} has {name} {wanted}, but pipeline.{name}={given}; "
-                f"set --pipeline.{name}={wanted}"
+                f"pipeline.schedule={pipeline.schedule} has {name.split('.')[1]} {wanted}, but {name}={given}; "
+                f"set --{name}={wanted}"
             )
 
 

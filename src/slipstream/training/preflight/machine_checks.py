@@ -14,14 +14,14 @@ from slipstream.training.device_choice import choose_device_type, count_local_ra
 
 
 def check_machine(config: Config) -> None:
-    """Raises SlipstreamError where this machine has too few GPUs, or no compiler for `pipeline.fused`."""
+    """Raises SlipstreamError where this machine has too few GPUs, or no compiler for `runtime.fused`."""
     num_local, num_devices = count_local_ranks(config), torch.cuda.device_count()
     if config.training.device == "cuda" and num_devices < num_local:
         raise SlipstreamError(
             f"training.device=cuda needs {num_local} CUDA devices, one for each rank, but there are {num_devices}; "
             "use --training.device=cpu or fewer ranks"
         )
-    if config.pipeline.fused:
+    if config.runtime.fused:
         check_compiler(choose_device_type(config))
 
 

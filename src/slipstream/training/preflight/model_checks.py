@@ -16,10 +16,11 @@ from slipstream.model import (
     find_anatomy,
     load_config,
 )
-from slipstream.pipeline.families.causal_lm_stages import check_sharding, plan_shares
-from slipstream.pipeline.families.stage_layout import plan_layout
-from slipstream.pipeline.tuning import Tuner
-from slipstream.training.config import Config, ModelSection, named_schedule
+from slipstream.pipeline.families.causal_lm_layout import plan_layout
+from slipstream.pipeline.families.causal_lm_stages import plan_shares
+from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.tuning import make_tuner
+from slipstream.training.config import Config, ModelSection
 
 
 def load_model_config(model: ModelSection) -> Any:
@@ -39,19 +40,13 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
     check_length(model_config, config.training.seq_len, "training.seq_len")
     if config.model.pretrained:
         _check_weights(Path(str(config.model.path)))
-    if config.pipeline.self_check:
+    if config.runtime.self_check:
         with progress.waiting("checking that the model can be sliced"):
             check_sliceable(model_config)
     _check_layout(config, model_config)
-    parallel, precision = config.parallel, config.training.precision
+    parallel = config.parallel
     if parallel.tensor > 1:
         plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan)
-    if parallel.shard_parameters:
-        excluded = {
-            "parallel.shard_optimizer": parallel.shard_optimizer,
-            "training.precision": precision if precision == "bf16-weights" else None,
-        }
-        check_sharding(find_anatomy(model_config), parallel.tensor, excluded)
 
 
 def check_layers(config: Config, model_config: Any) -> None:
@@ -73,26 +68,11 @@ def check_layers(config: Config, model_config: Any) -> None:
 
 
 def _check_layout(config: Config, model_config: Any) -> None:
-    """Raises SlipstreamError where the stages, the schedule, recomputation and offloading don't go together."""
-    pipeline = config.pipeline
-    tuner = Tuner(
-        named_schedule(pipeline),
-        pipeline.num_ranks,
-        pipeline.num_microbatches,
-        pipeline.stages_per_rank,
-        pipeline.slices,
-        pipeline.num_flushes,
-    )
-    plan_layout(
-        model_config,
-        find_anatomy(model_config),
-        tuner.schedule,
-        tuner.slices,
-        pipeline.partition,
-        pipeline.recompute,
-        pipeline.offload,
-        config.training.seq_len,
-    )
+    """Raises SlipstreamError where options don't fit together, by the functions with which every rank checks them."""
+    options = PipelineOptions(**config.pipeline_options())
+    tuner = make_tuner(options, config.pipeline.num_ranks, default_slices=1)
+    anatomy, tensor_ranks = find_anatomy(model_config), config.parallel.tensor
+    plan_layout(model_config, anatomy, tuner.schedule, tuner.slices, options, tensor_ranks)
 
 
 def _check_weights(folder: Path) -> None:

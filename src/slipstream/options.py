@@ -1,0 +1,123 @@
+"""A pipeline's options by topic: arguments of `slipstream.Pipeline`, and sections of `slipstream train`'s YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+
+from slipstream.errors import SlipstreamError
+from slipstream.records import MOVED, Record
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("give a number")
+    return value
+
+
+def _dtype_name(value: Any) -> Any:
+    name = str(value).removeprefix("torch.")
+    if value is not None and name not in DTYPES:
+        raise ValueError(f"give a floating-point dtype, {', '.join(DTYPES)}, or torch.float32 and such")
+    return None if value is None else name
+
+
+Number = Annotated[PositiveFloat, BeforeValidator(_no_bool)]
+Count = Annotated[PositiveInt, BeforeValidator(_no_bool)]
+DType = Annotated[Any, BeforeValidator(_dtype_name)]  # a torch.dtype or its name, kept as its name
+
+
+class Memory(Record):
+    """How much memory a rank uses, and what it computes or moves to use less."""
+
+    section: ClassVar[str] = "memory"
+    recompute: Literal["none", "selective", "full", "segments"] | Count = "none"
+    """Which of a slice's activations are dropped after its forward and computed again before its backward: `none`;
+    `selective`, all but the outputs of matrix products and attention; `full`, all but keys and values; or the number of
+    layers of each stage, its first ones, that are recomputed in full (half a layer counts as one). Of an nn.Sequential
+    also `segments`: each stage of a microbatch is run again as a whole, as in GPipe section 2.3."""
+    offload: float = Field(default=0.0, ge=0, le=1)
+    """The share of each rank's slices, those that wait longest, whose activations are in host memory between forward
+    and backward: pinned memory with a GPU, else a file. Keys and values stay."""
+    limit: Number | None = None
+    """Bytes that each rank may hold, such as 12e9: parameters, gradients, AdamW's state, messages, activations, keys
+    and values. They are measured before the first step on a batch of a new shape; a schedule that holds more is
+    refused, and the schedule "auto" looks for one that doesn't."""
+    num_flushes: Count = 1
+    """How many times the pipeline is filled and drained in a step, so that no more than num_microbatches / num_flushes
+    microbatches hold activations at the same time (gradient accumulation)."""
+
+
+class Parallelism(Record):
+    """How ranks outside of the pipeline's axis share weights, tokens and the optimizer's state."""
+
+    section: ClassVar[str] = "parallel"
+    sequence_parallel: bool = False
+    """With tensor parallelism, whether its ranks also share the tokens of a slice where they would otherwise compute
+    the same: norms, residuals, dropout."""
+    tensor_plan: Mapping[str, str] | None = None
+    """With tensor parallelism, how linear layers are cut where the model doesn't say it itself, such as
+    {"model.layers.*.mlp.up_proj": "colwise"}."""
+    shard_optimizer: bool = False
+    """With data parallelism, whether each replica updates only its part of every parameter and keeps the optimizer's
+    state of that part alone (ZeRO-1)."""
+    shard_parameters: bool = False
+    """With data parallelism, whether each replica keeps only its part of every parameter between steps (ZeRO-3, by
+    FSDP2); the rest is gathered when a step begins, and released when a stage's gradients are reduced. Not with tensor
+    parallelism, tied weights or a master dtype."""
+
+
+class Precision(Record):
+    """The dtypes of parameters, each given as a torch.dtype or by its name; a float32 model stays float32 without."""
+
+    section: ClassVar[str] = "precision"
+    dtype: DType = None
+    """The dtype of the parameters that compute. Default: as they are."""
+    master_dtype: DType = None
+    """The dtype of what the optimizer updates, such as float32 with dtype bfloat16: `parameters` yields wider copies,
+    in whose dtype gradients are summed. Default: the parameters themselves."""
+
+
+class Runtime(Record):
+    """What happens around the computation: kernels, checks and patience."""
+
+    section: ClassVar[str] = "runtime"
+    fused: bool = False
+    """Whether norms and activations are compiled, each to one kernel; needs a compiler on every machine."""
+    self_check: bool = True
+    """Whether a toy of the same architecture, sliced, is compared with the same toy unsliced before training (a
+    second); with tensor parallelism also cut over its ranks and whole."""
+    timeout: timedelta = timedelta(minutes=10)
+    """How long a rank waits for a message before it gives up; in YAML, in seconds."""
+
+
+class Layers(Record):
+    """What is to be known about the layers of an nn.Sequential."""
+
+    section: ClassVar[str] = "layers"
+    costs: list[float] | None = None
+    """What each layer costs, nested ones counted one by one, in any unit, for partition="auto"."""
+    example: Any = None
+    """Inputs like those of a microbatch, from which costs are counted where they aren't given; needed with slices,
+    whose self-check runs on it."""
+    batch_norm_over_replicas: bool = False
+    """Whether the moving averages of batch norms are over all replicas."""
+
+
+_RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
+
+
+def refuse_old_arguments(given: Mapping[str, Any]) -> None:
+    """Raises SlipstreamError for an argument that lies in a record now, and TypeError for one that never was."""
+    for name, value in given.items():
+        if name not in MOVED:
+            raise TypeError(f"Pipeline() got an unexpected keyword argument {name!r}")
+        section, option = MOVED[name].split(".")
+        record = _RECORDS[section].__name__
+        shown = repr(value) if isinstance(value, (str, int, float)) else "..."
+        raise SlipstreamError(f"{name}={shown} is now {section}=slipstream.{record}({option}={shown})")
