@@ -16,7 +16,8 @@ from transformers import LlamaConfig
 from benchmarks.harness import restart_in_environment, setting, write
 from slipstream.planner.costs import AnalyticSource, load_cluster
 from slipstream.planner.search import search_plans
-from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
+from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.profiler import count_model
 
 REPEATS = 3  # of computing all bounds

@@ -33,7 +33,8 @@ from slipstream import Memory, Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
 from slipstream.planner.costs import Profile, ProfileSource
 from slipstream.planner.plans import Configuration, Prediction
-from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
+from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, predict
 from slipstream.profiler import ProfileSettings, profile_model
 from slipstream.profiler.link_measurement import measure_link
@@ -234,7 +235,7 @@ def main() -> None:
     profiled.close()
     pace.note()
     assert isinstance(profile, Profile)
-    source = ProfileSource(profile, 2, None)
+    source = ProfileSource(profile, 2)
     rows = []
     for batch, length in BATCHES:
         rows += compare(source, batch, length, options.repeats, pace)

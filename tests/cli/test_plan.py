@@ -17,8 +17,9 @@ import slipstream
 from slipstream.cli.plan import plan as command
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
+from slipstream.planner.search import make_options
+from slipstream.planning.model_source import model_section
 from slipstream.planning.plan_file import plan_settings, write_plan_file
-from slipstream.planning.plan_model import make_options, model_section
 from slipstream.profiler import ProfileSettings, profile_model
 from slipstream.training.config import load_config
 from slipstream.units import count_text, seconds_text
@@ -135,7 +136,7 @@ def test_the_plan_file_reads_back_as_a_configuration(changes: dict[str, int], be
     shown = replace(plan, predictions=plan.predictions[best:])
     path = tmp_path / "plan.yaml"
     sizes = {"num_hidden_layers": 16, "max_position_embeddings": 4096}
-    write_plan_file(shown, {"config": {"model_type": "llama", **sizes}}, "bfloat16", path)
+    write_plan_file(shown, {"config": {"model_type": "llama", **sizes}}, path)
     config = load_config(path, ["--data.corpus=python-stdlib", "--training.output=x", "--training.steps=1"])
     predicted, chosen = shown.best, shown.best.configuration
     pipeline = config.pipeline
@@ -158,16 +159,14 @@ def test_what_is_written_of_a_model_is_what_was_given(model: Path, tmp_path: Pat
     assert model_section(llama())["config"]["hidden_size"] == 32
     with pytest.raises(SlipstreamError, match="a counted model can't be trained"):
         model_section(MODEL)
-    assert plan_settings(make_plan(), {"path": "x"}, "float16")["training"] == {"seq_len": 4096, "batch_size": 2}
+    assert plan_settings(make_plan(dtype="float16"), {"path": "x"})["training"] == {"seq_len": 4096, "batch_size": 2}
 
 
 def test_files_are_replaced_only_when_told(model: Path, cluster: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.yaml"
     plan_file(model, cluster, output, tensor_parallel="1")
     before = output.read_text()
-    with pytest.raises(
-        SlipstreamError, match=r"--output=.* exists; choose another file, or replace it with --overwrite"
-    ):
+    with pytest.raises(SlipstreamError, match=r"--output=.* exists; choose another file, or give --overwrite"):
         plan_file(model, cluster, output, tensor_parallel="2")
     with pytest.raises(SlipstreamError, match=r"--report=.* exists"):
         plan_file(model, cluster, tmp_path / "b.yaml", report=output)
@@ -255,7 +254,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
         ({"offload": "1.5"}, "offload=1.5: give the share of slices"),
         ({"memory_limit": 80.0}, "memory_limit=80.0 is implausible, it is in bytes: type 80e9"),
         ({"num_ranks": 2}, "num_ranks=2 is for a profile"),
-        ({"output": Path("/no/plan.yaml")}, "there is no folder /no; make it first"),
+        ({"output": Path("/no/plan.yaml")}, "there is no folder /no; create it first"),
     ],
 )
 def test_bad_input_writes_nothing(

@@ -49,6 +49,7 @@ def make_plan(num_ranks: int = 4, num_slices: int = 4, num_microbatches: int = 2
         "model": "llama <16 layers> & more",
         "cluster": "h100-dgx",
         "num_devices": num_ranks,
+        "dtype": "bfloat16",
         "seq_len": SEQ_LEN,
         "global_batch": num_microbatches,
         "predictions": (best, second, third),

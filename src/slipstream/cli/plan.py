@@ -1,4 +1,4 @@
-"""`slipstream plan`: which degrees, schedule, slices and memory savings to train a model with on a cluster, and why."""
+"""`slipstream plan`: the degrees, schedule, slices and memory savings that train a model fastest on a cluster."""
 
 from __future__ import annotations
 
@@ -21,47 +21,54 @@ _FILE_COLUMNS = 140  # where the output isn't a terminal's
 
 
 def _choices(what: str) -> Any:
-    return typer.Option(help=f"{what}; several with commas. Default: all that can be.", metavar="LIST")
+    return typer.Option(help=f"{what}; separate several with commas. Default: all possible values.", metavar="LIST")
 
 
 def plan(
     model: Annotated[
         str, typer.Argument(help="A model's folder, hub name, config.json, or a training configuration (.yaml).")
     ],
-    cluster: Annotated[
-        str, typer.Argument(help="A cluster's name or file (.yaml), or a profile that was measured (.json).")
-    ],
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)],
-    global_batch: Annotated[int, typer.Option(help="Sequences of a step, on all devices together.", min=1)],
+    cluster: Annotated[str, typer.Argument(help="A cluster's name or file (.yaml), or a measured profile (.json).")],
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)],
+    global_batch: Annotated[int, typer.Option(help="Sequences per step, over all devices.", min=1)],
     num_nodes: Annotated[
-        int | None, typer.Option(help="Nodes of the cluster, if not those it is described with.", min=1)
+        int | None, typer.Option(help="Nodes of the cluster. Default: as in its description.", min=1)
     ] = None,
     num_ranks: Annotated[
-        int | None, typer.Option(help="With a profile: ranks of the pipeline. Default: as were profiled.", min=1)
+        int | None,
+        typer.Option(help="With a profile: ranks of the pipeline. Default: as in the profile.", min=1),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="What the model computes in. Default: bfloat16, or what was profiled.")
+        str | None, typer.Option(help="The dtype in which the model computes. Default: bfloat16, or the profiled one.")
     ] = None,
-    tensor_parallel: Annotated[_List, _choices("Devices that share every layer")] = None,
-    pipeline_parallel: Annotated[_List, _choices("Ranks of a pipeline")] = None,
-    data_parallel: Annotated[_List, _choices("Pipelines that share a batch")] = None,
-    stages_per_rank: Annotated[_List, _choices("Stages of a rank")] = None,
+    tensor_parallel: Annotated[_List, _choices("Tensor-parallel degrees: devices that share every layer")] = None,
+    pipeline_parallel: Annotated[_List, _choices("Ranks per pipeline")] = None,
+    data_parallel: Annotated[_List, _choices("Data-parallel degrees: pipelines that share a batch")] = None,
+    stages_per_rank: Annotated[_List, _choices("Stages per rank")] = None,
     schedule: Annotated[_List, _choices("Schedules, by name")] = None,
-    microbatch_size: Annotated[_List, _choices("Sequences of a microbatch")] = None,
-    num_slices: Annotated[_List, _choices("Token slices of a sequence")] = None,
-    recompute: Annotated[_List, _choices("none, selective, full")] = None,
-    offload: Annotated[_List, _choices("Share of the slices whose activations wait in host memory, 0 to 1")] = None,
-    shard_optimizer: Annotated[_List, _choices("yes, no: optimizer state spread over the pipelines")] = None,
+    microbatch_size: Annotated[_List, _choices("Sequences per microbatch")] = None,
+    num_slices: Annotated[_List, _choices("Token slices per sequence")] = None,
+    recompute: Annotated[_List, _choices("Recomputation: none, selective, full")] = None,
+    offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
+    shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
     memory_limit: Annotated[
-        float | None, typer.Option(help="Bytes of a device that may be used, as 70e9. Default: all.", metavar="BYTES")
+        float | None,
+        typer.Option(help="Bytes of a device to use, such as 70e9. Default: all.", metavar="BYTES"),
     ] = None,
-    output: Annotated[Path, typer.Option(help="The plan file, for `slipstream train`.")] = Path("plan.yaml"),
-    report: Annotated[Path | None, typer.Option(help="An HTML page with the plan, its timeline and memory.")] = None,
+    output: Annotated[Path, typer.Option(help="The plan file to write, for `slipstream train`.")] = Path("plan.yaml"),
+    report: Annotated[Path | None, typer.Option(help="An HTML report of the plan, its timeline and memory.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
-    top: Annotated[int, typer.Option(help="Plans that are shown.", min=1)] = 5,
+    top: Annotated[int, typer.Option(help="The number of plans to show.", min=1)] = 5,
 ) -> None:
-    """Find the fastest way to train MODEL on CLUSTER that fits its memory, and say why it is."""
-    lists = {
+    """Find the fastest configuration to train MODEL on CLUSTER that fits its memory, and say why it is the fastest."""
+    settings: dict[str, Any] = {
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "num_nodes": num_nodes,
+        "num_ranks": num_ranks,
+        "dtype": dtype,
+        "memory_limit": memory_limit,
+        "num_best": top,
         "tensor_parallel": _parse("tensor-parallel", tensor_parallel, int),
         "pipeline_parallel": _parse("pipeline-parallel", pipeline_parallel, int),
         "data_parallel": _parse("data-parallel", data_parallel, int),
@@ -73,24 +80,17 @@ def plan(
         "offload": _parse("offload", offload, float),
         "shard_optimizer": _parse("shard-optimizer", shard_optimizer, _yes_or_no),
     }
-    settings: dict[str, Any] = {
-        "seq_len": seq_len,
-        "global_batch": global_batch,
-        "num_nodes": num_nodes,
-        "num_ranks": num_ranks,
-    }
-    settings |= lists | {"dtype": dtype, "memory_limit": memory_limit, "num_best": top}
     _run(model, cluster, settings, output, report, overwrite)
 
 
 def _parse(option: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
-    """The values of a list with commas."""
+    """Returns the values of a list separated by commas."""
     if text is None:
         return None
     try:
         return [kind(part.strip()) for part in text.split(",")]
     except ValueError as error:
-        raise SlipstreamError(f"--{option}={text} can't be read ({error}); give values with commas between") from None
+        raise SlipstreamError(f"--{option}={text} can't be read ({error}); give values separated by commas") from None
 
 
 def _yes_or_no(text: str) -> bool:
@@ -108,14 +108,12 @@ def _run(
     if report is not None:
         check_new_file(report, "--report", overwrite)
     with _progress() as progress:
-        from slipstream.planning.plan_model import DTYPE, find_profile, model_section
+        from slipstream.planning.model_source import model_section
         from slipstream.planning.plan_model import plan as find_plan
 
-        section = model_section(model)
-        profile = find_profile(cluster)
         found = find_plan(model, cluster, progress=progress, **settings)
     _print(found)
-    write_plan_file(found, section, settings["dtype"] or (profile.dtype if profile else DTYPE), output)
+    write_plan_file(found, model_section(model), output)
     if report is not None:
         from slipstream.planner.report.html_page import write_report
 
@@ -125,7 +123,7 @@ def _run(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A line on the terminal that says what is being done; nothing elsewhere."""
+    """Shows on a terminal what is being done."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -162,7 +160,7 @@ def _print(plan: Plan) -> None:
 
 
 def _predictions(plan: Plan) -> Table:
-    """The best plans, choices that are the same in every row left out."""
+    """Returns the table of the best plans, without the choices that are the same in every row."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -176,7 +174,7 @@ def _predictions(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    """The fullest rank of the best plan, by kind."""
+    """Returns the table of what the best plan's fullest rank holds."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -92,6 +92,7 @@ class Plan:
     model: str
     cluster: str
     num_devices: int
+    dtype: str
     seq_len: int
     global_batch: int
     predictions: tuple[Prediction, ...]

@@ -14,34 +14,38 @@ from slipstream.planner import Plan
 from slipstream.version import __version__
 
 _PRECISIONS = {"float32": "float32", "bfloat16": "bf16-weights"}
-_DIGITS = 6  # of predicted numbers
+_DIGITS = 6  # of the predicted numbers that are written
 
 
 def check_new_file(path: Path, option: str, overwrite: bool) -> None:
-    """The folder is there, and nothing is replaced unasked."""
-    if not path.parent.is_dir():
-        raise SlipstreamError(f"{option}={path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not overwrite:
-        raise SlipstreamError(f"{option}={path} exists; choose another file, or replace it with --overwrite")
+    """Checks that a file can be written.
 
-
-def write_plan_file(plan: Plan, model: dict[str, Any], dtype: str, path: Path) -> None:
-    """Write the best plan; `model` is the `model` section of a training configuration.
-
-    What it lacks to be a whole configuration is the text and where the results go.
+    Raises:
+        SlipstreamError: where its folder doesn't exist, or the file does and `overwrite` is False.
     """
-    text = yaml.safe_dump(plan_settings(plan, model, dtype), sort_keys=False, default_flow_style=None, width=120)
+    if not path.parent.is_dir():
+        raise SlipstreamError(f"{option}={path}: there is no folder {path.parent}; create it first")
+    if path.exists() and not overwrite:
+        raise SlipstreamError(f"{option}={path} exists; choose another file, or give --overwrite to replace it")
+
+
+def write_plan_file(plan: Plan, model: dict[str, Any], path: Path) -> None:
+    """Writes the best plan as a training configuration, without the text to train on and the folder for results.
+
+    `model` is the configuration's `model` section.
+    """
+    text = yaml.safe_dump(plan_settings(plan, model), sort_keys=False, default_flow_style=None, width=120)
     head = "# Written by `slipstream plan`.\n"
     train = f"# slipstream train {path} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10\n"
     path.write_text(head + train + text, encoding="utf-8")
 
 
-def plan_settings(plan: Plan, model: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The best plan as nested dictionaries of a training configuration."""
+def plan_settings(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
+    """Returns the best plan as the nested dictionaries of a training configuration."""
     best, chosen = plan.best, plan.best.configuration
     training: dict[str, Any] = {"seq_len": plan.seq_len, "batch_size": plan.global_batch}
-    if dtype in _PRECISIONS:
-        training["precision"] = _PRECISIONS[dtype]
+    if plan.dtype in _PRECISIONS:
+        training["precision"] = _PRECISIONS[plan.dtype]
     return {
         "model": model,
         "pipeline": {
@@ -59,18 +63,18 @@ def plan_settings(plan: Plan, model: dict[str, Any], dtype: str) -> dict[str, An
             "shard_optimizer": chosen.shard_optimizer,
         },
         "training": training,
-        "plan": {"predicted": _predicted(plan, dtype)},
+        "plan": {"predicted": _predicted(plan)},
     }
 
 
-def _predicted(plan: Plan, dtype: str) -> dict[str, Any]:
-    """What is only told."""
+def _predicted(plan: Plan) -> dict[str, Any]:
+    """What training doesn't read: the predictions, and what they are based on."""
     best = plan.best
     return {
         "model": plan.model,
         "cluster": plan.cluster,
         "num_devices": plan.num_devices,
-        "dtype": dtype,
+        "dtype": plan.dtype,
         "step_seconds": _rounded(best.step_seconds),
         "tokens_per_second": _rounded(best.tokens_per_second),
         "mfu": None if best.mfu is None else _rounded(best.mfu),

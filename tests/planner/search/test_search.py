@@ -25,7 +25,8 @@ from slipstream.planner.costs import (
 from slipstream.planner.costs.cluster import Cluster, load_cluster, parse_cluster
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search import search_plans
-from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
+from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
 from slipstream.simulator import Kind, Unit, memory_of

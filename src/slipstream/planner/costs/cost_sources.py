@@ -31,6 +31,7 @@ class CostSource(Protocol):
     devices_per_node: int
     memory: float  # bytes of a device
     state: StateBytes
+    dtype: str  # in which the model computes
     recomputations: tuple[str, ...]  # the values of `recompute` whose times are known
 
     def tensor_parallel_degrees(self) -> tuple[int, ...]:
@@ -76,7 +77,7 @@ class AnalyticSource:
         self.kinds = model.kinds
         self.num_devices, self.devices_per_node = cluster.num_devices, cluster.devices_per_node
         self.memory = cluster.device.memory
-        self.state = StateBytes.of(model.dtype)
+        self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
         cluster.device.matmul_flops(model.dtype, 1)  # raises where the dtype has no peak
 
     def tensor_parallel_degrees(self) -> tuple[int, ...]:
@@ -126,15 +127,15 @@ class ProfileSource:
     devices_per_node = 2**62
     recomputations: tuple[str, ...] = ("none", "full")
 
-    def __init__(self, profile: Profile, num_ranks: int, memory: float | None) -> None:
+    def __init__(self, profile: Profile, num_ranks: int) -> None:
         if num_ranks < 1:
             raise SlipstreamError(f"num_ranks={num_ranks}: a plan needs at least one rank.")
         self.profile = profile
         self.name = f"{profile.model.model_type}, {profile.model.num_layers} layers of {profile.model.hidden_size}"
         self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
         self.kinds, self.num_devices = profile.kinds, num_ranks
-        self.memory = float("inf") if memory is None else memory
-        self.state = StateBytes(4, 4, 8)
+        self.memory = float("inf")
+        self.dtype, self.state = profile.dtype, StateBytes(4, 4, 8)
 
     def tensor_parallel_degrees(self) -> tuple[int, ...]:
         return (1,)

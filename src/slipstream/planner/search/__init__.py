@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.planner.search.plan_options import PlanOptions, check_count, make_options
 from slipstream.planner.search.plan_search import search_plans
-from slipstream.planner.search.plan_space import PlanOptions
 
-__all__ = ["PlanOptions", "search_plans"]
+__all__ = ["PlanOptions", "check_count", "make_options", "search_plans"]

@@ -9,7 +9,8 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plans import Configuration
 from slipstream.planner.report import configuration_text
-from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
+from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit
 from slipstream.units import bytes_text
 

@@ -16,7 +16,8 @@ from slipstream.planner.costs import CostSource
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.planner.search.memory_bound import rank_actions
 from slipstream.planner.search.memory_shortfall import explain_misfit
-from slipstream.planner.search.plan_space import PlanOptions, PlanSpace
+from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.schedule_cache import cached_schedule
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.simulator import simulate
@@ -80,6 +81,7 @@ def search_plans(
         model=source.name,
         cluster=source.hardware,
         num_devices=source.num_devices,
+        dtype=source.dtype,
         seq_len=seq_len,
         global_batch=global_batch,
         predictions=tuple(best),

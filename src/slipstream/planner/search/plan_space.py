@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -14,6 +13,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import CostSource, StageCosts
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
+from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.step_bounds import Bounds, PlacedPartition, RankSizes, Shared, StageTimes, TailSeconds
 from slipstream.planner.slicing import equal_time_slices
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
@@ -25,29 +25,6 @@ _MOST_TENSOR_PARALLEL_NODES = 2
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced: beyond, that takes a second for each cut
 _SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")  # their backwards are I and W
 _SCHEDULES = tuple(name for name in GENERATORS if name != "gpipe")  # 1f1b is as fast and holds less
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What a plan may choose from; None: whatever divides. Raises SlipstreamError in the search for what can't be."""
-
-    tensor_parallel: tuple[int, ...] | None = None
-    pipeline_parallel: tuple[int, ...] | None = None
-    data_parallel: tuple[int, ...] | None = None
-    stages_per_rank: tuple[int, ...] | None = None
-    schedule: tuple[str, ...] | None = None
-    microbatch_size: tuple[int, ...] | None = None
-    num_slices: tuple[int, ...] | None = None
-    recompute: tuple[str, ...] | None = None
-    offload: tuple[float, ...] | None = None
-    shard_optimizer: tuple[bool, ...] | None = None
-    memory_limit: float | None = None  # bytes a device may use; default: all it has
-    num_simulated: int = 50  # configurations that are simulated, at most
-    num_best: int = 5  # configurations that are reported
-
-    def allows(self, choice: str, value: object) -> bool:
-        values = getattr(self, choice)
-        return values is None or value in values
 
 
 class PlanSpace:
