@@ -1,37 +1,99 @@
-"""All benchmarks, one after the other: `python -m benchmarks`. Leave the machine alone meanwhile."""
+"""Runs benchmarks one after the other. Leave the machine alone meanwhile.
+
+python -m benchmarks                  # all that a CPU can measure; writes their records
+python -m benchmarks --list           # says what each one measures
+python -m benchmarks --trial          # few cases of small size, written to a temporary folder: does everything run?
+python -m benchmarks attention zero3  # these only
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import os
+import shlex
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
-ALL = [
-    "command_line",
-    "attention",
-    "executor_overhead",
-    "memory",
-    "profile_fit",
-    "slicing",
-    "schedule_search",
-    "papers",
-    "predicted",
-    "token_slices",
-    "plan_search",
-    "planned",
-    "checkpoint",
-    "zero3",
-    "fused",
-    "gpipe.memory",
-    "gpipe.throughput",
-    "gpipe.breakdown",
-    "gpipe.peers",
-]
+FOLDER = Path(__file__).parent
+PROFILE = FOLDER.parent / "examples" / "profiles" / "xeon-two-processes.json"
+# The arguments of a trial run, by program.
+TRIALS = {
+    "command_line": "",
+    "attention": "--length 256 --slices 2 --repeats 1",
+    "executor_overhead": "--length 128 --repeats 1",
+    "memory": "",
+    "profile_fit": "--length 256 --granularity 64 --budget 5 --repeats 1",
+    "slicing": "--repeats 1",
+    "schedule_search": "",
+    "papers": "",
+    "papers.figure3": str(PROFILE),
+    "predicted": "",
+    "token_slices": "--lengths 256 --sequences --ours whole --repeats 1 --warmups 1 --steps 1",
+    "plan_search": "",
+    "planned": "--budget 5 --repeats 1",
+    "checkpoint": "--length 64 --steps 1 --repeats 1",
+    "zero3": "--length 64 --repeats 1",
+    "fused": "--toy --device cpu",
+    "gpipe.memory": "formula",
+    "gpipe.throughput": "--repeats 1",
+    "gpipe.breakdown": "--repeats 1",
+    "gpipe.peers": "--rows 8 --image-size 32 --repeats 2 --schedules gpipe",
+    "loss_curves": "",
+    "exactness": "--most 1",
+    "same_numbers": "",
+    "slow_link": "--length 128 --megabits 1000 --repeats 1",
+    "gpu_layers": "--toy --device cpu",
+    "gpu_profile": "--toy --device cpu --budget 5",
+}
+ON_REQUEST = {
+    "papers.figure3",
+    "loss_curves",
+    "exactness",
+    "same_numbers",
+    "slow_link",
+    "gpu_layers",
+    "gpu_profile",
+}  # a GPU, root or an hour
+
+
+def first_line(name: str) -> str:
+    """Returns what a program says that it measures."""
+    path = FOLDER.joinpath(*name.split("."))
+    source = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    return (ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "").splitlines()[0]
+
+
+def run(name: str, arguments: str, environment: dict[str, str]) -> bool:
+    """Runs a program; whether it ended well."""
+    print(f"\n== {name} {arguments}", flush=True)
+    began = time.perf_counter()
+    command = [sys.executable, "-m", f"benchmarks.{name}", *shlex.split(arguments)]
+    ended = subprocess.run(command, env=os.environ | environment)
+    print(f"== {name}: {time.perf_counter() - began:.0f} s", flush=True)
+    return ended.returncode == 0
 
 
 def main() -> None:
-    for name in ALL:
-        print(f"\n== {name}", flush=True)
-        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks; all where none is given")
+    parser.add_argument("--list", action="store_true", help="say what each one measures, and end")
+    parser.add_argument("--trial", action="store_true", help="few cases of small size, in a temporary folder")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(TRIALS):
+        parser.error(f"there is no benchmark {min(unknown)!r}; choose from {', '.join(TRIALS)}")
+    if options.list:
+        print("\n".join(f"{name:18} {first_line(name)}" for name in TRIALS))
+        return
+    names = options.names or [name for name in TRIALS if options.trial or name not in ON_REQUEST]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"BENCHMARK_TRIAL": folder} if options.trial else {}
+        failed = [name for name in names if not run(name, TRIALS[name] if options.trial else "", environment)]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

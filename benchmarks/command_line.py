@@ -5,6 +5,7 @@ python -m benchmarks.command_line                  # prints the median, writes r
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ def timed(*command: str) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     program = str(Path(sys.executable).with_name("slipstream"))
     contenders = {
         "slipstream --help": lambda: timed(program, "--help"),

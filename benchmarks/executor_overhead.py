@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import restart_in_environment, setting, write
+from benchmarks.harness import few, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Action, Op, Pipeline, Runtime, simulate
 from slipstream.model import TensorSpec
@@ -106,7 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []
-    for sequences, microbatches, slices in CASES:
+    for sequences, microbatches, slices in few(CASES):
         length = options.length // sequences
         rows.append(measure(sequences, microbatches, slices, length, options.repeats))
         if dist.get_rank() == 0:

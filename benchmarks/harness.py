@@ -1,4 +1,7 @@
-"""Gives every benchmark its environment, its processes, interleaved medians, and the record that it leaves."""
+"""Gives every benchmark its environment, its processes, interleaved medians, and the record that it leaves.
+
+`python -m benchmarks --trial` sets BENCHMARK_TRIAL to a folder: then programs take few cases and write there.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,30 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.records import RESULTS, provenance
 from slipstream.launch.local_ranks import MALLOC
 
 ENVIRONMENT = MALLOC | {"OMP_NUM_THREADS": "1"}  # what `slipstream train` gives its ranks on a CPU
+TRIAL = "BENCHMARK_TRIAL"
+T = TypeVar("T")
+
+
+def is_trial() -> bool:
+    return TRIAL in os.environ
+
+
+def few(cases: Sequence[T], most: int = 1) -> Sequence[T]:
+    """Returns all cases, or in a trial run the first ones."""
+    return cases[:most] if is_trial() else cases
+
+
+def destination(path: Path) -> Path:
+    """Returns where to write a file: at `path`, or in a trial run a file of its name in the trial's folder."""
+    return Path(os.environ[TRIAL]) / path.name if is_trial() else path
 
 
 def in_environment() -> bool:
@@ -79,7 +99,6 @@ def setting(**more: object) -> dict[str, object]:
 
 def write(name: str, report: dict[str, object]) -> Path:
     """Writes a record to results/, with the commit and the hash of the sources that it is of; returns its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = destination(RESULTS / f"{name}.json")
     path.write_text(json.dumps({"of": provenance(name), **report}, indent=2) + "\n")
     return path

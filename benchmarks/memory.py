@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from benchmarks.harness import restart_in_environment, setting, write
+from benchmarks.harness import few, restart_in_environment, setting, write
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
 from slipstream.simulator.memory_account import rank_memory
@@ -93,7 +93,7 @@ def run_rank(path: Path) -> None:
     """What every process does; the first one writes what all found."""
     dist.init_process_group("gloo")
     rows = []
-    for case in cases():
+    for case in few(list(cases())):
         try:
             mine: dict[str, Any] = measure(case)
         except SlipstreamError as error:  # on every rank
@@ -122,7 +122,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # where the processes leave what they found
     options = parser.parse_args(arguments)
     if options.rank_of:
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     restart_in_environment()
     print("ranks, batch, schedule, slices, recompute, offload; simulated/measured MiB of every rank; largest error")
     rows: list[dict[str, Any]] = []
-    for num_ranks in RANKS:
+    for num_ranks in few(RANKS):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rows.json"
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]

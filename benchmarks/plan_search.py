@@ -7,13 +7,14 @@ On one core. Calculon (Isaev et al., SC 2023) reports 148 configurations a secon
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from typing import Any
 
 from transformers import LlamaConfig
 
-from benchmarks.harness import restart_in_environment, setting, write
+from benchmarks.harness import few, restart_in_environment, setting, write
 from slipstream.planner.costs import AnalyticSource, load_cluster
 from slipstream.planner.search import search_plans
 from slipstream.planner.search.plan_options import PlanOptions
@@ -73,10 +74,11 @@ def measure(name: str, cluster: str, num_nodes: int, seq_len: int, global_batch:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     restart_in_environment()
     measure(*CASES[0])  # loads and warms everything up
     rows = []
-    for case in CASES:
+    for case in few(CASES):
         rows.append(measure(*case))
         row = rows[-1]
         print(

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from scipy.stats import spearmanr
 from torch import nn
 
-from benchmarks.harness import restart_in_environment, setting, write
+from benchmarks.harness import destination, few, restart_in_environment, setting, write
 from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.token_slices import Unsliced
@@ -166,7 +166,7 @@ def measure(space: PlanSpace, configuration: Configuration, repeats: int, pace: 
 
 def compare(source: ProfileSource, batch: int, length: int, repeats: int, pace: Pace) -> list[dict[str, Any]]:
     space, rows = PlanSpace(source, length, batch, PlanOptions()), []
-    for schedule, stages, slices, recompute in CONFIGURATIONS:
+    for schedule, stages, slices, recompute in few(CONFIGURATIONS, 3):
         configuration = Configuration(1, 2, 1, stages, schedule, 1, slices, recompute, 0.0, False)
         rows.append(measure(space, configuration, repeats, pace))
         print(line(rows[-1]), flush=True)
@@ -208,7 +208,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
         "mean error unpaced": statistics.mean(unpaced),
         "mean error of the memory": statistics.mean(memory),
         "largest of the memory": max(memory),
-        "chosen over best measured, worst batch": max(_regret(rows, batch) for batch in BATCHES),
+        "chosen over best measured, worst batch": max(_regret(rows, batch) for batch in few(BATCHES)),
     }
 
 
@@ -237,7 +237,7 @@ def main() -> None:
     assert isinstance(profile, Profile)
     source = ProfileSource(profile, 2)
     rows = []
-    for batch, length in BATCHES:
+    for batch, length in few(BATCHES):
         rows += compare(source, batch, length, options.repeats, pace)
     pace.close()
     print(summary(rows))
@@ -247,8 +247,8 @@ def main() -> None:
         "summary": summary(rows),
         "rows": rows,
     }
-    profile.save(PROFILE)
-    print(f"wrote {write('planned', report)} and {PROFILE}", flush=True)
+    profile.save(destination(PROFILE))
+    print(f"wrote {write('planned', report)} and {destination(PROFILE)}", flush=True)
 
 
 if __name__ == "__main__":

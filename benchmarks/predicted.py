@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from scipy.stats import spearmanr
 
-from benchmarks.harness import restart_in_environment, setting, write
+from benchmarks.harness import few, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.waterfall import WithoutLinks
 from slipstream import Pipeline, Runtime, Schedule, make_schedule, simulate
@@ -118,7 +118,7 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
     rows = []
-    for counts in ONE_PROCESS if options.ranks == 4 else TWO_PROCESSES:
+    for counts in few(ONE_PROCESS if options.ranks == 4 else TWO_PROCESSES):
         found = measure(options.ranks, *counts)
         rows += found
         if dist.get_rank() == 0:

@@ -13,7 +13,7 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import RESULTS, restart_in_environment, setting, write
+from benchmarks.harness import RESULTS, destination, restart_in_environment, setting, write
 from benchmarks.peers import NUM_LAYERS, model_config
 from slipstream.planner.costs import OPS, Profile
 from slipstream.profiler import ProfileSettings, profile_model
@@ -100,7 +100,7 @@ def main() -> None:
         show(profile, fits, stages)
         mean = statistics.mean(abs(float(row["error"])) for row in stages)  # type: ignore[arg-type]
         print(f"mean error of composed stages {mean:.2%}")
-        profile.save(RESULTS / "profile_fit.profile.json")
+        profile.save(destination(RESULTS / "profile_fit.profile.json"))
         report = {
             "setting": setting(tokens=options.length, budget=options.budget, repeats=options.repeats),
             "held-out error": profile.error,

@@ -19,6 +19,7 @@ the levels of FACTORS. The forwards of one microbatch through one rank's layers 
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
@@ -33,7 +34,7 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from benchmarks.harness import setting, write
+from benchmarks.harness import few, setting, write
 from slipstream.planner.order.best_order import best_hand_written, find_order, step_lower_bound
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost, simulate
@@ -162,8 +163,9 @@ def timed_16_cubed() -> dict[str, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        rows = list(pool.map(compare, range(NUM_PROBLEMS), chunksize=4))
+        rows = list(pool.map(compare, few(range(NUM_PROBLEMS), 4), chunksize=4))
     report: dict[str, object] = {
         "setting": setting(),
         "bound": inspect.getdoc(step_lower_bound),

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
+from benchmarks.harness import few, interleaved, medians, restart_in_environment, setting, write
 from slipstream.array_types import Floats
 from slipstream.planner.slicing.branch_and_bound import minimize
 from slipstream.planner.slicing.shortest_path import CutPath, PathSearch, search_compiled, search_numpy, shortest_path
@@ -140,7 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     restart_in_environment()
     rows = []
-    for case in CASES:
+    for case in few(CASES):
         rows.append(measure(*case, options.repeats))
         print(rows[-1], flush=True)
     details = {"length": LENGTH, "granularity": GRANULARITY, "epsilon_seconds": EPSILON, "repeats": options.repeats}

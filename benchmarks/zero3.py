@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import RESULTS, interleaved, medians, restart_in_environment, setting, write
+from benchmarks.harness import RESULTS, few, interleaved, medians, restart_in_environment, setting, write
 from benchmarks.isolated import Contender
 from benchmarks.papers.zero3 import exchanged, table_2, zero3_bytes
 from benchmarks.peers import model_config, whole_model
@@ -224,7 +224,7 @@ def main() -> None:
     predicted = table_2()
     show_predictions(predicted)
     rows = []
-    for num_processes, sequences in CASES:
+    for num_processes, sequences in few(CASES):
         if num_processes in options.processes:
             rows.append(compare(num_processes, sequences, options.length, options.repeats))
             show(rows[-1])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.gpipe.balance import for_flush
 from benchmarks.gpipe.layer_times import measure
 from benchmarks.gpipe.models import SMALL, Case
-from benchmarks.harness import restart_in_environment, setting, write
+from benchmarks.harness import few, restart_in_environment, setting, write
 from benchmarks.waterfall import waterfall
 from slipstream import Memory, Pipeline, Schedule
 from slipstream.timeline import Timeline
@@ -112,9 +112,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = []
-    for name, (case, rows) in SMALL.items():
+    for name, (case, rows) in few(list(SMALL.items())):
         for recompute in ("full", "none"):
-            for num_microbatches in MICROBATCHES:
+            for num_microbatches in few(MICROBATCHES):
                 found.append(row(name, case, rows, recompute, num_microbatches, options.repeats))
                 if dist.get_rank() == 0:
                     seconds = found[-1]["seconds"]

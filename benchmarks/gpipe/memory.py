@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpipe.memory_fit import draw, fit
+from benchmarks.gpipe.memory_fit import PICTURE, draw, fit
 from benchmarks.gpipe.memory_worker import Held, held
 from benchmarks.gpipe.models import amoebanet, transformer
-from benchmarks.harness import restart_in_environment, setting, write
+from benchmarks.harness import destination, few, restart_in_environment, setting, write
 
 BUDGET = 256 * 2**20  # bytes of a rank
 ROWS = 64  # of the formula's batches, N
@@ -55,10 +55,9 @@ def formula_row(num_ranks: int, num_microbatches: int, num_layers: int, recomput
 
 
 def formula_rows(num_ranks: int) -> Iterator[Row]:
-    for k, m, layers in FORMULA:
-        if k == num_ranks:
-            for recompute in WAYS:
-                yield formula_row(k, m, layers, recompute)
+    for k, m, layers in few([case for case in FORMULA if case[0] == num_ranks]):
+        for recompute in WAYS:
+            yield formula_row(k, m, layers, recompute)
 
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
@@ -133,7 +132,7 @@ def record(what: str) -> Path:
     report: Row = {"setting": setting(), "rows": rows}
     if what == "formula":
         report |= {"fits": fit(rows)}
-        draw(rows, report["fits"])
+        draw(rows, report["fits"], destination(PICTURE))
     return write("gpipe_memory_" + what.lower().replace("-", "_"), report)
 
 

@@ -58,7 +58,7 @@ def fitted(row: Row, fits: dict[str, Any]) -> float:
     return sum(size * terms[name](row) for name, size in fits[row["recompute"]]["bytes"].items())
 
 
-def draw(rows: Sequence[Row], fits: dict[str, Any], path: Path = PICTURE) -> None:
+def draw(rows: Sequence[Row], fits: dict[str, Any], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     _over_microbatches(left, rows, fits)
     _measured_and_fitted(right, rows, fits)

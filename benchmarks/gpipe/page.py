@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from typing import Any
@@ -207,6 +208,7 @@ def tables() -> dict[str, str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     text = PAGE.read_text(encoding="utf-8")
     for name, content in tables().items():
         mark = MARK.format(name)

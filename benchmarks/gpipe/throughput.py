@@ -29,7 +29,7 @@ from benchmarks.gpipe.balance import SPLITS, Split, between_cells, for_flush, im
 from benchmarks.gpipe.layer_times import Times, measure
 from benchmarks.gpipe.models import SMALL, Case, amoebanet, transformer
 from benchmarks.gpipe.stage_cost import NONE, RECOMPUTE, Link, StageCost, step_seconds
-from benchmarks.harness import interleaved, restart_in_environment, setting, write
+from benchmarks.harness import few, interleaved, is_trial, restart_in_environment, setting, write
 from benchmarks.papers.tables import read
 from slipstream import Memory, Pipeline, simulate
 
@@ -42,9 +42,10 @@ def measure_paper_models(repeats: int) -> dict[str, Times]:
     """By the name in the paper's tables. A Transformer's layers are alike, so that one in memory is enough."""
     found = {}
     for filters in (256, 128):
-        case = amoebanet(18, filters, 224)
+        case = amoebanet(3, 16, 64) if is_trial() else amoebanet(18, filters, 224)
         found[f"AmoebaNet-D(18 {filters})"] = _measured(case, 2, repeats)
-    one = _measured(transformer(1, 2048, 32, 32_000, 1024), 1, repeats)
+    layer = transformer(1, 64, 4, 100, 32) if is_trial() else transformer(1, 2048, 32, 32_000, 1024)
+    one = _measured(layer, 1, repeats)
     return found | {"Transformer-48": one.deepened(48), "Transformer-24": one.deepened(24)}
 
 
@@ -134,7 +135,7 @@ def run_rank(path: Path, repeats: int) -> None:
     """What each of two processes does; the first one writes what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = [row for name, (case, size) in SMALL.items() for row in two_processes(name, case, size, repeats)]
+    rows = [row for name, (case, size) in few(list(SMALL.items())) for row in two_processes(name, case, size, repeats)]
     if dist.get_rank() == 0:
         path.write_text(json.dumps(rows))
     dist.barrier()
@@ -145,7 +146,7 @@ def two_processes(name: str, case: Case, rows: int, repeats: int) -> list[Row]:
     """Measured and simulated seconds of a step, for every M, with and without recomputation."""
     times = _mean(measure(case.model(), *case.batch(rows), case.loss, repeats + 2))
     counts = for_flush(times.forward, times.backward, 2)
-    settings = [(m, recompute) for recompute in ("none", "full") for m in MICROBATCHES]
+    settings = [(m, recompute) for recompute in ("none", "full") for m in few(MICROBATCHES, 2)]
     pipes = {f"{m} {recompute}": _pipe(case, counts, m, recompute) for m, recompute in settings}
     steps = {key: _stepper(pipe, case, rows, m) for (key, pipe), (m, _) in zip(pipes.items(), settings, strict=True)}
     seconds = interleaved(steps, repeats)

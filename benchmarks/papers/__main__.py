@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from benchmarks.harness import write
@@ -19,6 +20,7 @@ def show(title: str, rows: list[dict[str, Any]], names: tuple[str, ...]) -> None
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     slices: Any = terapipe.table_2_and_3()
     alone: Any = terapipe.table_3()
     throughput: Any = megatron.table_1()

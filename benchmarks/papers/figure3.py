@@ -16,6 +16,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from benchmarks.harness import destination
 from slipstream.planner.costs import Profile, load_profile
 from slipstream.schedule import Op
 
@@ -45,8 +46,8 @@ def main() -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False, fontsize=8)
-    figure.savefig(PICTURE, dpi=130)
-    print(f"wrote {PICTURE}")
+    figure.savefig(destination(PICTURE), dpi=130)
+    print(f"wrote {destination(PICTURE)}")
 
 
 if __name__ == "__main__":

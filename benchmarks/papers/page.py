@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterable
@@ -122,6 +123,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     report = json.loads((ROOT / "benchmarks" / "results" / "papers.json").read_text())
     text = PAGE.read_text(encoding="utf-8")
     for name, content in tables(report).items():
