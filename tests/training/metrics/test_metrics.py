@@ -18,8 +18,7 @@ from slipstream.training.metrics.records import (
     MetricsFile,
     StepRecord,
     ValidationRecord,
-    as_record,
-    gather,
+    as_dictionary,
     peak_memory,
 )
 from slipstream.training.metrics.summary import describe_step, describe_time
@@ -66,13 +65,9 @@ def test_a_resumed_run_keeps_the_lines_before_and_no_others(tmp_path: Path) -> N
     MetricsFile(tmp_path / "elsewhere.jsonl", resumed_after=2).close()
 
 
-def test_without_a_process_group_there_is_one_rank() -> None:
-    assert gather("mine") == ["mine"]
-
-
 def test_a_steps_record_has_its_figures_among_its_own() -> None:
-    assert as_record(STEP) == {name: value for name, value in vars(STEP).items() if value is not None}
-    record = as_record(FULL)
+    assert as_dictionary(STEP) == {name: value for name, value in vars(STEP).items() if value is not None}
+    record = as_dictionary(FULL)
     assert record["mfu"] == 0.41
     assert record["tokens_per_second"] == 2000.0
     assert record["phases"]["idle"] == 0.2

@@ -1,4 +1,4 @@
-"""What is measured of a run and where it is written."""
+"""Measures what a run computes, sends and holds, and writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The most that a device computes: from its data sheet where that is known, else measured by a matrix product."""
+"""The peak throughput of a device: from its data sheet where that is known, otherwise measured."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.planner.costs import SHIPPED, Device, load_cluster
+from slipstream.planner.costs import SHIPPED, load_cluster
 
 _SIZES = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 _SECONDS = 0.5  # of measuring
 _MOST_PRODUCTS = 50
-# words in the names of devices that have less than the SXM modules that clusters are described with
+# Words in the names of devices that are slower than the SXM modules in the descriptions of clusters.
 _LESSER = frozenset({"pcie", "nvl", "mig"})
 
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """FLOP/s of one device, and where the number comes from."""
+    """The FLOP/s of one device, and the source of the number."""
 
     flops: float
     source: str
 
 
 def find_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
-    """What MFU is measured against, for products of `dtype`.
+    """Returns the peak that MFU is measured against, for matrix products of `dtype`.
 
-    A CUDA device's is that of the cluster descriptions that come with Slipstream, found by its name. For another
-    device, a dtype without an entry, and a CPU, the fastest of some products is taken: then all ranks of a machine
-    should ask at the same time, as they compute side by side when they train.
+    A CUDA device is looked up by its name in the cluster descriptions that come with Slipstream. For a CPU, an unknown
+    device and a dtype without an entry, the fastest of some products is taken: then all ranks of a machine should call
+    this at the same time, as they share the machine when they train.
     """
     if device.type == "cuda":
         known = peak_by_name(torch.cuda.get_device_name(device), dtype)
@@ -40,18 +40,19 @@ def find_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
 
 
 def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
-    """From the descriptions, for a name as CUDA gives it; None where no description is of that device and dtype."""
+    """Returns the peak that the descriptions give for a device, named as CUDA does; None where they have none."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return None  # then float32 products run as TensorFloat-32 or bfloat16, which the descriptions don't know
-    words, kind = _words(name), str(dtype).removeprefix("torch.")
-    for each in _shipped_devices():
-        if _model(each.name) in words and not words & _LESSER and kind in each.flops:
+        return None  # float32 products then run as TensorFloat-32 or bfloat16, which the descriptions don't have
+    words, kind = set(_words(name)), str(dtype).removeprefix("torch.")
+    for each in (load_cluster(shipped).device for shipped in SHIPPED):
+        model = _words(each.name)[1]  # `h100` of NVIDIA H100-SXM5-80GB
+        if model in words and not words & _LESSER and kind in each.flops:
             return DevicePeak(each.flops[kind], f"data sheet of {each.name}, {kind}")
     return None
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
-    """The fastest of the products of two square matrices, within half a second or so."""
+    """Returns the rate of the fastest product of two square matrices; takes half a second or so."""
     size = _SIZES.get(device.type, _SIZES["cuda"])
     generator = torch.Generator().manual_seed(0)  # training's own random numbers stay as they are
     a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
@@ -78,14 +79,5 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _shipped_devices() -> list[Device]:
-    return [load_cluster(name).device for name in SHIPPED]
-
-
-def _words(name: str) -> set[str]:
-    return set(re.split(r"[\s\-]+", name.lower()))
-
-
-def _model(name: str) -> str:
-    """`h100` of NVIDIA H100-SXM5-80GB."""
-    return re.split(r"[\s\-]+", name.lower())[1]
+def _words(name: str) -> list[str]:
+    return re.split(r"[\s\-]+", name.lower())

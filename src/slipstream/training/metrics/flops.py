@@ -1,7 +1,7 @@
-"""What a step computes and how fast that is: FLOPs, the devices' use, and how long training takes.
+"""The FLOPs of a step, the utilisation of the devices, and the time that training takes.
 
 FLOPs are those of matrix products, two for a multiplication with its addition (PTD-P appendix A), in any precision.
-They are counted from the model's own code; PTD-P's formulas for a GPT of the same size stand beside them.
+They are counted by running the model's code; PTD-P's formulas for a GPT of the same size are given for comparison.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TERA = 1e12
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What holds for a whole run. FLOPs are those of a step."""
+    """The figures of a whole run. FLOPs are those of a step."""
 
     num_parameters: int
     num_devices: int
@@ -43,44 +43,44 @@ class RunFigures:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step of all devices; what is per device is their mean.
+    """The figures of one step of all devices; figures per device are means.
 
-    `model_flops` are what the mathematics asks for: forward, and twice as much backward. `hardware_flops` add what is
-    computed again (Korthikanti et al. 2022, section 6.4). MFU and HFU are their rates over the devices' peak.
+    `model_flops` are what the mathematics needs: forward, and twice as much backward. `hardware_flops` add what is
+    recomputed (Korthikanti et al. 2022, section 6.4). MFU and HFU are their rates over the devices' peak.
     """
 
     tokens_per_second: float
     model_flops: float
     hardware_flops: float
     tflops_per_device: float  # model FLOPs, 10^12 a second
-    hardware_tflops_per_device: float  # PTD-P's figure, as it recomputes everything
+    hardware_tflops_per_device: float  # PTD-P's figure, since PTD-P recomputes everything
     mfu: float
     hfu: float
 
 
 @dataclass(frozen=True)
 class TrainingTime:
-    """Seconds that training on some number of tokens takes."""
+    """The seconds that training on some number of tokens takes."""
 
     measured: float  # at the step's rate
     ptdp: float  # 8TP/(nX), which leaves out attention's scores
 
 
 class FlopsMeter:
-    """Counts a model once; each step then only needs its seconds.
+    """Counts the FLOPs of a model once, and then turns the seconds of each step into rates.
 
-    Scores of attention count where the mask lets a query see a key, as in the plan's MFU: that is what must be
-    computed. PTD-P and others count all of them, twice as many, which flatters long sequences.
+    Scores of attention count where the mask lets a query see a key, as in the plan's MFU: these must be computed.
+    PTD-P and others count all scores, twice as many, which flatters long sequences.
 
     Args:
-        config: of the whole model, whatever its ranks hold of it.
+        config: the configuration of the whole model.
         seq_len: tokens of a sequence.
         batch_size: sequences of a step, over all replicas.
-        num_devices: of the whole mesh.
-        peak: of one device; see `find_peak`.
+        num_devices: devices of the whole mesh.
+        peak: the peak of one device; see `find_peak`.
 
     Raises:
-        SlipstreamError: for an architecture whose operations can't be counted.
+        SlipstreamError: if the operations of the architecture can't be counted.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FlopsMeter:
         self._products = whole.products * self.tokens_per_step
         self._calls = whole.calls
         self._scores = batch_size * whole.scores(0, seq_len)
-        self._last: tuple[StageLayout | None, tuple[int, ...]] = None, ()  # for which the following was counted
+        self._last: tuple[StageLayout | None, tuple[int, ...]] = None, ()  # what the following line was counted for
         self._again = 0.0, 0.0
 
     @property
@@ -103,7 +103,7 @@ class FlopsMeter:
 
     @property
     def run(self) -> RunFigures:
-        """What holds for every step."""
+        """The figures that hold for every step."""
         return RunFigures(
             num_parameters=self.count.num_parameters,
             num_devices=self.num_devices,
@@ -122,13 +122,14 @@ class FlopsMeter:
         slices: Sequence[int] = (),
         documents: Sequence[int] | None = None,
     ) -> StepFigures:
-        """A step that took so long.
+        """Returns the figures of a step.
 
         Args:
-            layout: its R's are what was recomputed, by every replica of its part of the batch; None: nothing.
-            slices: their tokens, as the step cut its sequences.
-            documents: tokens of each document of the batch, which attend to themselves alone; see `document_lengths`.
-                Default: every sequence is one.
+            seconds: the time that the step took.
+            layout: what ran; its R actions are what every replica recomputed. None: nothing was recomputed.
+            slices: the tokens of each slice of a sequence.
+            documents: the tokens of each document of the batch, which attends to itself alone; see `document_lengths`.
+                Default: every sequence is one document.
         """
         scores = self._scores
         if documents is not None:
@@ -149,9 +150,9 @@ class FlopsMeter:
         )
 
     def time_to_train(self, tokens: float, seconds_per_step: float) -> TrainingTime:
-        """On so many tokens: at the measured rate, and by PTD-P section 5.1, 8TP/(nX).
+        """Returns the seconds that training on `tokens` takes, at the measured rate and by PTD-P section 5.1, 8TP/(nX).
 
-        The paper's X counts a forward that is recomputed, four passes for three, so here too whether or not it is.
+        The paper's X counts a recomputed forward, four passes for three, and so does this, whether or not there is one.
         """
         achieved = 4 / 3 * self.run.model_flops / (self.num_devices * seconds_per_step)
         return TrainingTime(
@@ -160,7 +161,7 @@ class FlopsMeter:
         )
 
     def _recomputed(self, layout: StageLayout | None, slices: Sequence[int]) -> tuple[float, float]:
-        """The products' FLOPs and the scores'; counted anew where the layout or the slices changed."""
+        """Returns the recomputed FLOPs of products and of scores; counts again only for a new layout or new slices."""
         if layout is None:
             return 0.0, 0.0
         if self._last[0] is not layout or self._last[1] != tuple(slices):
@@ -177,18 +178,18 @@ class FlopsMeter:
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:
-    """Tokens of each run of equal ids in a (batch, sequence) tensor, row by row."""
+    """Returns the length of each run of equal ids in a (batch, sequence) tensor, row by row."""
     return [int(count) for row in document_ids for count in torch.unique_consecutive(row, return_counts=True)[1]]
 
 
 def recomputed_flops(
     count: ModelCount, layout: StageLayout, slices: Sequence[int], num_sequences: int
 ) -> tuple[float, float]:
-    """What the R's of a step compute: FLOPs of matrix products, and of attention's scores and values.
+    """Returns the FLOPs that the R actions of a step compute: of matrix products, and of attention's scores.
 
-    Selective recomputation keeps both, so repeats none. Otherwise a slice's forward is counted, of the layers that are
-    recomputed; the little that a replay leaves out at its end is not taken off. Of a layer cut in half each half has
-    half its products, and the scores are with attention.
+    Selective recomputation keeps both, so it repeats none. Otherwise the forward of a slice is counted, through the
+    layers that are recomputed; the little that a replay leaves out at its end is not subtracted. Of a layer that is cut
+    in half, each half has half of the products, and the half with attention has the scores.
     """
     what = layout.recompute
     if what is None or what.keeps_products:
@@ -207,20 +208,20 @@ def recomputed_flops(
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward of some layers: FLOPs of a token's matrix products, and every attention."""
+    """A forward of some layers: the FLOPs of a token's matrix products, and every attention call."""
 
     products: float
     calls: Counter[AttentionCall]
 
     @classmethod
     def of(cls, count: ModelCount) -> _Forward:
-        """The whole model's."""
+        """Counts the whole model."""
         parts = count.parts(range(len(count.kinds)))
         return cls(sum(map(_products, parts)), Counter(call for part in parts for call in part.attentions))
 
     @classmethod
     def repeated(cls, count: ModelCount, stages: Sequence[LayerRange], stage: int, what: RecomputePolicy) -> _Forward:
-        """What a replay runs: a stage's first layers, or all that the stage has, head and loss included."""
+        """Counts what a replay runs: the first layers of a stage, or all of them with the head and the loss."""
         products = 0.0
         calls: Counter[AttentionCall] = Counter()
         layers = (each for each in stages[stage] if not isinstance(each, ModelEnd))
@@ -235,7 +236,7 @@ class _Forward:
         return cls(products, calls)
 
     def scores(self, first: int, end: int) -> float:
-        """FLOPs of one sequence's queries in [first, end): the products with keys, and with values."""
+        """Returns the FLOPs of one sequence's queries in [first, end): the products with keys and with values."""
         return _scores(self.calls, first, end)
 
 

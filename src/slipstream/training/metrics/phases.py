@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the phases of a pipeline's ranks, and what happens beside them."""
+"""The phases of a step: how much of its time goes where."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ _WAITS = {Cause.MESSAGE: "communication_wait", Cause.COPY: "offload"}
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one step, the mean over the ranks of a pipeline. All but the last two add up to its makespan.
+    """The seconds of each phase of a step, as the mean over the ranks of a pipeline.
 
-    Collectives inside a layer (tensor parallelism) are part of the phase that runs them.
+    All but the last two add up to the makespan. Collectives inside a layer (tensor parallelism) are part of the phase
+    that runs them.
     """
 
     forward: float = 0.0
-    backward: float = 0.0  # weight gradients too, where the schedule doesn't split them off
+    backward: float = 0.0  # with weight gradients, unless the schedule splits them off
     weight_gradients: float = 0.0
     recomputation: float = 0.0
-    communication_wait: float = 0.0  # what is awaited has been sent, and is on its way
-    offload: float = 0.0  # waits for copies to or from host memory; those beside computing cost nothing
+    communication_wait: float = 0.0  # waits for messages that have been sent
+    offload: float = 0.0  # waits for copies to or from host memory; copies during computation cost nothing
     gradient_reduction: float = 0.0
-    idle: float = 0.0  # waits for other ranks to compute: the bubble, and what lies between actions
+    idle: float = 0.0  # waits for other ranks to compute (the bubble), and time between actions
     optimizer: float = 0.0  # clipping and update
-    data: float = 0.0  # the batch's preparation
+    data: float = 0.0  # preparation of the batch
 
     @classmethod
     def of(cls, timeline: Timeline, optimizer: float = 0.0, data: float = 0.0) -> Phases:
-        """From what ran when, and the seconds that the trainer measured beside it."""
+        """Returns the phases of a timeline, and the seconds that the trainer measured outside of it."""
         seconds: Counter[str] = Counter()
         for span in timeline.compute_spans:
             seconds[_PHASE[span.action.op]] += span.seconds  # type: ignore[assignment]  # Counter is typed for int

@@ -1,26 +1,22 @@
-"""What is known of a run and of each step, and the file that keeps it."""
+"""The records of a run, its steps and its validations, and the file that keeps them."""
 
 from __future__ import annotations
 
 import json
 import resource
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
 
-T = TypeVar("T")
-
 
 def peak_memory() -> int:
-    """Most bytes this process has held: on its GPU where it has one, else in main memory."""
+    """Returns the most bytes that this process has held: on its GPU where it uses one, otherwise in main memory."""
     if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):
         return allocated
     status = Path("/proc/self/status")
@@ -30,18 +26,9 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def gather(value: T) -> list[T]:
-    """Every rank's value, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. `loss` is the global mean in nats per token."""
+    """One step of the optimizer. `loss` is the global mean in nats per token."""
 
     step: int
     loss: float
@@ -59,7 +46,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """Loss (nats per token) and perplexity on the held-out text after some step."""
+    """The loss (nats per token) and the perplexity on the held-out text after a step."""
 
     step: int
     validation_loss: float
@@ -69,25 +56,25 @@ class ValidationRecord:
 MetricsRecord = RunFigures | StepRecord | ValidationRecord
 
 
-def as_record(line: MetricsRecord) -> dict[str, Any]:
-    """A line's values by name, those that are known: a step's figures among its own, its phases in a dictionary."""
-    record = {name: value for name, value in asdict(line).items() if value is not None}
-    record.update(record.pop("figures", {}))
-    return record
+def as_dictionary(record: MetricsRecord) -> dict[str, Any]:
+    """Returns the known values of a record by name: the figures of a step among its own, its phases in a dictionary."""
+    values = {name: value for name, value in asdict(record).items() if value is not None}
+    values.update(values.pop("figures", {}))
+    return values
 
 
 class MetricsFile:
-    """JSON lines, each readable as soon as it is written."""
+    """A file of JSON lines, each readable as soon as it is written."""
 
     def __init__(self, path: Path, resumed_after: int = 0) -> None:
-        """A run that is resumed keeps the lines up to the step it goes on from; what came later runs again."""
+        """Opens the file; a run that is resumed keeps the lines up to that step, as the later steps run again."""
         kept = _lines_until(path, resumed_after) if resumed_after else ""
         self._file = path.open("w", encoding="utf-8", buffering=1)
         self._file.write(kept)
 
-    def write(self, line: MetricsRecord) -> None:
-        """Appends one line."""
-        self._file.write(json.dumps(as_record(line)) + "\n")
+    def write(self, record: MetricsRecord) -> None:
+        """Appends a line."""
+        self._file.write(json.dumps(as_dictionary(record)) + "\n")
 
     def close(self) -> None:
         """Closes the file."""
@@ -95,12 +82,8 @@ class MetricsFile:
 
 
 def _lines_until(path: Path, step: int) -> str:
-    """The file's lines up to a step; the last may have been cut off when the run ended."""
+    """Returns the lines up to a step; the last may have been cut off when the run ended."""
     if not path.exists():
         return ""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return "".join(line for line in lines if line.endswith("\n") and _step_of(json.loads(line)) <= step)
-
-
-def _step_of(record: Mapping[str, Any]) -> int:
-    return int(record.get("step", 0))
+    return "".join(line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step)

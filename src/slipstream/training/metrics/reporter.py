@@ -1,13 +1,15 @@
-"""What is measured of each step, on all ranks, and told: the device's use, where time goes, what is sent."""
+"""Reports each step of all ranks: the devices' utilisation, the phases, and the bytes sent."""
 
 from __future__ import annotations
 
 import statistics
 
 import torch
+import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.timeline import Timeline
 from slipstream.training.config import Config
@@ -15,7 +17,7 @@ from slipstream.training.data import TokenBatch
 from slipstream.training.metrics.device_peak import find_peak
 from slipstream.training.metrics.flops import FlopsMeter, document_lengths
 from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import MetricsRecord, StepRecord, gather, peak_memory
+from slipstream.training.metrics.records import MetricsRecord, StepRecord, peak_memory
 from slipstream.training.metrics.summary import describe_time
 from slipstream.training.metrics.trackers import Trackers, make_trackers
 from slipstream.training.metrics.traffic import Traffic, add_up
@@ -23,13 +25,14 @@ from slipstream.training.training_step import StepResult, compute_dtype
 
 
 class Reporter:
-    """Every rank has one, and hands over what it knows of each step; the leader writes."""
+    """Gathers what each rank measured of a step; the leading rank writes it. Every rank makes one."""
 
     def __init__(
         self, config: Config, pipe: Pipeline, device: torch.device, progress: Progress, resumed_after: int = 0
     ) -> None:
-        """Collective. The run was resumed after some step, or begins."""
+        """Finds the devices' peak and opens the trackers; `resumed_after` is 0 where the run begins. Collective."""
         self._config, self._pipe, self._progress = config, pipe, progress
+        self._world = RankGroup(dist.group.WORLD)
         self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
         self._figures = self._make_figures(device)
         self._trackers = Trackers()
@@ -40,14 +43,14 @@ class Reporter:
         if self._figures is not None:
             self.write(self._figures.run)
 
-    def write(self, line: MetricsRecord) -> None:
-        """To the file of metrics, and wherever else figures go."""
-        self._trackers.write(line)
+    def write(self, record: MetricsRecord) -> None:
+        """Writes a record to the metrics file and to every tracker."""
+        self._trackers.write(record)
 
     def report(
         self,
         step: int,
-        updated: StepResult,
+        result: StepResult,
         seconds: float,
         data_seconds: float,
         lr: float,
@@ -55,39 +58,49 @@ class Reporter:
         timeline: Timeline,
         trial: bool = False,
     ) -> StepRecord:
-        """Collective: a step of so many seconds, on this replica's batch; a trial where "auto" was still trying."""
+        """Writes and returns the record of a step. Collective.
+
+        Args:
+            step: the number of the step, from 1.
+            result: what the step computed.
+            seconds: the time of the step; `data_seconds` is the time before it, in which its batch was prepared.
+            lr: the learning rate of the step.
+            batch: the rows of this replica.
+            timeline: what ran when.
+            trial: whether "auto" was still trying what to run.
+        """
         is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
         mine = (
             peak_memory(),
             self._traffic.of_step(self._pipe.bytes_sent),
             document_lengths(batch.document_ids) if is_first else [],
         )
-        memory, sent, lengths = zip(*gather(mine), strict=True)
+        memory, sent, lengths = zip(*self._world.gather(mine), strict=True)
         training = self._config.training
         figures = None
         if self._figures is not None:
             documents = [length for each in lengths for length in each]
             figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
-        line = StepRecord(
+        record = StepRecord(
             step=step,
-            loss=updated.loss,
+            loss=result.loss,
             lr=lr,
-            grad_norm=updated.grad_norm,
+            grad_norm=result.grad_norm,
             step_seconds=seconds,
             tokens_per_second=training.batch_size * training.seq_len / seconds,
             idle_fraction=timeline.idle_fraction,
             peak_memory=list(memory),
             figures=figures,
-            phases=Phases.of(timeline, updated.optimizer_seconds, data_seconds),
+            phases=Phases.of(timeline, result.optimizer_seconds, data_seconds),
             bytes_sent=add_up(sent),
             trial=trial or None,
         )
-        self.write(line)
+        self.write(record)
         self._seconds[trial].append(seconds)
-        return line
+        return record
 
     def close(self) -> None:
-        """At the end: how long a whole training takes at this rate."""
+        """Says how long a whole training takes at the measured rate, and closes the trackers."""
         seconds = self._seconds[False] or self._seconds[True]
         if self._figures is not None and seconds:
             num_steps = sum(map(len, self._seconds.values()))
@@ -97,12 +110,12 @@ class Reporter:
         self._trackers.close()
 
     def _make_figures(self, device: torch.device) -> FlopsMeter | None:
-        """None where the model's operations can't be counted."""
+        """Returns None where the operations of the model can't be counted."""
         training, pipe = self._config.training, self._pipe
         peak = find_peak(device, compute_dtype(self._config))
-        num_devices = len(gather(None))
+        num_devices = self._world.size
         try:
             return FlopsMeter(pipe.config, training.seq_len, training.batch_size, num_devices, peak)
         except SlipstreamError as error:
-            self._progress.say(f"no FLOPs are shown: {error}")
+            self._progress.say(f"FLOPs are not shown: {error}")
             return None

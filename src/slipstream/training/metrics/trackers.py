@@ -1,4 +1,4 @@
-"""Where a run's figures go: always to a file of JSON lines, to TensorBoard and Weights & Biases where asked for."""
+"""The trackers of a run: a file of JSON lines, and TensorBoard and Weights & Biases where configured."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.errors import SlipstreamError, did_you_mean
-from slipstream.training.metrics.records import MetricsFile, MetricsRecord, as_record
+from slipstream.training.metrics.records import MetricsFile, MetricsRecord, as_dictionary
 
 _FLUSH_SECONDS = 10  # so that a run can be watched
 
 
 class Tracker(Protocol):
-    """Takes a run's lines as they come."""
+    """Takes the records of a run as they come."""
 
-    def write(self, line: MetricsRecord) -> None: ...
+    def write(self, record: MetricsRecord) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Trackers:
-    """Some sinks that get every line; none on ranks other than the first."""
+    """Some trackers that get every record; none on ranks other than the first."""
 
-    def __init__(self, sinks: Sequence[Tracker] = ()) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
+        self._trackers = tuple(trackers)
 
-    def write(self, line: MetricsRecord) -> None:
-        """To every sink."""
-        for sink in self._sinks:
-            sink.write(line)
+    def write(self, record: MetricsRecord) -> None:
+        """Writes to every tracker."""
+        for tracker in self._trackers:
+            tracker.write(record)
 
     def close(self) -> None:
-        """What was written is kept."""
-        for sink in self._sinks:
-            sink.close()
+        """Closes every tracker."""
+        for tracker in self._trackers:
+            tracker.close()
 
 
 class TensorBoard:
-    """Event files: every number a scalar over the steps, what holds for the whole run a text."""
+    """A tracker that writes event files: every number as a scalar over the steps, the settings and the run as texts."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], resumed_after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # events that an earlier part of the run wrote of later steps are not shown
+        # Events of later steps, which the run wrote before it was resumed, are not shown.
         purge = resumed_after + 1 if resumed_after else None
         self._writer: Any = SummaryWriter(folder / "tensorboard", purge_step=purge, flush_secs=_FLUSH_SECONDS)
         self._first = resumed_after
         self._add_text("settings", settings)
 
-    def write(self, line: MetricsRecord) -> None:
-        """Scalars of a step or a validation; a text of the run's figures."""
-        record = as_record(line)
-        step = record.pop("step", None)
+    def write(self, record: MetricsRecord) -> None:
+        """Adds the scalars of a step or a validation, or a text of the run's figures."""
+        values = as_dictionary(record)
+        step = values.pop("step", None)
         if step is None:
-            self._add_text("run", record)
+            self._add_text("run", values)
             return
-        for name, value in flat(record):
+        for name, value in flat(values):
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes out what is left."""
+        """Writes the remaining events."""
         self._writer.close()
 
     def _add_text(self, name: str, values: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on the server that the `wandb` command is logged in to, or in files with WANDB_MODE=offline."""
+    """A tracker that writes to the server where `wandb` is logged in, or to files with WANDB_MODE=offline."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], resumed_after: int) -> None:
         import wandb
@@ -80,30 +80,30 @@ class WeightsAndBiases:
         name = folder.name + (f" from step {resumed_after}" if resumed_after else "")
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(settings))
 
-    def write(self, line: MetricsRecord) -> None:
-        """Numbers of a step or a validation; the run's figures go to its summary."""
-        record = as_record(line)
-        step = record.pop("step", None)
+    def write(self, record: MetricsRecord) -> None:
+        """Logs the numbers of a step or a validation, or adds the run's figures to its summary."""
+        values = as_dictionary(record)
+        step = values.pop("step", None)
         if step is None:
-            self._run.summary.update(record)
+            self._run.summary.update(values)
         else:
-            self._run.log(dict(flat(record)), step=step)
+            self._run.log(dict(flat(values)), step=step)
 
     def close(self) -> None:
         """Waits until everything is sent."""
         self._run.finish()
 
 
-_SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
+_TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }
-NAMES = tuple(_SINKS)
-"""What `make_trackers` knows by name. Each is a package, and an extra of Slipstream that installs it."""
+NAMES = tuple(_TRACKERS)
+"""The names of trackers. Each is a package, and an extra of Slipstream that installs it."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise SlipstreamError for a name that isn't known, or whose package isn't installed."""
+    """Raises SlipstreamError for a name that isn't known, or whose package isn't installed."""
     for name in names:
         if name not in NAMES:
             known = ", ".join(NAMES)
@@ -118,25 +118,27 @@ def check_trackers(names: Sequence[str]) -> None:
 def make_trackers(
     names: Sequence[str], folder: Path, settings: Mapping[str, Any] | None = None, resumed_after: int = 0
 ) -> Trackers:
-    """The JSON lines of `folder`/metrics.jsonl, and what is named; for the first rank.
+    """Returns the trackers of the first rank: `folder`/metrics.jsonl, and those that are named.
 
     Args:
-        names: of NAMES, each once or more.
-        folder: the run's; event files go to its `tensorboard`.
-        settings: what the run is told, by section: shown beside its figures.
-        resumed_after: the step of the checkpoint that the run goes on from; what was written of later steps is dropped.
+        names: some of NAMES.
+        folder: the run's folder; event files go to its `tensorboard`.
+        settings: the run's settings by section, shown next to its figures.
+        resumed_after: the step that the run is resumed from; what was written of later steps is dropped.
 
     Raises:
-        SlipstreamError: as `check_trackers`.
+        SlipstreamError: for the same reasons as `check_trackers`.
     """
     check_trackers(names)
-    others = [_SINKS[name](folder, settings or {}, resumed_after) for name in dict.fromkeys(names)]
+    others = [_TRACKERS[name](folder, settings or {}, resumed_after) for name in dict.fromkeys(names)]
     return Trackers([MetricsFile(folder / "metrics.jsonl", resumed_after), *others])
 
 
 def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values with their path as name: {"phases": {"idle": 1}, "peak_memory": [2, 3]} has `phases/idle`,
-    `peak_memory/0` and `peak_memory/1`."""
+    """Yields the values with their paths as names.
+
+    {"phases": {"idle": 1}, "peak_memory": [2, 3]} gives `phases/idle`, `peak_memory/0` and `peak_memory/1`.
+    """
     for key, value in record.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

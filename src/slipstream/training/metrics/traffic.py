@@ -1,4 +1,4 @@
-"""How many bytes a step sends along each axis of the mesh."""
+"""Counts the bytes that a step sends along each axis of the mesh."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from slipstream.parallel import RankGroup
 
 
 class Traffic:
-    """What this rank has sent along the axes of collectives since it was last asked.
+    """The bytes that this rank sends in collectives, step by step.
 
-    A collective sends what a ring of n ranks does, the least there is: (n-1)/n of the bytes of a gathered or scattered
-    tensor, and of an all-reduce, which is one after the other, twice that (PTD-P section 3.3.1).
+    A collective is taken to send what a ring of n ranks does, which is the least possible: (n-1)/n of the bytes of a
+    gathered or scattered tensor, and twice that in an all-reduce, which does both (PTD-P section 3.3.1).
     """
 
     def __init__(self, axes: Mapping[str, RankGroup]) -> None:
-        """`axes` such as {"dp": ..., "tp": ...}: those whose groups count their collectives."""
+        """Begins to count; `axes` are groups by name, such as {"dp": ..., "tp": ...}."""
         self._axes = dict(axes)
-        self._before = {name: ring_bytes(group) for name, group in axes.items()}
+        self._before = {name: _ring_bytes(group) for name, group in axes.items()}
 
     def of_step(self, pipeline_bytes: int) -> dict[str, int]:
-        """Bytes by axis; those of the pipeline are its transport's own count."""
-        now = {name: ring_bytes(group) for name, group in self._axes.items()}
+        """Returns the bytes by axis since the last call; the transport of the pipeline has counted its own."""
+        now = {name: _ring_bytes(group) for name, group in self._axes.items()}
         sent = {name: round(now[name] - self._before[name]) for name in now}
         self._before = now
         return {"pp": pipeline_bytes, **sent}
 
 
-def ring_bytes(group: RankGroup) -> float:
-    """Bytes that this rank has sent in all collectives of the group so far."""
+def _ring_bytes(group: RankGroup) -> float:
+    """Returns the bytes that this rank has sent in all collectives of the group so far."""
     part = (group.size - 1) / group.size
     return sum((2 if name == "all_reduce" else 1) * part * size for name, size in group.payload.items())
 
 
 def add_up(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Bytes by axis of all ranks together."""
+    """Returns the bytes by axis of all ranks together."""
     total: Counter[str] = Counter()
     for sent in ranks:
         total.update(sent)
