@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard
-from slipstream.training.checkpoint.background_save import alone_is_fine
+from slipstream.training.checkpoint.background_save import ignore_lone_process_warning
 from slipstream.training.checkpoint.verified_files import read_record, write_record
 
 FILE = "rank-00000.safetensors"
@@ -313,7 +313,7 @@ def test_manifests_of_other_versions_and_of_other_programs(run: Run) -> None:
 def test_pytorch_reads_it_into_tensors_of_any_program(run: Run) -> None:
     run.save(1)
     state = {"weight": torch.zeros(300, 10), "step": torch.tensor(0.0)}
-    alone_is_fine()
+    ignore_lone_process_warning()
     dcp.load(state, storage_reader=CheckpointReader(run.folder / "step-00000001"))
     assert (state["weight"] == 1.0).all()
     assert state["step"] == 1.0
@@ -324,7 +324,7 @@ def test_pytorch_reads_nothing_that_is_damaged(run: Run, name: str) -> None:
     run.save(1)
     flip(-9)(run.folder / "step-00000001" / name)
     state = {"weight": torch.zeros(300, 10)}
-    alone_is_fine()
+    ignore_lone_process_warning()
     refusals = (CheckpointException, SlipstreamError)  # of a file when it is read, of the manifest at once
     with pytest.raises(refusals, match=f"step-00000001 is damaged: {name} .*altered.* Take another one"):
         dcp.load(state, storage_reader=CheckpointReader(run.folder / "step-00000001"))
@@ -342,7 +342,7 @@ def test_a_folder_of_checkpoints_is_none(run: Run, tmp_path: Path) -> None:
 def test_a_reader_has_one_folder(run: Run) -> None:
     run.save(1)
     folder = run.folder / "step-00000001"
-    alone_is_fine()
+    ignore_lone_process_warning()
     with pytest.raises(
         SlipstreamError, match=r"checkpoint_id='other' .* which has its folder already: .*step-00000001\. Leave"
     ):

@@ -42,7 +42,7 @@ def save(folder: Path, ranks: list[list[TensorShard]], snapshot: Snapshot | None
         results.append(writer.write_data(plans[-1], planner).value())
     _, metadata = planner.create_global_plan(plans)
     writer.finish(metadata, results)
-    whole = CheckpointFolder(folder).whole(3)
+    whole = CheckpointFolder(folder).complete(3)
     return SavedCheckpoint(whole, Manifest.read(whole))
 
 
@@ -51,7 +51,7 @@ def nothing() -> None:
 
 
 def load(found: SavedCheckpoint, *pieces: TensorShard) -> None:
-    assert found.misfits(pieces) == ""
+    assert found.describe_misfits(pieces) == ""
     found.load(pieces, RankGroup())
 
 
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path, pieces: list[TensorShard], re
         TensorShard("b", ParameterShare.whole((4, 2)), torch.ones(4, 2)),
     ]
     found = save(tmp_path, [saved])
-    assert re.fullmatch(reason, found.misfits(pieces))
+    assert re.fullmatch(reason, found.describe_misfits(pieces))
 
 
 def test_other_models_differ_by_field(tmp_path: Path) -> None:

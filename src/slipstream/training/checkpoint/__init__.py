@@ -1,4 +1,4 @@
-"""Checkpoints: saved while training goes on, whole or not at all, and loaded by any mesh of ranks."""
+"""Checkpoints: saved in the background, complete or not at all, and loaded by any mesh of ranks."""
 
 from __future__ import annotations
 

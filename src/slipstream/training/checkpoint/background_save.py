@@ -1,4 +1,4 @@
-"""One save of one rank, in the background, by `torch.distributed.checkpoint`."""
+"""One save of one rank, in a thread, by `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ from slipstream.training.checkpoint.snapshot import Snapshot
 
 
 class BackgroundSave:
-    """Begins at once. Its ranks talk over `group`, which nothing else uses meanwhile: training goes on beside it."""
+    """A save that begins when it is made. Its ranks communicate over `group`, which nothing else may use meanwhile."""
 
     def __init__(self, writer: SnapshotWriter, snapshot: Snapshot, group: RankGroup) -> None:
         self._writer, self._snapshot, self._group = writer, snapshot, group
-        self._problem = ""
-        # A daemon, because a run that fails must end, though this waits for a rank that is no more.
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {writer.step}", daemon=True)
+        self.step, self._problem = writer.step, ""
+        # A daemon, so that a run that fails can end although this waits for a rank that is gone.
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {self.step}", daemon=True)
         self._thread.start()
 
-    @property
-    def step(self) -> int:
-        """Of training."""
-        return self._writer.step
-
     def finish(self) -> str:
-        """Waits for the end.  Returns a warning or ""; only rank 0 knows what wasn't retired."""
+        """Waits for the end; returns a warning or "". Only rank 0 knows what wasn't retired."""
         self._thread.join()
         if self._problem:
             return f"the checkpoint of step {self.step} was not saved: {self._problem}"
@@ -40,7 +35,7 @@ class BackgroundSave:
 
     def _run(self) -> None:
         try:
-            alone_is_fine()
+            ignore_lone_process_warning()
             save(
                 self._snapshot.state(),
                 storage_writer=self._writer,
@@ -48,21 +43,21 @@ class BackgroundSave:
                 process_group=self._group.process_group,
                 no_dist=self._group.size == 1,
             )
-        except CheckpointException as error:  # of some ranks, told to all
-            self._problem = what_failed(error)
-        except Exception as error:  # told by `finish`: training goes on without this checkpoint
-            self._problem = _told(error)
+        except CheckpointException as error:  # some ranks failed, and all get to know
+            self._problem = describe_failures(error)
+        except Exception as error:  # `finish` returns it: training continues without this checkpoint
+            self._problem = _describe(error)
 
 
-def what_failed(error: CheckpointException) -> str:
-    """On which ranks, and why."""
-    return "; ".join(f"rank {rank}: {_told(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+def describe_failures(error: CheckpointException) -> str:
+    """Returns which ranks failed, and why."""
+    return "; ".join(f"rank {rank}: {_describe(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
 
 
-def alone_is_fine() -> None:
-    """PyTorch warns of a process that saves or loads alone. Told once and for all, as threads share their filters."""
+def ignore_lone_process_warning() -> None:
+    """Silences PyTorch's warning about a process that saves or loads alone, for good: threads share their filters."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved beside training, found again, and loaded by any mesh of ranks."""
+"""The checkpoints of a run: saved in the background, found again, and loaded by any mesh of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.background_save import BackgroundSave, what_failed
+from slipstream.training.checkpoint.background_save import BackgroundSave, describe_failures
 from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
 from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
 from slipstream.training.checkpoint.manifest import Manifest
@@ -23,16 +23,22 @@ from slipstream.training.checkpoint.verified_files import DamagedError, verify_f
 
 
 class Checkpoints:
-    """Of one folder, on a disk that all ranks share. Every method is collective over `world`, which is all processes.
+    """The checkpoints in one folder, on a disk that all ranks share.
 
-    Of the checkpoints the newest `keep` stay and, unless `keep_every` is 0, those whose step it divides. `say` gets
-    a line of text, the same on every rank, for what went wrong without ending the run.
-
-    A save is written while training goes on. Before the optimizer next changes what is saved, call `keep`: it copies to
-    host memory what isn't written by then, which takes as much memory as all the shards that this rank writes. A save
-    that fails is told by the next `save`, `wait` or `close`; the checkpoints before stay as they are. After an
+    A save is written while training continues. Before the optimizer next changes what is saved, call `keep`: it copies
+    to host memory what isn't written by then, which takes up to as much memory as all the shards that this rank writes.
+    A save that fails is reported by the next `save`, `wait` or `close`; earlier checkpoints stay as they are. After an
     exception, when not all ranks come to `close`, leave it out: the threads end with the process, and what they had
     written isn't taken for a checkpoint.
+
+    Every method is collective over `world`, unless it says otherwise.
+
+    Args:
+        folder: where the checkpoints are.
+        world: all processes.
+        keep: how many of the newest checkpoints are not removed, at least 1.
+        keep_every: checkpoints whose step it divides are not removed either; 0 for none.
+        say: gets a line of text, the same on every rank, about a problem that doesn't end the run.
     """
 
     def __init__(
@@ -45,86 +51,115 @@ class Checkpoints:
         self._folder, self._world, self._say = CheckpointFolder(folder), world, say
         self._keep, self._keep_every = keep, keep_every
         self._snapshot = Snapshot()
-        self._saving: BackgroundSave | None = None
-        # What a save's ranks tell each other goes beside training's own messages.
-        self._beside = RankGroup(dist.new_group(world.global_ranks, backend="gloo")) if world.size > 1 else world
+        self._save: BackgroundSave | None = None
+        # Messages about a save must not mix with those of training.
+        self._saving_group = RankGroup(dist.new_group(world.global_ranks, backend="gloo")) if world.size > 1 else world
 
     def prepare(self) -> None:
-        """Before training: makes the folder and removes what an interrupted save left.
+        """Makes the folder and removes what an interrupted save left. Call it before training.
 
-        Raises SlipstreamError where it can't be written.
+        Raises:
+            SlipstreamError: if the folder can't be written.
         """
-        problem = self._on_first(lambda: _try(self._folder.prepare))
+        problem = self._try_on_first(self._folder.prepare)
         if problem:
             raise SlipstreamError(
                 f"no checkpoints can be written to {self._folder.path}: {problem}. Choose another folder."
             )
 
     def save(self, step: int, shards: Sequence[TensorShard], facts: Mapping[str, Any]) -> None:
-        """Returns at once; what the shards hold now is written behind the caller's back. They stay as they are until
-        `keep`, `wait` or `close` has returned: otherwise the save fails.
+        """Begins to save the shards as they are now, and returns; waits first for the save before.
 
-        Waits first for the save before. `facts`, those of rank 0, are anything that JSON holds. Each element of each
-        tensor is to be written by one rank: ValueError where this rank has one twice, a warning where others do.
+        The shards must not change until `keep`, `wait` or `close` has returned: otherwise the save fails. Each element
+        of each tensor must be written by exactly one rank; if several ranks write one, the save fails.
+
+        Args:
+            step: the step of training after which it is saved.
+            shards: what this rank has of the tensors.
+            facts: anything that JSON can hold; those of rank 0 are saved.
+
+        Raises:
+            ValueError: if two shards of this rank have the same element.
         """
         self.wait()
         kept_facts = json.loads(json.dumps(facts))
-        problem = self._on_first(lambda: _try(lambda: self._folder.begin(step)))
+        problem = self._try_on_first(lambda: self._folder.begin(step))
         if problem:
-            self._say(self._and_the_last_one(f"the checkpoint of step {step} was not saved: {problem}"))
+            self._warn(f"the checkpoint of step {step} was not saved: {problem}")
             return
         self._snapshot.take(shards, f"rank-{self._world.rank:05d}.safetensors")
         writer = SnapshotWriter(self._folder, step, kept_facts, self._snapshot, self._retire)
-        self._saving = BackgroundSave(writer, self._snapshot, self._beside)
+        self._save = BackgroundSave(writer, self._snapshot, self._saving_group)
 
     def keep(self) -> None:
-        """The shards of the last save may change from now on. Not collective."""
+        """Lets the shards of the last save change from now on. Not collective."""
         self._snapshot.keep()
 
     def wait(self) -> None:
-        """Until what is being saved is a checkpoint, or has failed and is said to have."""
-        saving, self._saving = self._saving, None
-        if saving is None:
+        """Waits until the checkpoint that is being saved is complete, or has failed and that has been said."""
+        save, self._save = self._save, None
+        if save is None:
             return
-        warning = self._world.gather(saving.finish())[0]
+        warning = self._world.gather(save.finish())[0]
         if warning:
-            self._on_first(lambda: _try(lambda: self._folder.discard(saving.step)))
-            self._say(self._and_the_last_one(warning))
+            self._try_on_first(lambda: self._folder.discard(save.step))
+            self._warn(warning)
 
     def close(self) -> None:
-        """At the end of training: waits, and gives the memory back."""
+        """Waits at the end of training, and releases the memory."""
         self.wait()
         self._snapshot = Snapshot()
 
     def find(self, wanted: int | Literal["latest", "last-good"] = "latest") -> SavedCheckpoint | None:
-        """The checkpoint of a step, or the newest, verified: every byte of every file, the files spread over the ranks.
+        """Returns the checkpoint of a step, or the newest one, verified; None where there is none yet.
 
-        None where there is none yet. Where it is damaged, `last-good` says so and takes the newest that isn't;
-        otherwise SlipstreamError tells which file is missing, truncated or altered, and which checkpoint is good.
+        Every byte of every file is verified, each file by one of the ranks. "last-good" passes over damaged checkpoints
+        and says so.
+
+        Raises:
+            SlipstreamError: if the checkpoint is damaged: names the file that is missing, truncated or altered, and the
+                newest good checkpoint before it.
         """
-        steps: list[int] = self._on_first(self._folder.steps)
-        candidates = self._candidates(wanted, steps)
         damage: list[str] = []
-        for step in candidates:
-            found = self._verify(step)
-            if isinstance(found, SavedCheckpoint):
-                return self._judge(found, wanted, damage)
-            damage.append(f"the checkpoint of step {step} in {self._folder.path} is damaged: {found}")
-        return self._judge(None, wanted, damage)
+        saved = None
+        for step in self._candidates(wanted, self._steps()):
+            result = self._verify(step)
+            if isinstance(result, SavedCheckpoint):
+                saved = result
+                break
+            damage.append(f"the checkpoint of step {step} in {self._folder.path} is damaged: {result}")
+        if not damage:
+            return saved
+        damages = "; ".join(damage)
+        if saved is None:
+            raise SlipstreamError(
+                f"{damages}. No good one is left before it; train from the beginning in another folder."
+            )
+        if wanted != "last-good":
+            raise SlipstreamError(
+                f"{damages}. The last good one before it is of step {saved.step}: give {saved.step}, or last-good to "
+                "take the newest good one whenever that happens."
+            )
+        self._say(f"{damages}; taking that of step {saved.step}")
+        return saved
 
-    def load(self, found: SavedCheckpoint, shards: Sequence[TensorShard]) -> None:
-        """Fills the shards' tensors in place, whatever mesh saved them; `writes` makes no difference.
+    def load(self, saved: SavedCheckpoint, shards: Sequence[TensorShard]) -> None:
+        """Fills the tensors of the shards in place, whatever mesh saved them; `writes` makes no difference.
 
-        Raises SlipstreamError, on all ranks and before any tensor is touched, where one isn't in the checkpoint or has
-        another shape or dtype there.
+        Raises:
+            SlipstreamError: on all ranks and before any tensor is changed, if a tensor isn't in the checkpoint, or has
+                another shape or dtype there.
         """
-        self._raise_alike(found, found.misfits(shards))
+        misfits = self._gather_problems(saved.describe_misfits(shards))
+        if misfits:
+            raise self._unfit(saved, misfits)
         try:
-            found.load(shards, self._world)
+            saved.load(shards, self._world)
         except CheckpointException as error:
-            raise self._unfit(found, what_failed(error)) from None
+            raise self._unfit(saved, describe_failures(error)) from None
 
     def _candidates(self, wanted: int | str, steps: Sequence[int]) -> list[int]:
+        """Returns the step that is wanted and all earlier ones, the newest first."""
         if wanted in ("latest", "last-good"):
             return list(steps)
         if wanted in steps:
@@ -136,60 +171,49 @@ class Checkpoints:
         )
 
     def _verify(self, step: int) -> SavedCheckpoint | str:
-        """The checkpoint, or what is wrong with it: the same on all ranks."""
-        folder, problem, manifest = self._folder.whole(step), "", None
+        """Returns the checkpoint, or what is wrong with it: the same on all ranks."""
+        folder, problem, manifest = self._folder.complete(step), "", None
         try:
             manifest = Manifest.read(folder)
             for name in sorted(manifest.files)[self._world.rank :: self._world.size]:
                 verify_file(folder / name, manifest.files[name])
         except DamagedError as error:
             problem = str(error)
-        problems = dict.fromkeys(told for told in self._world.gather(problem) if told)
+        problems = self._gather_problems(problem)
         if problems or manifest is None:
-            return "; ".join(problems)
+            return problems
         return SavedCheckpoint(folder, manifest)
 
-    def _judge(self, found: SavedCheckpoint | None, wanted: int | str, damage: Sequence[str]) -> SavedCheckpoint | None:
-        if not damage:
-            return found
-        told = "; ".join(damage)
-        if found is None:
-            raise SlipstreamError(f"{told}. No good one is left before it; train from the beginning in another folder.")
-        if wanted != "last-good":
-            raise SlipstreamError(
-                f"{told}. The last good one before it is of step {found.step}: give {found.step}, or last-good to take "
-                "the newest good one whenever that happens."
-            )
-        self._say(f"{told}; taking that of step {found.step}")
-        return found
+    def _gather_problems(self, problem: str) -> str:
+        """Returns the different problems of all ranks, on all ranks."""
+        return "; ".join(dict.fromkeys(each for each in self._world.gather(problem) if each))
 
-    def _raise_alike(self, found: SavedCheckpoint, problem: str) -> None:
-        problems = dict.fromkeys(told for told in self._world.gather(problem) if told)
-        if problems:
-            raise self._unfit(found, "; ".join(problems))
-
-    def _unfit(self, found: SavedCheckpoint, problem: str) -> SlipstreamError:
+    def _unfit(self, saved: SavedCheckpoint, problem: str) -> SlipstreamError:
         return SlipstreamError(
-            f"{found.folder} can't be loaded: {problem}. Start with the settings it was saved with, or train in "
+            f"{saved.folder} can't be loaded: {problem}. Start with the settings it was saved with, or train in "
             "another folder."
         )
 
     def _retire(self) -> None:
         self._folder.retire(self._keep, self._keep_every)
 
-    def _and_the_last_one(self, warning: str) -> str:
-        steps: list[int] = self._on_first(self._folder.steps)
-        return f"{warning}. " + (f"The last checkpoint is that of step {steps[0]}." if steps else "There is none yet.")
+    def _warn(self, warning: str) -> None:
+        steps = self._steps()
+        self._say(
+            f"{warning}. " + (f"The last checkpoint is that of step {steps[0]}." if steps else "There is none yet.")
+        )
 
-    def _on_first(self, act: Callable[[], Any]) -> Any:
-        """What rank 0 gets from `act`, on all ranks."""
-        return self._world.gather(act() if self._world.rank == 0 else None)[0]
+    def _steps(self) -> list[int]:
+        """Returns the steps that rank 0 finds, on all ranks."""
+        steps: list[int] = self._world.gather(self._folder.steps() if self._world.rank == 0 else [])[0]
+        return steps
 
-
-def _try(act: Callable[[], object]) -> str:
-    """What prevented it, or ""."""
-    try:
-        act()
-    except OSError as error:
-        return str(error)
-    return ""
+    def _try_on_first(self, act: Callable[[], object]) -> str:
+        """Lets rank 0 act, and returns on all ranks what prevented it, or ""."""
+        problem = ""
+        if self._world.rank == 0:
+            try:
+                act()
+            except OSError as error:
+                problem = str(error)
+        return str(self._world.gather(problem)[0])

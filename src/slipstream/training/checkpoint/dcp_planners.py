@@ -7,7 +7,7 @@ state, is neither, but several boxes of one tensor.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -35,11 +34,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slipstream.training.checkpoint.snapshot import SnapshotEntry
-from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
+from slipstream.training.checkpoint.tensor_shard import Box, dtype_name
 
 
 class BoxSavePlanner(SavePlanner):
-    """Of a state dict whose values are lists of `SnapshotEntry`, from every rank those that it writes."""
+    """Plans the save of a state dict whose values are lists of `SnapshotEntry`: those that this rank writes."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -50,7 +49,7 @@ class BoxSavePlanner(SavePlanner):
         return SavePlan([_write_item(entry) for entries in self._entries.values() for entry in entries])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """ValueError where the ranks' boxes of a tensor aren't all of it, each element once."""
+        """Raises ValueError where the boxes of all ranks don't cover each element of a tensor exactly once."""
         _check_each_once([item for plan in all_plans for item in plan.items])
         return create_default_global_save_plan(all_plans)
 
@@ -63,7 +62,7 @@ class BoxSavePlanner(SavePlanner):
 
 
 class ShardLoadPlanner(LoadPlanner):
-    """Into a state dict whose values are lists of `TensorShard`: any boxes, whichever were saved."""
+    """Plans the load into a state dict whose values are lists of `TensorShard`, whichever boxes were saved."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -87,8 +86,8 @@ class ShardLoadPlanner(LoadPlanner):
         raise NotImplementedError("a checkpoint of slipstream holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """A view of the shard's own memory."""
-        place = read_item.dest_index.index  # two shards may be of the same box: its offsets wouldn't tell them apart
+        """Returns a view of the memory of a shard."""
+        place = read_item.dest_index.index  # offsets don't identify a view: two shards may have the same box
         assert place is not None
         _, view = self._boxes[read_item.dest_index.fqn][place]
         part: Tensor = view[indices(read_item.dest_offsets, read_item.lengths)]
@@ -99,53 +98,31 @@ class ShardLoadPlanner(LoadPlanner):
 
     def _reads(self, key: str, boxes: Sequence[tuple[Box, Tensor]]) -> list[ReadItem]:
         stored = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
-        return create_read_items_for_chunk_list(key, stored, [chunk(box) for box, _ in boxes])
-
-
-def by_key(shards: Sequence[TensorShard]) -> dict[str, Any]:
-    """The state dict that `ShardLoadPlanner` fills."""
-    state: dict[str, Any] = {}
-    for shard in shards:
-        state.setdefault(shard.key, []).append(shard)
-    return state
-
-
-def chunk(box: Box) -> ChunkStorageMetadata:
-    """As PyTorch writes it."""
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        return create_read_items_for_chunk_list(key, stored, [box.as_chunk() for box, _ in boxes])
 
 
 def indices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    """Of a part of a tensor."""
+    """Returns the index of a part of a tensor."""
     return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
 
 def _write_item(entry: SnapshotEntry) -> WriteItem:
     properties = TensorProperties(dtype=entry.view.dtype)
-    data = TensorWriteData(chunk(entry.box), properties, torch.Size(entry.shape))
+    data = TensorWriteData(entry.box.as_chunk(), properties, torch.Size(entry.shape))
     return WriteItem(MetadataIndex(entry.key, entry.box.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def _check_each_once(items: Sequence[WriteItem]) -> None:
-    for key, found in _by_tensor(items).items():
-        kinds = dict.fromkeys((dtype_name(data.properties.dtype), tuple(data.size)) for data in found)
-        if len(kinds) > 1:
-            raise ValueError(f"{key} is {' on one rank and '.join(map(str, kinds))} on another")
-        if len({tuple(data.chunk.offsets) for data in found}) < len(found):
-            raise ValueError(f"several ranks write the same elements of {key}")
-        written, size = sum(prod(data.chunk.sizes) for data in found), prod(found[0].size)
-        if written != size:
-            raise ValueError(f"the ranks write {written:,} elements of {key}, which has {size:,}")
-
-
-def _by_tensor(items: Sequence[WriteItem]) -> Mapping[str, list[TensorWriteData]]:
-    found: dict[str, list[TensorWriteData]] = {}
-    for key, data in _tensor_data(items):
-        found.setdefault(key, []).append(data)
-    return found
-
-
-def _tensor_data(items: Sequence[WriteItem]) -> Iterator[tuple[str, TensorWriteData]]:
+    writes: dict[str, list[TensorWriteData]] = {}
     for item in items:
         assert item.tensor_data is not None
-        yield item.index.fqn, item.tensor_data
+        writes.setdefault(item.index.fqn, []).append(item.tensor_data)
+    for key, parts in writes.items():
+        kinds = dict.fromkeys((dtype_name(data.properties.dtype), tuple(data.size)) for data in parts)
+        if len(kinds) > 1:
+            raise ValueError(f"{key} is {' on one rank and '.join(map(str, kinds))} on another")
+        if len({tuple(data.chunk.offsets) for data in parts}) < len(parts):
+            raise ValueError(f"several ranks write the same elements of {key}")
+        written, size = sum(prod(data.chunk.sizes) for data in parts), prod(parts[0].size)
+        if written != size:
+            raise ValueError(f"the ranks write {written:,} elements of {key}, which has {size:,}")

@@ -1,4 +1,4 @@
-"""Where `torch.distributed.checkpoint` puts tensors and finds them: safetensors files beside a manifest.
+"""Lets `torch.distributed.checkpoint` write and read safetensors files with a manifest.
 
 rank 0   plan | writes its file |  manifest, rename, retention
 rank 1   plan | writes its file |
@@ -29,13 +29,13 @@ from slipstream.training.checkpoint.tensor_shard import Box
 from slipstream.training.checkpoint.verified_files import DamagedError, FileDigest, verify_file
 
 _POLL_SECONDS = 0.05
-_SECONDS_TO_APPEAR = 120.0  # of a file that another rank has written, on a disk of the network
+_SECONDS_TO_APPEAR = 120.0  # for a file that another rank has written, on a network's disk
 
 
 class SnapshotWriter(StorageWriter):
-    """Writes the snapshots of all ranks as one checkpoint. `retire` removes older ones after the commit.
+    """Writes the snapshots of all ranks as one checkpoint; afterwards `retire` removes older ones.
 
-    `not_retired` says on rank 0 afterwards what kept it from doing so, or "".
+    On rank 0, `not_retired` then says what prevented that, or "".
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SnapshotWriter(StorageWriter):
         self._part = folder.part(step)
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        assert checkpoint_id is None  # the folder has names of its own, and only Slipstream writes to it
+        assert checkpoint_id is None  # the folder chooses its names, and only Slipstream writes to it
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._part.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, but a network's disk may not show it yet
@@ -64,7 +64,7 @@ class SnapshotWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's file, if it has anything. Elements are the snapshot's: the planner's may have changed since."""
+        """Writes the file of this rank, if it has any, from the snapshot: the planner's tensors may have changed."""
         done: Future[list[WriteResult]] = Future()
         if not plan.items:
             done.set_result([])
@@ -74,10 +74,10 @@ class SnapshotWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The commit, on rank 0."""
+        """Commits the checkpoint, on rank 0."""
         manifest = Manifest.of(self.step, self._facts, metadata, results)
-        for name, written in manifest.files.items():
-            _wait_for(self._part / name, written)
+        for name, digest in manifest.files.items():
+            _wait_for(self._part / name, digest)
         manifest.write(self._part)
         self._folder.commit(self.step)
         try:
@@ -87,7 +87,7 @@ class SnapshotWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        return False  # a path alone doesn't tell what to write
+        return False  # a path alone doesn't say what to write
 
 
 class CheckpointReader(StorageReader):
@@ -95,20 +95,26 @@ class CheckpointReader(StorageReader):
 
         dcp.load({"model": model.state_dict()}, storage_reader=CheckpointReader("checkpoints/step-00000012"))
 
-    The state's tensors, plain ones or DTensors, go by `model.` and the names of the model's parameters, and by
-    `optimizer.exp_avg.` and the like with those names for the optimizer's. Each file that is read from is compared with
-    its size and checksum before: SlipstreamError where it isn't what was written, or `folder` isn't a checkpoint.
+    The keys of the state's tensors, plain ones or DTensors, are `model.` and the names of the model's parameters, and
+    `optimizer.exp_avg.` and the like with the same names for the optimizer's. Before a file is read, its size and its
+    checksum are verified.
+
+    Args:
+        folder: the folder of a step.
+        manifest: what it holds, where all of the checkpoint has been verified already.
+
+    Raises:
+        SlipstreamError: if a file isn't what was written, or `folder` isn't a checkpoint.
     """
 
     def __init__(self, folder: str | PathLike[str], manifest: Manifest | None = None) -> None:
-        """`manifest` where all of the checkpoint has been compared already."""
         self._is_verified = manifest is not None
         self._folder, self._manifest = Path(folder), manifest or self._read(Path(folder))
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             raise SlipstreamError(
-                f"checkpoint_id={str(checkpoint_id)!r} was given to dcp.load beside a CheckpointReader, which has its "
+                f"checkpoint_id={str(checkpoint_id)!r} was given to dcp.load with a CheckpointReader, which has its "
                 f"folder already: {self._folder}. Leave checkpoint_id out, or give the reader that folder."
             )
 
@@ -125,7 +131,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Each file is opened once."""
+        """Reads the tensors of a plan; opens each file once."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._metadata.storage_data[item.storage_index], []).append(item)
@@ -142,7 +148,7 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        return False  # a path alone is taken for PyTorch's own format
+        return False  # PyTorch takes a path alone for its own format
 
     @staticmethod
     def _read(folder: Path) -> Manifest:
@@ -180,11 +186,11 @@ def _elements(file: Any, item: ReadItem) -> Tensor:
     return part
 
 
-def _wait_for(path: Path, written: FileDigest) -> None:
-    """Until a file that some rank has written can be seen here."""
+def _wait_for(path: Path, digest: FileDigest) -> None:
+    """Waits until a file that a rank has written can be seen here."""
     deadline = time.monotonic() + _SECONDS_TO_APPEAR
-    while not path.exists() or path.stat().st_size < written.size:
-        path.parent.stat()  # FileNotFoundError where the folder has gone
+    while not path.exists() or path.stat().st_size < digest.size:
+        path.parent.stat()  # raises FileNotFoundError where the folder has gone
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"{path} was written by its rank but hasn't appeared for rank 0 within {_SECONDS_TO_APPEAR:.0f} s; the "

@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest says: which files there are, which part of which tensor is in each, and the facts."""
+"""The manifest of a checkpoint: its files, which part of which tensor is in each, and the facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
@@ -27,14 +26,14 @@ _FORMAT = 1
 
 
 class StoredBox(NamedTuple):
-    """A rectangle of a tensor, and the file it is in."""
+    """A rectangle of a tensor, and the file that holds it."""
 
     file: str
     box: Box
 
 
 class StoredTensor(BaseModel):
-    """A tensor as a whole: its dtype as torch calls it, its shape, and the boxes that together are all of it."""
+    """A whole tensor: the name of its dtype in torch, its shape, and the boxes that cover it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     dtype: str
@@ -43,14 +42,14 @@ class StoredTensor(BaseModel):
 
 
 class StoredFile(NamedTuple):
-    """What a rank has written."""
+    """The name and the digest of a file that a rank has written."""
 
     name: str
-    written: FileDigest
+    digest: FileDigest
 
 
 class Manifest(BaseModel):
-    """All of a checkpoint but the tensors' elements."""
+    """All of a checkpoint but the elements of its tensors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format: int
@@ -63,7 +62,7 @@ class Manifest(BaseModel):
     def of(
         cls, step: int, facts: Mapping[str, Any], metadata: Metadata, results: Sequence[Sequence[WriteResult]]
     ) -> Manifest:
-        """Of what was planned, and what each rank has written, whose `storage_data` are `StoredFile`."""
+        """Returns the manifest of what was planned and of what each rank has written, as `StoredFile`."""
         done = [result for of_rank in results for result in of_rank]
         places = {(result.index.fqn, result.index.offset): result.storage_data.name for result in done}
         return cls(
@@ -76,12 +75,17 @@ class Manifest(BaseModel):
 
     @staticmethod
     def is_in(folder: Path) -> bool:
-        """Whether there is one to be read."""
+        """Returns whether a folder has a manifest."""
         return (folder / _NAME).is_file()
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises DamagedError where it isn't what was written, SlipstreamError where this version can't read it."""
+        """Reads the manifest in a folder.
+
+        Raises:
+            DamagedError: if it isn't what was written.
+            SlipstreamError: if this version can't read its format.
+        """
         record = read_record(folder / _NAME)
         if record.get("format") != _FORMAT:
             raise SlipstreamError(
@@ -98,7 +102,7 @@ class Manifest(BaseModel):
         return manifest
 
     def metadata(self) -> Metadata:
-        """As `torch.distributed.checkpoint` has it; the storage data are the files' names by their boxes."""
+        """Returns it as `torch.distributed.checkpoint` describes a checkpoint; storage data are file names by box."""
         tensors: dict[str, STORAGE_TYPES] = {key: _metadata(tensor) for key, tensor in self.tensors.items()}
         places = {
             MetadataIndex(key, stored.box.offsets): stored.file
@@ -108,12 +112,12 @@ class Manifest(BaseModel):
         return Metadata(tensors, storage_data=places)
 
     def write(self, folder: Path) -> None:
-        """It appears whole, and is on the disk when this returns."""
+        """Writes it as a file that appears complete, and is on the disk when this returns."""
         write_record(folder / _NAME, self.model_dump())
 
 
 def entry_name(key: str, box: Box) -> str:
-    """What a box is called in its file: `lm_head.weight@4096,0`."""
+    """Returns the name of a box in its file, such as `lm_head.weight@4096,0`."""
     return f"{key}@{','.join(map(str, box.offsets))}"
 
 
@@ -125,7 +129,5 @@ def _stored(key: str, tensor: STORAGE_TYPES, places: Mapping[tuple[str, torch.Si
 
 
 def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(stored.box.offsets), torch.Size(stored.box.sizes)) for stored in tensor.boxes
-    ]
+    chunks = [stored.box.as_chunk() for stored in tensor.boxes]
     return TensorStorageMetadata(TensorProperties(getattr(torch, tensor.dtype)), torch.Size(tensor.shape), chunks)

@@ -1,4 +1,4 @@
-"""A checkpoint that was found whole: what it says about itself, and its tensors read into any shards."""
+"""A checkpoint that has been verified: its facts, and its tensors, which any mesh can load."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.background_save import alone_is_fine
-from slipstream.training.checkpoint.dcp_planners import ShardLoadPlanner, by_key
+from slipstream.training.checkpoint.background_save import ignore_lone_process_warning
+from slipstream.training.checkpoint.dcp_planners import ShardLoadPlanner
 from slipstream.training.checkpoint.dcp_storage import CheckpointReader
 from slipstream.training.checkpoint.manifest import Manifest
-from slipstream.training.checkpoint.tensor_shard import TensorShard
+from slipstream.training.checkpoint.tensor_shard import TensorShard, by_key
 
-_MOST_TOLD = 5  # differences in one message
+_MOST_LISTED = 5  # differences in one message
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class SavedCheckpoint:
 
     @property
     def step(self) -> int:
-        """After which it was saved."""
+        """The step after which it was saved."""
         return self.manifest.step
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was saved beside the tensors."""
+        """What was saved next to the tensors."""
         return self.manifest.facts
 
     def check_model(self, model: Mapping[str, Any]) -> None:
-        """Raises SlipstreamError that names the fields in which `facts["model"]` is another than `model`."""
+        """Raises SlipstreamError, with the names of the fields, where `facts["model"]` differs from `model`."""
         here = json.loads(json.dumps(model))
         differences = list(_differences("", self.facts.get("model", {}), here))
         if differences:
@@ -49,13 +49,17 @@ class SavedCheckpoint:
                 "saved with, or train in another folder."
             )
 
-    def misfits(self, shards: Sequence[TensorShard]) -> str:
-        """What can't be filled from this checkpoint, in words; "" where all can."""
+    def describe_misfits(self, shards: Sequence[TensorShard]) -> str:
+        """Returns which shards can't be filled from this checkpoint and why; "" where all can."""
         return _some([f"{shard.key} {why}" for shard in shards for why in self._misfit(shard)])
 
     def load(self, shards: Sequence[TensorShard], world: RankGroup) -> None:
-        """Fills the shards' tensors in place. CheckpointException, on all ranks, where one can't read its files."""
-        alone_is_fine()
+        """Fills the tensors of the shards in place. Collective.
+
+        Raises:
+            CheckpointException: on all ranks, if one of them can't read its files.
+        """
+        ignore_lone_process_warning()
         load(
             by_key(shards),
             storage_reader=CheckpointReader(self.folder, self.manifest),
@@ -67,7 +71,7 @@ class SavedCheckpoint:
     def _misfit(self, shard: TensorShard) -> Iterator[str]:
         tensor = self.manifest.tensors.get(shard.key)
         if tensor is None:
-            if prod(shard.share.shape):  # of what has no elements nothing is saved
+            if prod(shard.share.shape):  # a tensor without elements is not saved
                 yield "isn't in it"
         elif tensor.shape != shard.share.shape:
             yield f"has shape {tensor.shape} in it and {shard.share.shape} here"
@@ -86,5 +90,5 @@ def _differences(name: str, saved: Any, here: Any) -> Iterator[str]:
 
 
 def _some(reasons: Sequence[str]) -> str:
-    more = len(reasons) - _MOST_TOLD
-    return "; ".join(reasons[:_MOST_TOLD]) + (f"; and {more} more" if more > 0 else "")
+    more = len(reasons) - _MOST_LISTED
+    return "; ".join(reasons[:_MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")

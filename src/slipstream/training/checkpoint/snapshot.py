@@ -1,4 +1,4 @@
-"""A rank's tensors as they were at one moment, laid out as the safetensors file they become."""
+"""The tensors of a rank as they were at one moment, laid out as a safetensors file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.checkpoint.manifest import entry_name
-from slipstream.training.checkpoint.tensor_shard import Box, TensorShard
+from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, by_key
 from slipstream.training.checkpoint.verified_files import FileDigest, write_file
 
-# What the format calls them: https://github.com/huggingface/safetensors#format
+# The names of dtypes in the format: https://github.com/huggingface/safetensors#format
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -30,25 +30,25 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_BLOCK = 2**23  # bytes written and summed at a time, while they are in the processor's cache
+_BLOCK = 2**23  # bytes that are written and added to the checksum at a time, while they are in the processor's cache
 
 
 class SnapshotEntry(NamedTuple):
-    """A box that this rank writes, of a tensor of `shape`."""
+    """A box that this rank writes, of the tensor `key` of shape `shape`."""
 
     key: str
     shape: tuple[int, ...]
     box: Box
     view: Tensor
-    version: int  # of the tensor when it was taken
+    version: int  # of the tensor when the snapshot was taken
 
 
 class Snapshot:
-    """What `take` was given, until `write` has written it or `keep` has copied the rest of it.
+    """The shards that `take` was given, until `write` has written them or `keep` has copied the rest.
 
-    Contiguous tensors of the CPU are read where they are: until the optimizer's next update nothing changes them, and
-    that is most of the time. Others are copied at once. The memory of copies is used again from save to save: it is
-    paged in (and pinned, for tensors of a GPU) once.
+    Contiguous tensors of the CPU are read in place: nothing changes them until the optimizer's next update, which is
+    most of the time. Others are copied when the snapshot is taken. The memory of the copies is reused from save to
+    save: it is paged in (and pinned, for tensors of a GPU) once.
 
     +--------+---------------------------+-----------+----+
     | header | float64 boxes             | float32   | …  |     no gaps; each box aligned to its elements
@@ -58,16 +58,18 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._entries: list[SnapshotEntry] = []
-        self._num_written = 0  # entries
-        self._is_copied = False  # all that isn't written
-        self._lock = threading.Lock()  # a block is read under it, by another thread
+        self._num_written = 0  # of the entries
+        self._is_copied = False  # whether all that isn't written has been copied
+        self._lock = threading.Lock()  # held by the writing thread while it reads a block
         self._header = b""
         self.file = ""
 
     def take(self, shards: Sequence[TensorShard], file: str) -> None:
-        """The shards that are to be written; before any of them changes `keep` is to be called.
+        """Takes the shards that are to be written to `file`. Call `keep` before any of them changes.
 
-        SlipstreamError for a dtype that can't be saved, ValueError where two shards are the same elements.
+        Raises:
+            SlipstreamError: for a dtype that can't be saved.
+            ValueError: if two shards have the same elements.
         """
         self.file = file
         entries = [entry for shard in shards if shard.writes for entry in _entries(shard)]
@@ -78,7 +80,7 @@ class Snapshot:
             self.keep()
 
     def keep(self) -> None:
-        """Copies what isn't written yet; when it returns all tensors may change."""
+        """Copies what isn't written yet; when it returns, all tensors may change."""
         with self._lock:
             if self._is_copied or self._num_written == len(self._entries):
                 return
@@ -91,15 +93,16 @@ class Snapshot:
             self._is_copied = True
 
     def state(self) -> dict[str, list[SnapshotEntry]]:
-        """What `write` writes, by the tensors' names."""
-        state: dict[str, list[SnapshotEntry]] = {}
-        for entry in self._entries:
-            state.setdefault(entry.key, []).append(entry)
-        return state
+        """Returns what `write` writes, by the names of the tensors."""
+        return by_key(self._entries)
 
     def write(self, folder: Path) -> FileDigest:
-        """The file, on the disk when this returns. RuntimeError where a tensor has changed without `keep`."""
-        with closing(self._blocks()) as blocks:  # where writing fails, the lock is free again at once
+        """Writes the file, which is on the disk when this returns.
+
+        Raises:
+            RuntimeError: if a tensor was changed without `keep`.
+        """
+        with closing(self._blocks()) as blocks:  # releases the lock where writing fails
             return write_file(folder / self.file, blocks)
 
     def _reserve(self) -> None:
@@ -109,7 +112,7 @@ class Snapshot:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def _places(self) -> Iterator[Tensor]:
-        """Of the entries in memory."""
+        """Yields where each entry is in the memory of the copies."""
         position = 0
         for entry in self._entries:
             yield self._memory[position : position + entry.view.nbytes]
@@ -146,7 +149,7 @@ def _entries(shard: TensorShard) -> Iterator[SnapshotEntry]:
 
 
 def _header(entries: Sequence[SnapshotEntry]) -> bytes:
-    """The length of the rest (8 bytes, little-endian), then JSON, padded so that the elements are aligned."""
+    """Returns the length of the rest (8 bytes, little-endian), then JSON, padded so that the elements are aligned."""
     table: dict[str, object] = {}
     position = 0
     for key, _, box, view, _ in entries:
@@ -154,7 +157,7 @@ def _header(entries: Sequence[SnapshotEntry]) -> bytes:
         if name in table:
             raise ValueError(f"two shards of this rank are the elements {name}")
         if view.dtype not in _CODES:
-            raise SlipstreamError(f"{key} is of {view.dtype}, which checkpoints don't hold; use a real dtype")
+            raise SlipstreamError(f"{key} is of {view.dtype}, which checkpoints can't hold; use a real dtype")
         table[name] = {"dtype": _CODES[view.dtype], "shape": box.sizes, "data_offsets": [position, stop]}
         position = stop
     text = json.dumps(table).encode()

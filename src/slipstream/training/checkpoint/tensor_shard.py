@@ -1,35 +1,44 @@
-"""What a rank hands over to be saved or to be filled: a tensor, and where it lies in the whole one."""
+"""A rank's part of a tensor, to be saved or to be filled, and its place in the whole tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from slipstream.parallel import ParameterShare
 
 
 class Box(NamedTuple):
-    """A rectangle: where it begins and how long it is along each dim of the whole tensor; () and () for a scalar."""
+    """A rectangle of a tensor: its start and its length along each dim; () and () for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def is_inside(self, shape: tuple[int, ...]) -> bool:
-        """Of the whole tensor's."""
+        """Returns whether it lies inside a tensor of this shape."""
         return all(start + size <= end for start, size, end in zip(self.offsets, self.sizes, shape, strict=True))
+
+    def as_chunk(self) -> ChunkStorageMetadata:
+        """Returns the box as `torch.distributed.checkpoint` describes one."""
+        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Rows `first_row` to `first_row + len(tensor)` of this rank's share of the tensor called `key`.
+    """Rows `first_row` to `first_row + len(tensor)` of this rank's share of a tensor.
 
-    The key is the same on every rank and every mesh: `model.layers.0.mlp.up_proj.weight`,
-    `optimizer.exp_avg.model.layers.0.mlp.up_proj.weight`. `writes` is False where another rank saves the same
-    elements; when loading it makes no difference.
+    Attributes:
+        key: the name of the tensor, the same on every rank and every mesh: `model.layers.0.mlp.up_proj.weight`,
+            `optimizer.exp_avg.model.layers.0.mlp.up_proj.weight`.
+        share: which part of the whole tensor this rank has.
+        tensor: the rows.
+        first_row: where they begin in the share.
+        writes: False where another rank saves the same elements; it makes no difference for loading.
     """
 
     key: str
@@ -40,16 +49,24 @@ class TensorShard:
 
     @property
     def dtype(self) -> str:
-        """The tensor's, as torch calls it: `float32`."""
+        """The name of the dtype in torch, such as `float32`."""
         return dtype_name(self.tensor.dtype)
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """Its rectangles of the whole tensor, each with a view of the tensor's own memory; none is empty."""
+        """Yields its rectangles of the whole tensor, none empty, each with a view of the memory of `tensor`."""
         for offsets, view in self.share.boxes(self.tensor.detach(), self.first_row):
             if view.numel():
                 yield Box(offsets, tuple(view.shape)), view
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32`."""
+    """Returns the name of a dtype in torch, such as `float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def by_key(items: Iterable[Any]) -> dict[str, list[Any]]:
+    """Returns the items in lists by their `key`: the state dict that the planners save and load."""
+    state: dict[str, list[Any]] = {}
+    for item in items:
+        state.setdefault(item.key, []).append(item)
+    return state

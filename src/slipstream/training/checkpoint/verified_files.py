@@ -1,4 +1,4 @@
-"""Files with a checksum: written to the disk for sure, and compared with what was written."""
+"""Files with a checksum: written through to the disk, and verified when they are read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _BLOCK = 2**23  # bytes read at a time
 
 
 class DamagedError(Exception):
-    """A file isn't what was written; the message says which file and in what way."""
+    """A file differs from what was written; the message says which file and how."""
 
 
 class FileDigest(NamedTuple):
-    """The bytes of a file, and their CRC-32 in eight hexadecimal digits."""
+    """The size of a file in bytes, and its CRC-32 in eight hexadecimal digits."""
 
     size: int
     crc32: str
 
 
 def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> FileDigest:
-    """A new file of the blocks, on the disk when this returns."""
+    """Writes the blocks to a new file, which is on the disk when this returns."""
     size, checksum = 0, 0
     with path.open("wb") as file:
         for block in blocks:
@@ -36,7 +36,7 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> FileDigest:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk when this returns."""
+    """Makes sure that the names in a folder are on the disk when this returns."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,24 +44,24 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def verify_file(path: Path, written: FileDigest) -> None:
-    """Raises DamagedError where the file isn't there, has another size, or other bytes."""
+def verify_file(path: Path, digest: FileDigest) -> None:
+    """Raises DamagedError where the file is missing, or has another size or other bytes."""
     try:
         size = path.stat().st_size
-        if size != written.size:
-            how = "is truncated" if size < written.size else "has grown"
-            raise DamagedError(f"{path.name} {how}: {size:,} bytes instead of {written.size:,}")
+        if size != digest.size:
+            how = "is truncated" if size < digest.size else "has grown"
+            raise DamagedError(f"{path.name} {how}: {size:,} bytes instead of {digest.size:,}")
         checksum = _read_checksum(path)
     except FileNotFoundError:
         raise DamagedError(f"{path.name} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path.name} can't be read: {error.strerror}") from None
-    if checksum != written.crc32:
-        raise DamagedError(f"{path.name} has been altered: its checksum is {checksum} instead of {written.crc32}")
+    if checksum != digest.crc32:
+        raise DamagedError(f"{path.name} has been altered: its checksum is {checksum} instead of {digest.crc32}")
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """A JSON object as a file that appears whole, with the checksum of the rest as its first entry."""
+    """Writes a JSON object as a file that appears complete; its first entry is the checksum of the rest."""
     body = json.dumps(record)[1:].encode()
     unfinished = path.with_suffix(".unfinished")
     write_file(unfinished, [_head(body), body])
@@ -69,7 +69,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What `write_record` wrote; DamagedError where it isn't that."""
+    """Returns what `write_record` wrote; raises DamagedError where the file differs from that."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
