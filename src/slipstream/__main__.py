@@ -1,4 +1,4 @@
-"""`python -m slipstream` is the `slipstream` command."""
+"""Runs the `slipstream` command as `python -m slipstream`."""
 
 from slipstream.cli import main
 

@@ -302,7 +302,7 @@ def test_a_master_that_does_not_answer(place: Callable[..., None], address: str,
 def test_ranks_that_do_not_come_are_named(place: Callable[..., None]) -> None:
     port = free_port()
     place(RANK=0, WORLD_SIZE=4, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, SLIPSTREAM_RENDEZVOUS_SECONDS=1)
-    expected = rf"met at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}, but of 4 ranks .* within 1 seconds: 1, 2, 3\."
+    expected = rf"connected to MASTER_ADDR=127.0.0.1, MASTER_PORT={port}, but of 4 ranks .* within 1 seconds: 1, 2, 3\."
     with pytest.raises(SlipstreamError, match=expected):
         connect_ranks({})
 

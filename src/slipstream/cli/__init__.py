@@ -1,4 +1,4 @@
-"""The `slipstream` command: one file per subcommand. Heavy imports wait until a command runs."""
+"""The `slipstream` command: one file per subcommand, whose heavy imports wait until it runs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ app.command()(plan)
 
 
 def main() -> None:
-    """Exit code 0 where all went well, 1 where a rank failed, 2 for bad input, 130 after Ctrl-C.
+    """Runs the command. Exits with 0, or with 1 if a rank failed, 2 for bad input, 130 after Ctrl-C.
 
-    What went wrong is the last thing on standard error.
+    An error is the last thing on standard error.
     """
     try:
         app()
@@ -48,6 +48,6 @@ def main() -> None:
 
 def _fail(message: str, code: int) -> None:
     if sys.stderr.isatty():
-        print("\033[?25h", end="", file=sys.stderr)  # a rank that was stopped can't show the cursor again
+        print("\033[?25h", end="", file=sys.stderr)  # shows the cursor, which a stopped rank may have hidden
     print(message, file=sys.stderr)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""`slipstream train`: from a configuration to a trained, exported model."""
+"""`slipstream train`: trains and exports a model as a configuration says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting ranks: local processes, torchrun, Slurm and several nodes, and how they connect."""
+"""Starts ranks as local processes, and connects those of torchrun and Slurm, on one node or several."""
 
 from __future__ import annotations
 

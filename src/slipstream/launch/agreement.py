@@ -1,4 +1,4 @@
-"""What all ranks of a run must have in common, and how a difference between them is told."""
+"""Compares what all ranks of a run must have in common, and describes the differences."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def describe_process(
 
 
 def hash_sources(package: Path) -> str:
-    """Of the names and contents of a package's Python files."""
+    """Returns a hash of the names and the contents of a package's Python files."""
     files = sorted(package.rglob("*.py"))
     return _hash(b"".join(f"{file.relative_to(package)} {_hash(file.read_bytes())}\n".encode() for file in files))
 
 
 def differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
-    """A line for each name whose value isn't the same on all ranks: the values, and which ranks have them."""
-    names = {name: None for each in facts for name in each}  # in order, each once
+    """Returns a line for each name whose value differs between ranks: the values, and the ranks that have them."""
+    names = {name: None for each in facts for name in each}  # each once, in order
     lines = []
     for name in names:
         ranks_with: dict[str, list[int]] = {}
@@ -60,12 +60,12 @@ def differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> lis
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """`ranks 0-3 (node0), rank 5 (node1)`."""
+    """Returns the ranks and their hosts as text, such as `ranks 0-3 (node0), rank 5 (node1)`."""
     grouped = groupby(ranks, key=lambda rank: hosts[rank])
-    return ", ".join(f"{_count_up(list(numbers))} ({host})" for host, numbers in grouped)
+    return ", ".join(f"{_ranks_text(list(numbers))} ({host})" for host, numbers in grouped)
 
 
-def _count_up(numbers: list[int]) -> str:
+def _ranks_text(numbers: list[int]) -> str:
     first, last = numbers[0], numbers[-1]
     if first == last:
         return f"rank {first}"
@@ -75,7 +75,7 @@ def _count_up(numbers: list[int]) -> str:
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted names and values, as they are typed on the command line."""
+    """Yields dotted names and values as they are typed on the command line."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _flatten(inner, f"{name}.{key}" if name else key)

@@ -1,4 +1,4 @@
-"""Local ranks through torchrun's process API: all end together, and the first cause is told last."""
+"""Starts local ranks through torchrun's process API; all end together, and the first cause is printed last."""
 
 from __future__ import annotations
 
@@ -22,28 +22,32 @@ from slipstream.launch.slurm import is_task
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SubprocessContext
 
-# glibc gives freed memory back to the system and pages it in again at every step; this keeps it.
+# glibc returns freed memory to the system and pages it in again at every step; with these settings it keeps it.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_TOP_PAD_": "67108864",
 }
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name that torchrun gives it too
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PARENT = "SLIPSTREAM_PARENT"
 _POLL_SECONDS = 0.1
 _SECONDS_TO_END = 3  # between asking ranks to end and killing them
 
 
 def has_launcher() -> bool:
-    """Whether torchrun (or another launcher that sets RANK and WORLD_SIZE), or srun, started this process."""
+    """Returns whether srun, torchrun or another launcher that sets RANK and WORLD_SIZE started this process."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() or is_task(os.environ)
 
 
 def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
-    """Runs `python *command` as `num_ranks` local ranks on the loopback interface and waits for them.
+    """Runs `python *command` as `num_ranks` local ranks on the loopback interface, and waits for them.
 
-    Whatever ends this call (the ranks' end, the failure of one, Ctrl-C) ends every rank. Raises
-    RankFailedError with the first cause, SlipstreamError where that was one, KeyboardInterrupt.
+    When this call ends, every rank has ended, even if one of them failed or Ctrl-C was pressed.
+
+    Raises:
+        RankFailedError: if a rank failed; the message has the first cause.
+        SlipstreamError: if the first cause was one.
+        KeyboardInterrupt: after Ctrl-C.
     """
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing import (
@@ -53,10 +57,10 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
         start_processes,
     )
 
-    # The parent keeps the store, so that the port is one that is free: the system chose it.
+    # The parent keeps the store, so that the port is free: the system chose it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     environments = {rank: _environment(rank, num_ranks, store.port) for rank in range(num_ranks)}
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as logs, _quiet_and_own_signals():
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as logs, _quiet_with_own_signals():
         context: Any = None
         try:
             context = start_processes(
@@ -73,14 +77,14 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + interruption.sigval) from None
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C mustn't leave orphans
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave orphans
             if context is not None:
                 context.close(timeout=_SECONDS_TO_END)
         _raise_first_cause(ended, {rank: Path(file) for rank, file in context.error_files.items()})
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would set, the memory settings, and one thread a rank; what the user set stays."""
+    """Returns what torchrun would set, the memory settings, and one thread per rank; what the user has set stays."""
     chosen = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **MALLOC}
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if loopback:
@@ -100,8 +104,8 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def _quiet_and_own_signals() -> Iterator[None]:
-    """Torch's process API logs every signal it sends and keeps its signal handlers; neither outlasts this."""
+def _quiet_with_own_signals() -> Iterator[None]:
+    """Silences the logs of torch's process API, and restores the signal handlers that it replaces."""
     import logging
 
     logger = logging.getLogger("torch.distributed.elastic")
@@ -118,7 +122,7 @@ def _quiet_and_own_signals() -> Iterator[None]:
 
 
 def _wait(context: SubprocessContext) -> dict[int, int]:
-    """Exit codes of the ranks that have ended, once all have or one of them failed."""
+    """Waits until all ranks have ended or one has failed; returns the exit codes of those that have ended."""
     while True:
         codes = {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
         ended = {rank: code for rank, code in codes.items() if code is not None}
@@ -128,10 +132,10 @@ def _wait(context: SubprocessContext) -> dict[int, int]:
 
 
 def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> None:
-    """Raises what went wrong first, if anything did.
+    """Raises the error that came first, if there was one.
 
-    A rank that was killed wrote nothing, and its neighbours' broken connections are only a consequence.
-    A rank that raised wrote when; its neighbours may have noticed and ended before it did.
+    A rank that was killed wrote no error, and its neighbours' broken connections are only a consequence.
+    A rank that raised an error wrote when; its neighbours may have noticed and ended before it did.
     """
     errors = {rank: json.loads(file.read_text()) for rank, file in error_files.items() if file.exists()}
     silent = {rank: code for rank, code in ended.items() if code != 0 and rank not in errors}
@@ -148,9 +152,9 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> N
 
 @contextmanager
 def reported_to_the_launcher() -> Iterator[None]:
-    """In a rank: what is raised inside ends this process and is told by the launcher that started it.
+    """In a rank: ends this process after an exception, which the launcher that started it reports.
 
-    Without our launcher the exception goes on as it is.
+    Without our launcher, the exception is raised as usual.
     """
     parent = os.environ.get(_PARENT)
     if parent is None:
@@ -162,7 +166,7 @@ def reported_to_the_launcher() -> Iterator[None]:
     except BaseException as error:
         user_error = isinstance(error, SlipstreamError)
         message = str(error) if user_error else traceback.format_exc().rstrip()
-        # "message" is what torch's own reader of such files looks for
+        # torch reads "message" from such files
         report = {"message": message, "time": time.time(), "user_error": user_error}
         part = Path(os.environ[_ERROR_FILE] + ".part")
         part.write_text(json.dumps(report))
@@ -172,7 +176,7 @@ def reported_to_the_launcher() -> Iterator[None]:
 
 
 def end_with(parent: int) -> None:
-    """Ends this process when its parent has died without a chance to say so; works in a blocked rank."""
+    """Ends this process when its parent has died without a chance to end it; works even in a blocked rank."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

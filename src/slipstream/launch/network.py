@@ -1,4 +1,4 @@
-"""By which address and which interface this machine reaches another one."""
+"""Finds the address and the interface through which this machine reaches another one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import psutil
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's own address on the way to another one, as its routes say. Nothing is sent.
+    """Returns this machine's address on the route to another one. Nothing is sent.
 
-    Raises OSError where the name doesn't resolve or there is no way.
+    Raises:
+        OSError: if the name doesn't resolve or there is no route.
     """
     problem = OSError(f"{host} has no address")
     for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
@@ -26,17 +27,17 @@ def address_towards(host: str, port: int) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it can only be reached from this machine."""
+    """Returns whether an address can only be reached from this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def find_interface(address: str) -> str | None:
-    """The name of the interface with this address, such as `eth0`; None if there is none."""
+    """Returns the name of the interface with this address, such as `eth0`; None if there is none."""
     return next((name for name, known in _list_addresses() if known == address), None)
 
 
 def find_address(interface: str) -> str | None:
-    """The first address of an interface, IPv4 before IPv6."""
+    """Returns the first address of an interface, IPv4 before IPv6; None if there is none."""
     return next((address for name, address in _list_addresses() if name == interface), None)
 
 

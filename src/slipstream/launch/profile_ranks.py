@@ -1,4 +1,4 @@
-"""A profile measured by local ranks as a training run starts them: same memory settings, threads and links."""
+"""Measures a profile with local ranks that have the memory settings, threads and links of a training run."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What the ranks are told; the model's configuration lies beside it."""
+    """What the ranks are to measure; the model's configuration is in a file next to it."""
 
-    settings: dict[str, Any]  # of ProfileSettings
+    settings: dict[str, Any]  # the arguments of ProfileSettings
     device: str  # "cpu" or "cuda"
 
 
 def measure_profile(model_config: Any, settings: dict[str, Any], num_ranks: int, device: str = "auto") -> Profile:
-    """Start `num_ranks` local ranks that measure side by side; their link, and the times of the first.
+    """Starts `num_ranks` local ranks that measure at the same time; returns their link and the times of the first.
 
     Args:
         model_config: a transformers.PretrainedConfig.
         settings: the arguments of ProfileSettings.
-        num_ranks: as many as the ranks of a pipeline that share this machine.
+        num_ranks: the number of a pipeline's ranks that share this machine.
         device: "cpu", "cuda", or "auto": CUDA where there is a device for each rank.
 
     Raises:
-        SlipstreamError: for what can't be measured. RankFailedError: where a rank ended early.
+        SlipstreamError: if the settings don't fit together or there are too few devices.
+        RankFailedError: if a rank ended early.
     """
     import torch
 
@@ -60,7 +61,7 @@ def measure_profile(model_config: Any, settings: dict[str, Any], num_ranks: int,
 
 
 def _measure_as_rank(folder: Path) -> None:
-    """One rank: all measure, the first shows progress and writes."""
+    """Measures as one rank; the first rank shows progress and writes the profile."""
     import torch
     import torch.distributed as dist
 
@@ -96,7 +97,7 @@ def _measure_as_rank(folder: Path) -> None:
 
 
 def main() -> None:
-    """The process that the launcher starts: `python -m slipstream.launch.profile_ranks folder`."""
+    """Measures as one of the ranks that `measure_profile` launches."""
     with reported_to_the_launcher():
         _measure_as_rank(Path(sys.argv[1]))
 

@@ -1,4 +1,4 @@
-"""What one sees while text is prepared and the model trains: bars on a terminal, else a line now and then."""
+"""Shows progress: bars on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
 
 
 def make_console() -> Console:
-    """A console on standard output."""
+    """Returns a console on standard output."""
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=True)
 
 
 class Progress:
-    """Bars on a console; `Progress(None)` shows none (for ranks that don't own the terminal)."""
+    """Bars on a console; `Progress(None)` shows nothing, for ranks that don't own the terminal."""
 
     def __init__(self, console: Console | None) -> None:
         self.console = console
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Prints a line that stays."""
         if self.console is not None:
             self.console.print(text, markup=False)
 
     @contextmanager
     def waiting(self, description: str) -> Iterator[None]:
-        """A spinner for work of unknown length."""
+        """Shows a spinner for work of unknown length."""
         if self.console is None:
             yield
             return
@@ -39,14 +39,14 @@ class Progress:
 
     @contextmanager
     def counting(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar; the caller gets a function that advances it."""
+        """Shows a bar; the caller gets a function that advances it."""
         with self._bars("{task.percentage:>3.0f}%") as bars:
             task = bars.add_task(description, total=total)
             yield lambda amount: bars.advance(task, amount)
 
     @contextmanager
     def training(self, num_steps: int) -> Iterator[Callable[[int, str], None]]:
-        """The bar of the training loop; the caller gets a function of the step and what to show beside it."""
+        """Shows the bar of the training loop; the caller gets a function of the step and a text to show next to it."""
         with self._bars("{task.completed}/{task.total} steps", "{task.fields[state]}") as bars:
             task = bars.add_task("training", total=num_steps, state="")
 

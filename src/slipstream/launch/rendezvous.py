@@ -29,19 +29,19 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RendezvousPoint:
-    """Which rank this is, and where all ranks connect, as the launcher says."""
+    """The number of this rank, and where all ranks connect, as the launcher says."""
 
     rank: int
     world_size: int
     address: str
     port: int
-    keeps_store: bool  # torchrun's agent keeps it for its ranks, otherwise rank 0 does
+    keeps_store: bool  # torchrun's agent keeps it for its ranks; otherwise rank 0 does
     attempt: str
     seconds: float
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RendezvousPoint:
-        """Raises SlipstreamError where the launcher, or the user, left something out or wrote no number."""
+        """Reads the variables that a launcher sets; raises SlipstreamError if one is missing or no number."""
         seconds = time_limit(environment)
         try:
             rank = int(environment["RANK"])
@@ -70,7 +70,7 @@ class RendezvousPoint:
 
 @dataclass(frozen=True)
 class ConnectedRanks:
-    """What it leads to: the store for the process group, and the machine that each rank runs on."""
+    """The store for the process group, and the machine that each rank runs on."""
 
     rank: int
     world_size: int
@@ -82,7 +82,7 @@ class ConnectedRanks:
 
 
 def time_limit(environment: Mapping[str, str]) -> float:
-    """Seconds that a rank waits for the master's answer, and for the other ranks."""
+    """Returns the seconds that a rank waits for the master's answer, and for the other ranks."""
     given = environment.get(_SECONDS, str(_DEFAULT_SECONDS))
     try:
         seconds = float(given)
@@ -94,34 +94,41 @@ def time_limit(environment: Mapping[str, str]) -> float:
 
 
 def connect_ranks(facts: Mapping[str, str], problem: str | None = None) -> ConnectedRanks:
-    """Collective, before a process group exists: the ranks compare their facts and try their connections.
+    """Connects all ranks, compares their facts, and tries the connections between them.
 
-    Chooses the interface that gloo uses (GLOO_SOCKET_IFNAME, unless it is set): the one on the way to the master.
-    Raises SlipstreamError on every rank alike where ranks differ, one has a problem, or two can't reach each other; and
-    on those that are there where the master doesn't answer or a rank doesn't come in time.
+    Chooses the interface that gloo uses (GLOO_SOCKET_IFNAME, unless it is set): the one on the route to the master.
+    Collective; no process group is needed.
+
+    Args:
+        facts: what must be equal on all ranks.
+        problem: what keeps this rank from taking part, if anything does.
+
+    Raises:
+        SlipstreamError: on every rank, if ranks differ, one has a problem, or two can't reach each other; on the ranks
+            that have connected, if the master doesn't answer or a rank doesn't connect in time.
     """
     place = RendezvousPoint.from_environment(os.environ)
-    table = _Table(place, _connect(place))
+    exchange = _ValueExchange(place, _connect(place))
     mine = address_towards(place.address, place.port)
     problem = problem or _check_interface(os.environ.get(_INTERFACE))
     here = {"host": socket.gethostname(), "address": mine, "facts": dict(facts), "problem": problem}
-    ranks = table.exchange("ranks", here)
+    ranks = exchange.gather("ranks", here)
     hosts = [each["host"] for each in ranks]
-    problems = _tell_problems([each["problem"] for each in ranks], hosts)
-    table.end_where(problems or _tell_differences([each["facts"] for each in ranks], hosts))
+    problems = _describe_problems([each["problem"] for each in ranks], hosts)
+    exchange.end_where(problems or _describe_differences([each["facts"] for each in ranks], hosts))
     address = _choose_address(mine, [each["address"] for each in ranks])
-    table.end_where(_tell_problems(_try_connections(table, address, hosts), hosts))
-    return ConnectedRanks(place.rank, place.world_size, table.store, hosts)
+    exchange.end_where(_describe_problems(_try_connections(exchange, address, hosts), hosts))
+    return ConnectedRanks(place.rank, place.world_size, exchange.store, hosts)
 
 
-class _Table:
-    """Lays what each rank says where all can read it."""
+class _ValueExchange:
+    """Exchanges values between the ranks through the store."""
 
     def __init__(self, place: RendezvousPoint, store: Store) -> None:
         self.place, self.store = place, store
 
-    def exchange(self, name: str, value: Any) -> list[Any]:
-        """Every rank's value, anything that JSON has, in order. SlipstreamError names the ranks that don't come."""
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Returns the values of all ranks, anything that JSON has; raises SlipstreamError that names missing ranks."""
         keys = [f"{name}/{rank}" for rank in range(self.place.world_size)]
         try:
             self.store.set(keys[self.place.rank], json.dumps(value))
@@ -130,12 +137,12 @@ class _Table:
             raise SlipstreamError(self._describe_absence(keys)) from error
 
     def end_where(self, problem: str | None) -> None:
-        """Raises SlipstreamError where there is a problem: on every rank the same one, and when all know it."""
+        """Raises SlipstreamError if there is a problem, which is the same on every rank, once all of them know."""
         if problem is None:
             return
-        self.exchange("known", None)
+        self.gather("known", None)
         self.store.set(f"gone/{self.place.rank}", "")
-        if self.place.keeps_store:  # it ends last, for the store ends with it
+        if self.place.keeps_store:  # it ends last, because the store ends with it
             with suppress(RuntimeError):
                 self.store.wait([f"gone/{rank}" for rank in range(self.place.world_size)])
         raise SlipstreamError(problem)
@@ -145,16 +152,16 @@ class _Table:
         try:
             absent = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
         except RuntimeError:
-            return f"rank {place.rank} lost the store at {place}: rank 0, or its torchrun, has ended; it says why"
+            return f"rank {place.rank} lost the store at {place}: rank 0 or its torchrun has ended; see its output"
         return (
-            f"rank {place.rank} met at {place}, but of {place.world_size} ranks these didn't come within "
-            f"{place.seconds:g} seconds: {', '.join(absent)}. See what they say; if they only start late, wait longer "
-            f"with {_SECONDS}={2 * place.seconds:g}"
+            f"rank {place.rank} connected to {place}, but of {place.world_size} ranks these didn't within "
+            f"{place.seconds:g} seconds: {', '.join(absent)}. See their output; if they only start late, wait "
+            f"longer with {_SECONDS}={2 * place.seconds:g}"
         )
 
 
 def _connect(place: RendezvousPoint) -> Store:
-    """The store under MASTER_ADDR; each of torchrun's restarts has keys of its own."""
+    """Returns the store at MASTER_ADDR; each restart by torchrun has separate keys."""
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             place.address,
@@ -193,7 +200,7 @@ def _resolve(place: RendezvousPoint) -> str:
 
 
 def _check_interface(given: str | None) -> str | None:
-    """What is wrong with the interfaces that the user names, if anything is."""
+    """Returns what is wrong with the interfaces that the user named, if anything is."""
     known = sorted(name for _, name in socket.if_nameindex())
     if given is None or set(given.split(",")) <= set(known):
         return None
@@ -201,16 +208,16 @@ def _check_interface(given: str | None) -> str | None:
 
 
 def _choose_address(mine: str, all_addresses: list[str]) -> str:
-    """The address that other ranks reach this one by. Names its interface to gloo, unless the user did.
+    """Returns the address at which other ranks reach this one, and names its interface to gloo unless the user did.
 
-    `mine` lies on the way to the master. On the master's own machine that can be the loopback interface (Debian's
-    /etc/hosts gives the host's name to it): there, the way to a rank of another machine counts.
+    `mine` is on the route to the master. On the master's machine that can be the loopback interface (Debian's
+    /etc/hosts gives the host's name to it); there, the route to a rank of another machine counts.
     """
     given = os.environ.get(_INTERFACE)
     if given is not None:
         return find_address(given.partition(",")[0]) or mine
     if len(set(all_addresses)) == 1:
-        mine = _LOOPBACK  # all are on this machine, and nobody else should reach them
+        mine = _LOOPBACK  # all are on this machine, and no other should reach them
     elif is_loopback(mine):
         mine = address_towards(next(address for address in all_addresses if not is_loopback(address)), port=9)
     interface = find_interface(mine)
@@ -219,20 +226,20 @@ def _choose_address(mine: str, all_addresses: list[str]) -> str:
     return mine
 
 
-def _try_connections(table: _Table, address: str, hosts: list[str]) -> list[str | None]:
-    """Each rank's problem with the next one, reached as gloo will: directly, at a port that the system chose."""
-    place = table.place
+def _try_connections(exchange: _ValueExchange, address: str, hosts: list[str]) -> list[str | None]:
+    """Returns the problem of each rank with connecting to the next one directly, as gloo will, if it has any."""
+    place = exchange.place
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listening:
-        places = table.exchange("listening", listening.getsockname()[:2])
+        places = exchange.gather("listening", listening.getsockname()[:2])
         following = (place.rank + 1) % place.world_size
         host, port = places[following]
         try:
             socket.create_connection((host, port), timeout=min(_CONNECT_SECONDS, place.seconds / 2)).close()
         except OSError as error:
             who = name_ranks([following], hosts)
-            return table.exchange("connected", _describe_obstacle(f"{who} at {host}, port {port} ({error})"))
-        return table.exchange("connected", None)
+            return exchange.gather("connected", _describe_obstacle(f"{who} at {host}, port {port} ({error})"))
+        return exchange.gather("connected", None)
 
 
 def _describe_obstacle(where: str) -> str:
@@ -242,7 +249,7 @@ def _describe_obstacle(where: str) -> str:
     )
 
 
-def _tell_problems(problems: list[str | None], hosts: list[str]) -> str | None:
+def _describe_problems(problems: list[str | None], hosts: list[str]) -> str | None:
     ranks_with: dict[str, list[int]] = {}
     for rank, problem in enumerate(problems):
         if problem is not None:
@@ -250,12 +257,12 @@ def _tell_problems(problems: list[str | None], hosts: list[str]) -> str | None:
     return "\n".join(f"{name_ranks(ranks, hosts)}: {problem}" for problem, ranks in ranks_with.items()) or None
 
 
-def _tell_differences(facts: list[dict[str, str]], hosts: list[str]) -> str | None:
-    found = differences(facts, hosts)
-    if not found:
+def _describe_differences(facts: list[dict[str, str]], hosts: list[str]) -> str | None:
+    different = differences(facts, hosts)
+    if not different:
         return None
     return (
         "the ranks of one run must have the same code and the same settings, but these differ:\n  "
-        + "\n  ".join(found)
+        + "\n  ".join(different)
         + "\ninstall the same versions on all nodes, and start the same command on each"
     )

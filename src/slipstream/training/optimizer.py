@@ -1,4 +1,4 @@
-"""AdamW with decay for matrices only, and its learning rate over the steps."""
+"""Makes AdamW, with weight decay for matrices only, and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.training.config import OptimizerSection
 
 
 def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSection) -> AdamW:
-    """AdamW over one rank's parameters; norms and biases (one dimension) don't decay."""
+    """Returns AdamW over one rank's parameters; norms and biases (one dimension) don't decay."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -24,12 +24,12 @@ def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSection) 
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSection, num_steps: int) -> LambdaLR:
-    """The learning rate of each of `num_steps` steps."""
+    """Returns the schedule of the learning rate over `num_steps` steps."""
     return LambdaLR(optimizer, lambda step: lr_ratio(step, num_steps, settings))
 
 
 def lr_ratio(step: int, num_steps: int, settings: OptimizerSection) -> float:
-    """The share of `lr` at a step: a straight line up, then half a cosine down to `min_lr_ratio`.
+    """Returns the share of `lr` at a step: a straight line up, then half a cosine down to `min_lr_ratio`.
 
     lr |   ,-.
        |  /    `.

@@ -1,7 +1,7 @@
-"""What `torch.distributed.checkpoint` is to save and to load: planners that know shards and their boxes.
+"""Planners that let `torch.distributed.checkpoint` save and load shards, each of which is boxes of one tensor.
 
-PyTorch's own planners know tensors and DTensors; a rank's share of a packed weight, or its rows of an optimizer's
-state, is neither, but several boxes of one tensor.
+PyTorch's planners know tensors and DTensors; a rank's share of a packed weight, or its rows of an optimizer's state,
+is neither.
 """
 
 from __future__ import annotations

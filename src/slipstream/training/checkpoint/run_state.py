@@ -1,4 +1,4 @@
-"""What a run needs to go on: a rank's tensors as a checkpoint takes them, and the facts beside them."""
+"""What a checkpoint keeps so that a run can be resumed: the tensors of a rank, and facts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
 
 
 def _state_of(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's, made where there was no step yet, as its first step would."""
+    """Returns AdamW's state of a parameter; makes it, as the first step would, where there was no step yet."""
     state: dict[str, torch.Tensor] = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The documents of a training text: from files, folders, `datasets`, or Python's own standard library."""
+"""Reads the documents of a training text from files, folders, `datasets`, or Python's standard library."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 from slipstream.errors import SlipstreamError
 from slipstream.training.config import DataSection
 
-# What lies in the standard library's folder but isn't its source: installed packages, oddly encoded tests.
+# Folders in that of the standard library that aren't its source: installed packages, oddly encoded tests.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 def read_documents(config: DataSection) -> list[str]:
-    """All documents that hold any text, in an order that is the same on every machine with the same files.
+    """Returns all documents that hold any text, in an order that is the same on every machine with the same files.
 
-    Raises SlipstreamError where a source can't be read or holds no text.
+    Raises:
+        SlipstreamError: if a source can't be read or holds no text.
     """
     if config.corpus is not None:
         source = f"data.corpus={config.corpus}"
@@ -40,7 +41,7 @@ def _standard_library() -> list[Path]:
 
 
 def _find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
-    """The files among `sources`, and those of the folders among them that end as asked."""
+    """Returns the files among `sources`, and those in its folders whose suffix is one of `suffixes`."""
     found: list[Path] = []
     for source in sources:
         if source.is_dir():
@@ -77,7 +78,7 @@ def _read_dataset(config: DataSection) -> list[str]:
     from datasets import load_dataset
     from datasets.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # its bars and ours would write over each other
+    disable_progress_bar()  # its bars and ours would overwrite each other
     name = str(config.dataset)
     builder = _BUILDERS.get(Path(name).suffix)
     if builder is not None and not Path(name).is_file():

@@ -1,4 +1,4 @@
-"""Tokenised documents and how they are packed into batches of equally long sequences."""
+"""Tokenised documents, packed into batches of equally long sequences."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """Documents one after the other: document d is tokens[offsets[d] : offsets[d + 1]]."""
+    """Documents in one array: document d is tokens[offsets[d] : offsets[d + 1]]."""
 
     tokens: Array  # (N,) int32
     offsets: Array  # (D + 1,) int64
 
     @classmethod
     def join(cls, documents: Sequence[Array]) -> TokenisedText:
-        """The documents, each an array of token ids, in one array."""
+        """Joins documents, each an array of token ids."""
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, dtype=np.int32)
         return cls(tokens, np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)]))
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return len(self.offsets) - 1
 
     def document(self, index: int) -> Array:
-        """The tokens of one document."""
+        """Returns the tokens of one document."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def split(self, fraction: float, seed: int) -> tuple[TokenisedText, TokenisedText]:
-        """Training and validation text: a `fraction` of the documents, drawn by `seed`, is held out.
+        """Returns training and validation text: a `fraction` of the documents, drawn by `seed`, is held out.
 
-        One document alone is cut in two, and its end is held out.
+        If there is one document, it is cut in two, and its end is held out.
         """
         if fraction == 0:
             return self, TokenisedText.join([])
@@ -63,13 +63,13 @@ class TokenisedText:
 
     @classmethod
     def load(cls, folder: Path, name: str) -> TokenisedText:
-        """What `save` wrote, read from the disk as it is used."""
+        """Returns what `save` wrote; the tokens are read from the disk when they are used."""
         tokens = np.load(folder / f"{name}.tokens.npy", mmap_mode="r")
         return cls(tokens, np.load(folder / f"{name}.offsets.npy"))
 
 
 class TokenBatch(NamedTuple):
-    """Packed sequences, all (batch, sequence) int64: what `Pipeline.step` takes."""
+    """Packed sequences, all (batch, sequence) int64, as `Pipeline.step` takes them."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor  # unshifted, as in transformers
@@ -77,16 +77,15 @@ class TokenBatch(NamedTuple):
 
 
 class PackedSequences:
-    """Documents one after the other, cut every `seq_len` tokens.
+    """Documents in a row, cut every `seq_len` tokens.
 
         documents   |aaaaaaaa|bbb|ccccccccccc|dd|
-        sequences   [aaaaaa|aabbbc|cccccc|ccccdd]     a document goes on in the next sequence
+        sequences   [aaaaaa|aabbbc|cccccc|ccccdd]     a document continues in the next sequence
 
-    `seed` draws two orders anew for each epoch: that of the documents, and that in which the sequences
-    are visited, so that the pieces of a long document don't follow each other. `None` keeps both.
-    Nothing is dropped except what is left at the end of an epoch, less than one sequence. Sequence
-    `index` depends on nothing but the text, the seed and `index`, so every rank makes the same ones,
-    and a run that knows the next index can go on.
+    For each epoch, `seed` draws the order of the documents, and the order in which the sequences are visited, so that
+    the parts of a long document don't follow each other. `None` keeps both orders. Nothing is dropped except the end of
+    an epoch, less than one sequence. Sequence `index` depends only on the text, the seed and `index`: every rank makes
+    the same sequences, and a run can be resumed with the next index.
     """
 
     def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
@@ -101,21 +100,21 @@ class PackedSequences:
         self._order = self._starts = self._visits = np.zeros(0, dtype=np.int64)
 
     def batch(self, first: int, size: int) -> TokenBatch:
-        """Sequences first .. first + size - 1; those past the last one belong to the next epoch."""
+        """Returns sequences `first` to `first + size - 1`; those past the last one belong to the next epoch."""
         rows = [self._sequence(index) for index in range(first, first + size)]
         input_ids = torch.from_numpy(np.stack([tokens for tokens, _ in rows]))
         document_ids = torch.from_numpy(np.stack([documents for _, documents in rows]))
         return TokenBatch(input_ids, input_ids.clone(), document_ids)
 
     def batches(self, size: int, limit: int | None = None) -> Iterator[TokenBatch]:
-        """The full batches of the first epoch; with a `limit` at most so many, spread evenly over it."""
+        """Yields the full batches of the first epoch, or `limit` of them, spread evenly over it."""
         num_batches = self.num_sequences // size
         count = min(limit or num_batches, num_batches)
         for index in range(count):
             yield self.batch(index * num_batches // count * size, size)
 
     def _sequence(self, index: int) -> tuple[Array, Array]:
-        """Tokens and document numbers of one sequence, both (seq_len,) int64."""
+        """Returns the tokens and the document numbers of one sequence, both (seq_len,) int64."""
         epoch, position = divmod(index, self.num_sequences)
         self._enter(epoch)
         start = int(self._visits[position]) * self.seq_len
@@ -123,16 +122,16 @@ class PackedSequences:
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         last = int(np.searchsorted(self._starts, stop, side="left"))
         tokens, documents = [], []
-        for place in range(first, last):  # the documents, in this epoch's order, that the sequence touches
+        for place in range(first, last):  # the documents, in this epoch's order, that are in the sequence
             document = self.text.document(int(self._order[place]))
             begin = int(self._starts[place])
-            piece = document[max(start - begin, 0) : stop - begin]
-            tokens.append(piece)
-            documents.append(np.full(len(piece), place, dtype=np.int64))
+            part = document[max(start - begin, 0) : stop - begin]
+            tokens.append(part)
+            documents.append(np.full(len(part), place, dtype=np.int64))
         return np.concatenate(tokens).astype(np.int64), np.concatenate(documents)
 
     def _enter(self, epoch: int) -> None:
-        """Draws the epoch's orders, and finds where each document starts in the stream of tokens."""
+        """Draws the orders of an epoch, and computes where each document starts in it."""
         if epoch == self._epoch:
             return
         self._order, self._visits = np.arange(self.text.num_documents), np.arange(self.num_sequences)
@@ -144,7 +143,7 @@ class PackedSequences:
 
 
 def unigram_entropy(tokens: Array) -> float:
-    """Nats per token of the best model that knows only how often each token occurs: -Σ p log p."""
+    """Returns the nats per token of the best model that knows only how often each token occurs: -Σ p log p."""
     counts = np.bincount(tokens)
     shares = counts[counts > 0] / len(tokens)
     return float(-(shares * np.log(shares)).sum())

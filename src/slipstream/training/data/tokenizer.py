@@ -1,4 +1,4 @@
-"""From documents to tokens: the model's own tokenizer, or a byte-level BPE trained on the text."""
+"""Turns documents into tokens, with the model's tokenizer or with a byte-level BPE trained on the text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slipstream.launch import Progress
 from slipstream.training.data.packing import TokenisedText
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# Documents are handed to the tokenizer in groups of about so many characters, to show progress in between.
+# The tokenizer gets documents in groups of about so many characters, to show progress in between.
 _GROUP_CHARACTERS = 500_000
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder or hub name."""
+    """Returns the tokenizer of a folder or hub name."""
     from transformers import AutoTokenizer
 
     try:
@@ -29,7 +29,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, progress: Progress) -> Any:
-    """A byte-level BPE of at most `vocab_size` tokens, of which one ends a document."""
+    """Trains a byte-level BPE of at most `vocab_size` tokens, one of which ends a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -54,7 +54,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, progress: Progres
 
 
 def tokenise(tokenizer: Any, documents: Sequence[str], progress: Progress) -> TokenisedText:
-    """Every document's tokens, each document closed by the end-of-document token where there is one."""
+    """Returns the tokens of all documents, each ended by the end-of-document token if there is one."""
     end = tokenizer.eos_token_id
     tokens: list[np.ndarray[Any, Any]] = []
     with progress.counting("tokenising", total=sum(map(len, documents))) as advance:
