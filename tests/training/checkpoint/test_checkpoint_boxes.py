@@ -162,5 +162,5 @@ def test_every_element_is_written_once(tmp_path: Path) -> None:
 
 
 def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SlipstreamError, match=r"a is of torch.complex64, which checkpoints don't hold"):
+    with pytest.raises(SlipstreamError, match=r"a is of torch.complex64, which checkpoints can't hold"):
         save(tmp_path, [[TensorShard("a", ParameterShare.whole((4,)), torch.ones(4, dtype=torch.complex64))]])
