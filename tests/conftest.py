@@ -12,7 +12,8 @@ _CACHE = tempfile.mkdtemp(prefix="slipstream-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 # Before anything imports torch, transformers or datasets: tests start several processes on few cores, never
-# ask the network and never write into the caches of the user. Processes that tests start inherit it.
+# ask the network and never write into the caches of the user. Processes that tests start inherit it. On more threads
+# a matrix product would also sum in another order, where tests compare bits.
 os.environ.update(
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",

@@ -23,6 +23,7 @@ from slipstream.attention import (
 )
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.errors import SlipstreamError
+from support.attention import distance, make_case
 from support.examples import examples
 
 
@@ -88,15 +89,13 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 class TestExact:
     @examples(150)
     @given(cases())
-    def test_flash_parts_equal_plain_attention(self, make_case: Any, distance: Any, case: dict[str, Any]) -> None:
+    def test_flash_parts_equal_plain_attention(self, case: dict[str, Any]) -> None:
         case = make_case(**case)
         assert distance(case.sliced(), case.reference()) < 1e-12
 
     @examples(100)
     @given(cases(), st.none() | st.floats(0.5, 20.0))
-    def test_masked_math_equals_plain_attention(
-        self, make_case: Any, distance: Any, case: dict[str, Any], softcap: float | None
-    ) -> None:
+    def test_masked_math_equals_plain_attention(self, case: dict[str, Any], softcap: float | None) -> None:
         with pytest.MonkeyPatch.context() as patch:
             only_masked_math(patch)
             case = make_case(**case, softcap=softcap)
@@ -118,9 +117,7 @@ MASKS = {
     [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)],
     ids=str,
 )
-def test_every_dtype_at_real_tile_sizes(
-    make_case: Any, distance: Any, first_key: Tensor, dtype: torch.dtype, bound: float
-) -> None:
+def test_every_dtype_at_real_tile_sizes(first_key: Tensor, dtype: torch.dtype, bound: float) -> None:
     case = make_case((1, 4, 2, LENGTH, 16, 16), first_key, [0, 20, 350, LENGTH], dtype, sinks=True)
     sliced = case.sliced()
     assert {t.dtype for t in sliced} == {dtype}
@@ -128,21 +125,19 @@ def test_every_dtype_at_real_tile_sizes(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_flash_and_masked_math_agree(
-    make_case: Any, distance: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_and_masked_math_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case((2, 4, 2, LENGTH, 16, 16), MASKS["window"], [0, 300, 450, LENGTH], dtype)
     fused = case.sliced()
     only_masked_math(monkeypatch)
     assert distance(fused, case.sliced()) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
-def test_a_slice_is_bit_equal_however_often_it_runs(make_case: Any) -> None:
+def test_a_slice_is_bit_equal_however_often_it_runs() -> None:
     case = make_case((1, 4, 2, LENGTH, 16, 16), MASKS["causal"], [0, 300, LENGTH], torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(case.sliced(), case.sliced(), strict=True))
 
 
-def test_inputs_and_gradients_may_have_any_layout(make_case: Any, distance: Any) -> None:
+def test_inputs_and_gradients_may_have_any_layout() -> None:
     case = make_case((2, 4, 2, 60, 8, 8), causal(60), [0, 30, 60])
     reference = case.reference()
     for name in ("query", "key", "value"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.attention import flash_kernels, slice_attention
+from support.attention import distance, make_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +28,7 @@ MASKS = {
 @pytest.mark.parametrize("first_key", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("widths", [(64, 64), (72, 40), (20, 20)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_flash(make_case: Any, distance: Any, first_key: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> None:
+def test_flash(first_key: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> None:
     case = make_case((2, 4, 2, LENGTH, *widths), first_key, [0, 1, 20, 350, LENGTH], dtype, "cuda", sinks=True)
     backend = slice_attention._backend(case.query, case.value, 0.3, None, 0.0, 0)
     assert isinstance(backend, flash_kernels.FlashCUDA)
@@ -39,14 +38,12 @@ def test_flash(make_case: Any, distance: Any, first_key: Tensor, widths: tuple[i
 @pytest.mark.parametrize("first_key", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-4)], ids=str)
-def test_masked_math(
-    make_case: Any, distance: Any, first_key: Tensor, softcap: float | None, dtype: torch.dtype, bound: float
-) -> None:
+def test_masked_math(first_key: Tensor, softcap: float | None, dtype: torch.dtype, bound: float) -> None:
     shape = (2, 4, 2, LENGTH, 16, 12)
     case = make_case(shape, first_key, [0, 20, 350, LENGTH], dtype, "cuda", sinks=True, softcap=softcap)
     assert distance(case.sliced(), case.reference()) < bound
 
 
-def test_dropout_replays(make_case: Any) -> None:
+def test_dropout_replays() -> None:
     case = make_case((1, 2, 2, 100, 8, 8), MASKS["causal"][:, :100], [0, 40, 100], torch.float32, "cuda", dropout=0.5)
     assert all(torch.equal(a, b) for a, b in zip(case.sliced(), case.sliced(), strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -12,16 +11,8 @@ from torch import Tensor
 from slipstream import Layers, Memory, Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 from support.architectures import BOUND, gradient_error, gradients
-from support.gpipe_cases import CASES, unsplit_step
 from support.parameters import each_once
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from support.sequences.gpipe_models import CASES
 
 
 def step(
@@ -44,7 +35,7 @@ def step(
 
 @cache
 def unsplit(name: str, num_microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:
-    return unsplit_step(CASES[name], num_microbatches)
+    return CASES[name].unsplit(num_microbatches)
 
 
 def check(name: str, schedule: str, num_ranks: int, num_microbatches: int, recompute: str) -> None:

@@ -12,7 +12,7 @@ from examples.gpipe.transformer import FeedForward, transformer, transformer_l
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
 
-from support.gpipe_cases import CASES
+from support.sequences.gpipe_models import CASES
 
 
 def num_parameters(build: Callable[[], nn.Module]) -> int:

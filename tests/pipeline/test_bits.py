@@ -26,15 +26,6 @@ CONFIGS = {
 SLICES, NUM_MICROBATCHES = [24, 8, 32], 4
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A matrix product sums in another order on another number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def step(config_name: str, schedule: str, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a step and its gradients."""
     torch.manual_seed(0)

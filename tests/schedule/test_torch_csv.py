@@ -2,31 +2,13 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from slipstream.schedule import ScheduleError, add_communication, check_communication, gpipe, one_f_one_b, validate
 from slipstream.schedule.torch_csv import from_torch_csv, to_torch_csv
-
-
-def torch_schedule(name: str, num_ranks: int, num_local_stages: int, num_microbatches: int) -> Any:
-    """One of PyTorch's multi-stage schedules on stages that only know their numbers."""
-    stages = [
-        SimpleNamespace(
-            stage_index=local * num_ranks,
-            num_stages=num_ranks * num_local_stages,
-            group_size=num_ranks,
-            group_rank=0,
-            is_first=local == 0,
-            is_last=local == num_local_stages - 1,
-            submod=None,
-        )
-        for local in range(num_local_stages)
-    ]
-    return getattr(torch_schedules, name)(stages, num_microbatches)
+from support.torch_schedules import torch_schedule
 
 
 @pytest.mark.parametrize("generator", [gpipe, one_f_one_b])

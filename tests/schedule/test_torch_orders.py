@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from slipstream.schedule import (
     Schedule,
@@ -19,6 +17,7 @@ from slipstream.schedule import (
     zb_h1,
     zb_v,
 )
+from support.torch_schedules import torch_schedule
 
 
 class RecordingStage:
@@ -71,19 +70,7 @@ def orders_of_several_stages(
     name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int
 ) -> tuple[list[list[str]], list[int]]:
     """The order that PyTorch's multi-stage schedule makes for every rank, and the rank of every stage."""
-    stages = [
-        SimpleNamespace(
-            stage_index=local * num_ranks,
-            num_stages=num_ranks * stages_per_rank,
-            group_size=num_ranks,
-            group_rank=0,
-            is_first=local == 0,
-            is_last=local == stages_per_rank - 1,
-            submod=None,
-        )
-        for local in range(stages_per_rank)
-    ]
-    theirs = getattr(torch_schedules, name)(stages, num_microbatches)
+    theirs = torch_schedule(name, num_ranks, stages_per_rank, num_microbatches)
     orders = [[str(action) for action in theirs.pipeline_order[rank] if action] for rank in range(num_ranks)]
     return orders, [theirs.stage_index_to_group_rank[g] for g in range(num_ranks * stages_per_rank)]
 

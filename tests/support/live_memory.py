@@ -11,6 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from slipstream import Action, Op, Pipeline
+from slipstream.pipeline.execution import StepState
+from support.observers import BeforeEach
+
 
 class LiveMemory(TorchDispatchMode):
     """Watches what every operation within it returns; `besides` are tensors that don't count, nor do their views."""
@@ -35,3 +39,23 @@ class LiveMemory(TorchDispatchMode):
         """Of all storages made by an operation, or viewed by one, that are alive now."""
         self._storages = {key: item for key, item in self._storages.items() if not item[0].expired()}
         return sum(size for _, size in self._storages.values())
+
+
+def held_after_three_slices(pipe: Pipeline, inputs: Tensor) -> tuple[int, int, int]:
+    """Takes a step of one stage in four slices; returns three counts of bytes that are alive.
+
+    Those of everything and of the context store before the last slice's forward; those of everything after the step.
+    """
+    memory, found = LiveMemory(besides=pipe.parameters()), (0, 0)
+    (executor,) = pipe._engine.executors
+
+    def note(action: Action, state: StepState) -> None:
+        nonlocal found
+        if action.op is Op.F and action.slice == 3:
+            (store,) = state.stores.values()
+            found = memory.num_bytes, store.num_bytes
+
+    executor.observe(BeforeEach(note))
+    with memory:
+        pipe.step(inputs, inputs)
+    return *found, memory.num_bytes

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from slipstream import Action, Memory, Op, Pipeline, Runtime, Schedule, SlipstreamError, gpipe
+from slipstream.model import storage_id
 from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
 from slipstream.pipeline.execution import StepState
 from slipstream.pipeline.execution.host_memory import TemporaryFiles, host_memory_of
 from slipstream.schedule import add_communication
 from support.architectures import ARCHITECTURES, build, gradients, labels_of, llama, tokens
-from support.live_memory import LiveMemory
+from support.live_memory import LiveMemory, held_after_three_slices
 from support.observers import BeforeEach
 from support.options import grouped
 from support.parameters import first_of
@@ -70,19 +71,7 @@ def live_bytes(offload: float, recompute: str = "none") -> tuple[int, int, int]:
     pipe = Pipeline(
         model, "gpipe", slices=4, memory=Memory(offload=offload, recompute=recompute), runtime=Runtime(self_check=False)
     )
-    inputs, memory, found = tokens(batch=4), LiveMemory(besides=pipe.parameters()), (0, 0)
-    (executor,) = pipe._engine.executors
-
-    def note(action: Action, state: StepState) -> None:
-        nonlocal found
-        if action.op is Op.F and action.slice == 3:
-            (store,) = state.stores.values()
-            found = memory.num_bytes, store.num_bytes
-
-    executor.observe(BeforeEach(note))
-    with memory:
-        pipe.step(inputs, inputs)
-    return *found, memory.num_bytes
+    return held_after_three_slices(pipe, tokens(batch=4))
 
 
 def test_memory_is_free_while_it_is_on_the_host() -> None:
@@ -153,7 +142,7 @@ def test_no_file_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_storages_move_once_and_views_come_back() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
-    saved = SavedTensors({weight.untyped_storage().data_ptr()})
+    saved = SavedTensors({storage_id(weight)})
     x = torch.randn(4, 8)
     with saved.saving(lambda tensor: True):
         product = x @ weight

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream import Action, Memory, Op, Pipeline, Runtime, SlipstreamError, gpipe
+from slipstream import Memory, Op, Pipeline, Runtime, SlipstreamError, gpipe
 from slipstream.attention import ContextStore
+from slipstream.model import storage_id
 from slipstream.model.saving import RecomputePolicy, SliceReplay
 from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
-from slipstream.pipeline.execution import StepState
 from slipstream.schedule import Schedule, add_communication, add_recompute
 from support.architectures import (
     ARCHITECTURES,
@@ -27,8 +27,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
-from support.live_memory import LiveMemory
-from support.observers import BeforeEach
+from support.live_memory import LiveMemory, held_after_three_slices
 from support.options import grouped
 from support.parameters import first_of
 
@@ -122,20 +121,7 @@ def live_bytes(recompute: str | int) -> tuple[int, int]:
     config = llama(num_key_value_heads=1, intermediate_size=96, vocab_size=512)
     model = build(config).float()
     pipe = Pipeline(model, "gpipe", slices=4, memory=Memory(recompute=recompute), runtime=Runtime(self_check=False))
-    (executor,) = pipe._engine.executors
-    memory, found = LiveMemory(besides=pipe.parameters()), (0, 0)
-
-    def note(action: Action, state: StepState) -> None:
-        nonlocal found
-        if action.op is Op.F and action.slice == 3:
-            (store,) = state.stores.values()
-            found = memory.num_bytes, store.num_bytes
-
-    executor.observe(BeforeEach(note))
-    inputs = tokens(batch=4)
-    with memory:
-        pipe.step(inputs, inputs)
-    return found
+    return held_after_three_slices(pipe, tokens(batch=4))[:2]
 
 
 def test_less_is_held_between_forward_and_recomputation() -> None:
@@ -153,7 +139,7 @@ def test_less_is_held_between_forward_and_recomputation() -> None:
 def test_bytes_held_are_known() -> None:
     """What SavedTensors says it holds is what is freed with it."""
     weight = torch.randn(64, 64, requires_grad=True)
-    memory, saved = LiveMemory(besides=[weight]), SavedTensors({weight.untyped_storage().data_ptr()})
+    memory, saved = LiveMemory(besides=[weight]), SavedTensors({storage_id(weight)})
     with memory:
         x = torch.randn(16, 64)
         with saved.saving(lambda tensor: True):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -14,20 +11,11 @@ from slipstream import Layers, Memory, Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
-from support.sequences import KINDS, Unsplit, batch, build, sequences
+from support.sequences.random_layers import KINDS, Unsplit, batch, build, sequences
 
 EXACT = tuple(kind for kind in KINDS if kind != "dropout")  # draws other numbers than the unsplit model
 RECOMPUTE = ("none", "full", "selective", 1, "segments")
 ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A matrix product sums in another order on another number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @examples(60)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream import Pipeline, Skip, SlipstreamError
 from support.options import grouped
-from support.sequences import Mix, batch, build
+from support.sequences.random_layers import Mix, batch, build
 
 
 class Lists(nn.Module):

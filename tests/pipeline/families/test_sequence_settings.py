@@ -11,7 +11,7 @@ from slipstream import Layers, Memory, Pipeline, Skip
 from slipstream.model.sequential.recomputed_segments import choose_segments
 from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
 from support.architectures import BOUND, gradient_error, gradients
-from support.sequences import Unsplit, batch, build
+from support.sequences.random_layers import Unsplit, batch, build
 
 
 def deep(num_layers: int = 16, width: int = 32) -> nn.Sequential:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 
@@ -21,18 +20,11 @@ from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
 from support.options import grouped
 from support.parameters import each_once
-from support.sliced_sequences import CASES, ROWS, TARGET, Inputs
+from support.sequences.case import Inputs
+from support.sequences.sliced_layers import CASES, ROWS, TARGET
 
 RECOMPUTE = ("none", "full", "selective", 1, "segments")
 ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

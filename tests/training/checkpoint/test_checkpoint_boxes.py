@@ -22,7 +22,7 @@ from slipstream.training.checkpoint.dcp_planners import BoxSavePlanner
 from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
 from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.checkpoint.snapshot import Snapshot
-from support.checkpoint_layouts import bits, emptied, layout, same_bits, tensors
+from support.checkpoints.layouts import bits, emptied, layout, same_bits, tensors
 from support.examples import examples
 
 seeds = st.integers(0, 2**32)

@@ -9,8 +9,8 @@ import pytest
 
 from slipstream.parallel import RankGroup
 from slipstream.training.checkpoint import Checkpoints
-from support.checkpoint_layouts import emptied, layout, same_bits, tensors
-from support.checkpoint_run import pieces_of, start, train
+from support.checkpoints.layouts import emptied, layout, same_bits, tensors
+from support.checkpoints.run import pieces_of, start, train
 from support.forked import launch
 from support.paths import WORKERS
 from workers.training.checkpoint_processes import MESHES, SEEDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from support.group_cases import by_name, run_cases
+from support.parallel.group_cases import by_name, run_cases
 from workers.parallel import gradient_cases, master_cases
 
 CASES = by_name(

@@ -21,7 +21,7 @@ from support.architectures import (
     no_rounding_inside,
     unsplit_step,
 )
-from support.replica import Replica, batch, local_loss, none_partial, world
+from support.parallel.replica import Replica, batch, local_loss, none_partial, world
 
 
 @no_rounding_inside()

@@ -13,7 +13,7 @@ from slipstream import Parallelism, Pipeline, Precision, Runtime, make_mesh
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import GradientReduction, LossScale, MasterParameters
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, unsplit_step
-from support.replica import ROWS, Replica, batch, local_loss, none_partial, world
+from support.parallel.replica import ROWS, Replica, batch, local_loss, none_partial, world
 
 
 @no_rounding_inside()

@@ -23,8 +23,8 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
-from support.group_cases import by_name, run_cases
 from support.options import grouped
+from support.parallel.group_cases import by_name, run_cases
 
 LLAMA = ARCHITECTURES["llama"]
 

@@ -27,7 +27,7 @@ from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from support.architectures import BOUND, VOCABULARY, gradient_error
-from support.shared_models import BATCH, CONFIGS, LENGTH, Shared, batch, whole_model, whole_step
+from support.parallel.shared_models import BATCH, CONFIGS, LENGTH, Shared, batch, whole_model, whole_step
 
 
 def compare(name: str, group: RankGroup) -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from slipstream.parallel import RankGroup
 from support.architectures import no_rounding_inside
-from support.group_cases import by_name, run_cases
-from support.shared_models import CONFIGS
+from support.parallel.group_cases import by_name, run_cases
+from support.parallel.shared_models import CONFIGS
 from workers.parallel import tensor_cases
 
 CASES = by_name(

@@ -30,8 +30,8 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
-from support.group_cases import by_name, run_cases
 from support.options import grouped
+from support.parallel.group_cases import by_name, run_cases
 
 SLICES = [5, 30, 17, 12]
 EVEN = llama(vocab_size=64)  # rows that two and four processes divide

@@ -12,8 +12,8 @@ from slipstream import Layers, Memory, Parallelism, Pipeline, Skip, make_mesh
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.messages import HEADER_BYTES
 from support.architectures import BOUND, gradient_error, gradients
-from support.sequences import Mix, Unsplit, batch, build, costs
-from support.sliced_sequences import CASES, ROWS, SOURCE, TARGET
+from support.sequences.random_layers import Mix, Unsplit, batch, build, costs
+from support.sequences.sliced_layers import CASES, ROWS, SOURCE, TARGET
 
 KINDS = ["norm", "skip", "tuple", "dropout", "relu", "short skip"]
 

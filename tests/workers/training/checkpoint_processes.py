@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard, dcp_storage
-from support.checkpoint_layouts import emptied, layout, same_bits, tensors
+from support.checkpoints.layouts import emptied, layout, same_bits, tensors
 
 SEEDS = range(8)
 MESHES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2), (4, 1)]}
@@ -122,7 +122,7 @@ def trouble(folder: Path, checkpoints: Checkpoints) -> None:
 
 def train_on(folder: Path, checkpoints: Checkpoints) -> None:
     """Two ranks train a model, save after two steps, and go on while it is written."""
-    from support.checkpoint_run import pieces_of, start, train  # loads transformers
+    from support.checkpoints.run import pieces_of, start, train  # loads transformers
 
     del folder
     run = start()

@@ -1,10 +1,6 @@
-"""Sequences whose tokens can be cut from some layer on, and what they give unsplit."""
+"""Sequences whose tokens can be cut from some layer on."""
 
 from __future__ import annotations
-
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from examples.gpipe.transformer import transformer, transformer_l
@@ -12,10 +8,9 @@ from torch import Tensor, nn
 
 from slipstream import CutTokens, Skip, causal_attention
 from slipstream.pipeline.families import causal_cross_entropy
-from support.architectures import gradients
+from support.sequences.case import Inputs, SequenceCase
 
 ROWS, SOURCE, TARGET, VOCABULARY, WIDTH = 8, 5, 9, 11, 8
-Inputs = Tensor | tuple[Tensor, ...]
 
 
 class Begin(nn.Module):
@@ -129,41 +124,20 @@ def _translation() -> tuple[Inputs, Tensor]:
     return (source, target), labels
 
 
-@dataclass(frozen=True)
-class Case:
-    build: Callable[[], nn.Sequential]
-    batch: Callable[[], tuple[Inputs, Tensor]]
-
-    def model(self) -> nn.Sequential:
-        torch.manual_seed(1)
-        return self.build().double()
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.build())
-
-    def unsplit(self, num_microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and gradients of the nn.Sequential by itself."""
-        model = copy.deepcopy(self.model())
-        inputs, targets = self.batch()
-        loss = torch.zeros((), dtype=torch.float64)
-        for rows in torch.arange(ROWS).tensor_split(num_microbatches):
-            piece = tuple(tensor[rows] for tensor in inputs) if isinstance(inputs, tuple) else inputs[rows]
-            part = causal_cross_entropy(model(piece), targets[rows])[0] / (targets != -100).sum()
-            part.backward()
-            loss += part.detach()
-        return loss, gradients(model.named_parameters())
-
-
 def _sizes(num_heads: int) -> dict[str, int | float]:
     return {"vocabulary": VOCABULARY, "width": 8 * num_heads, "clip": 0.8}
 
 
 CASES = {
-    "transformer": Case(lambda: transformer(2, 32, 2, head_width=8, **_sizes(2)), _translation),  # type: ignore[arg-type]
-    "language model": Case(
+    "transformer": SequenceCase(
+        lambda: transformer(2, 32, 2, head_width=8, **_sizes(2)),  # type: ignore[arg-type]
+        _translation,
+        causal_cross_entropy,
+    ),
+    "language model": SequenceCase(
         lambda: transformer_l(3, 24, 2, **_sizes(2)),  # type: ignore[arg-type]
         lambda: (_translation()[0][1], _translation()[1]),
+        causal_cross_entropy,
     ),
-    "mixed": Case(mixed, _mixed_batch),
+    "mixed": SequenceCase(mixed, _mixed_batch, causal_cross_entropy),
 }

@@ -1,12 +1,11 @@
-"""What the attention tests share: plain attention over the whole sequence, and the same in slices."""
+"""Attention over a whole sequence, and the same in slices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from slipstream.attention import ContextStore, KeyRanges, attend
 
 
 @dataclass
-class Case:
+class AttentionCase:
     """One attention over a whole sequence, and how it is cut."""
 
     query: Tensor  # (B,H,L,D)
@@ -89,7 +88,7 @@ def make_case(
     device: str = "cpu",
     sinks: bool = False,
     **options: Any,
-) -> Case:
+) -> AttentionCase:
     """Random inputs of shape (B, H, Hkv, L, D, Dv)."""
     batch, heads, key_heads, length, width, value_width = shape
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +97,7 @@ def make_case(
         return torch.randn(*size, generator=generator, dtype=torch.float64).to(device, dtype)
 
     options = {"scale": 0.3} | options | ({"sinks": draw(heads)} if sinks else {})
-    return Case(
+    return AttentionCase(
         draw(batch, heads, length, width),
         draw(batch, key_heads, length, width),
         draw(batch, key_heads, length, value_width),
@@ -107,13 +106,3 @@ def make_case(
         cuts,
         options,
     )
-
-
-@pytest.fixture(name="make_case", scope="session")
-def make_case_fixture() -> Callable[..., Case]:
-    return make_case
-
-
-@pytest.fixture(name="distance", scope="session")
-def distance_fixture() -> Callable[..., float]:
-    return distance
