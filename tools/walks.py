@@ -55,17 +55,22 @@ WALKS = {
     "step": Walk(
         "Tokens through Pipeline.step to loss and gradients",
         (
-            Row("", (Box("pipeline/pipeline.py", "step(inputs, targets) on every rank"),)),
+            Row("", (Box("pipeline/pipeline.py", "step(inputs, targets): moves the batch to the device."),)),
+            Row("WholeBatch", (Box("pipeline/engine.py", "Splits the batch, runs it, returns the loss."),)),
             Row(
-                "(batch, sequence) tensors",
+                "length and batch",
                 (
-                    Box("pipeline/batch.py", "Cuts the batch into microbatches and token slices."),
-                    Box("pipeline/engine.py", "Chooses the lowered schedule, checks memory, runs it, sums the loss."),
+                    Box("pipeline/tuning/tuner.py", "Schedule and slice lengths of this step."),
+                    Box("pipeline/families/causal_lm.py", "Checks token ids and length."),
+                    Box("pipeline/batch.py", "Rows to microbatches, tokens to slices, labels shifted."),
                 ),
             ),
-            Row("schedule and batch", (Box("pipeline/execution/run_ranks.py", "Runs the ranks of this process."),)),
             Row(
-                "this rank's actions, one after the other",
+                "Schedule and SplitBatch",
+                (Box("pipeline/execution/run_ranks.py", "Runs the ranks of this process, each as far as it gets."),),
+            ),
+            Row(
+                "one action after the other",
                 (Box("pipeline/execution/executor.py", "A handler for each operation: forward, backward, send, ..."),),
             ),
             Row(
@@ -73,15 +78,16 @@ WALKS = {
                 (
                     Box("pipeline/messages/transport.py", "Sends and receives activations and gradients."),
                     Box("model/causal_lm_stage.py", "Runs the stage's layers: the model's own code."),
-                    Box("model/saving/weight_gradients.py", "Adds weight gradients in place, late for W."),
+                    Box("pipeline/families/loss.py", "On the last stage: sum and count."),
                 ),
             ),
             Row(
-                "queries, keys, values of the slice",
-                (
-                    Box("attention/slice_attention.py", "Attends to this slice and the ones before it."),
-                    Box("attention/context_store.py", "Keeps keys, values and their gradients."),
-                ),
+                "queries, keys, values",
+                (Box("attention/slice_attention.py", "Attends to this slice and to those before it."),),
+            ),
+            Row(
+                "gradients of the stage",
+                (Box("pipeline/parameters.py", "Sums them over replicas and tied weights, into .grad."),),
             ),
         ),
     ),
@@ -90,60 +96,69 @@ WALKS = {
         (
             Row("", (Box("cli/train.py", "slipstream train config.yaml --section.setting=value"),)),
             Row("path and overrides", (Box("training/config/config_file.py", "Reads and checks all settings."),)),
-            Row("Config", (Box("training/start_training.py", "Prepares, starts local ranks or joins, compares."),)),
+            Row("Config", (Box("training/start_training.py", "Starts local ranks, or joins a launcher's."),)),
             Row(
                 "Config",
                 (
-                    Box("training/preflight/all_checks.py", "Checks model and text; writes them to the run folder."),
+                    Box("training/preflight/all_checks.py", "Checks the run; writes model and text to its folder."),
                     Box("launch/local_ranks.py", "Starts a process for each rank and watches it."),
                 ),
             ),
-            Row("the saved configuration", (Box("training/training_rank.py", "Sets up device and process group."),)),
-            Row("Config and device", (Box("training/trainer.py", "Makes Pipeline and optimizer; loops over steps."),)),
+            Row("the saved configuration", (Box("training/training_rank.py", "One rank: device, process group."),)),
             Row(
-                "sequences of the step",
+                "Config and device",
                 (
-                    Box("training/data/packing.py", "Packs documents into sequences."),
-                    Box("training/training_step.py", "Forward, backward, clip, update."),
-                    Box("training/checkpoint/checkpoints.py", "Saves while training continues; resumes."),
+                    Box("training/configured_pipeline.py", "Builds this rank's Pipeline."),
+                    Box("training/trainer.py", "The loop: resumes, steps, validates, saves, exports."),
                 ),
             ),
             Row(
-                "tokens down; loss, times and timeline up",
+                "sequences of a step",
                 (
-                    Box("pipeline/pipeline.py", "step: the walk above."),
+                    Box("training/training_step.py", "Pipeline.step, clip, update."),
                     Box("training/metrics/reporter.py", "Writes a line for each step."),
+                    Box("training/checkpoint/checkpoints.py", "Saves in the background, finds, loads."),
                 ),
             ),
+            Row("at the end", (Box("training/run_results.py", "Timeline, exported model, sample text."),)),
         ),
     ),
     "plan": Walk(
         "A request through slipstream plan",
         (
             Row("", (Box("cli/plan.py", "slipstream plan MODEL CLUSTER --seq-len ... --global-batch ..."),)),
-            Row("model, cluster, options", (Box("planning/plan_model.py", "Reads and checks all three."),)),
+            Row("model, cluster, options", (Box("planning/plan_model.py", "Checks the request, starts the search."),)),
             Row(
                 "model and hardware",
                 (
-                    Box("profiler/model_counting.py", "Counts the model's operations on meta tensors."),
-                    Box("planner/costs/cost_sources.py", "Seconds and bytes of every stage and message."),
+                    Box("planning/model_source.py", "Reads the model's configuration."),
+                    Box("profiler/model_counting.py", "Counts its operations on meta tensors."),
+                    Box("planner/costs/cost_sources.py", "Seconds and bytes of stages and messages."),
                 ),
             ),
-            Row("costs", (Box("planner/search/plan_search.py", "Simulates the promising configurations."),)),
+            Row(
+                "CostSource",
+                (Box("planner/search/plan_search.py", "Bounds all configurations, simulates the promising ones."),),
+            ),
             Row(
                 "one configuration",
                 (
-                    Box("planner/search/plan_space.py", "All that divide, each with a bound."),
-                    Box("planner/search/simulated_configuration.py", "Cuts, orders, simulates one."),
-                    Box("simulator/simulation.py", "Start and end of every action, and memory."),
+                    Box("planner/search/plan_space.py", "All that divide: partition, slices, bounds."),
+                    Box("planner/search/simulated_configuration.py", "Makes its schedule and costs."),
+                ),
+            ),
+            Row(
+                "Schedule and costs",
+                (
+                    Box("simulator/compiled_simulation.py", "Start and end of every action."),
+                    Box("simulator/memory_account.py", "Bytes of every rank at its fullest moment."),
                 ),
             ),
             Row(
                 "Plan",
                 (
-                    Box("planner/plans.py", "The best configurations, and why."),
-                    Box("planner/report/html_page.py", "--report: one HTML file."),
-                    Box("planning/plan_file.py", "plan.yaml, for slipstream train."),
+                    Box("planner/report/wording.py", "The plan in words, for terminal and report."),
+                    Box("planning/plan_file.py", "plan.yaml, which slipstream train takes."),
                 ),
             ),
         ),

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from tools import cli_page, walks
 
+import slipstream
 from benchmarks import records
 from support.paths import ROOT
 
@@ -89,3 +90,8 @@ def test_the_pictures_of_the_walks_are_current(name: str) -> None:
     assert len(walk.boxes) <= 12
     assert all((ROOT / path).is_file() for path in walk.paths)
     assert walks.picture(name).read_text(encoding="utf-8") == walks.draw(walk)
+
+
+def test_the_page_of_the_api_has_every_public_name() -> None:
+    named = re.findall(r"^::: slipstream\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(slipstream.__all__)
