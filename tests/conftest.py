@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 from support.examples import register_profiles
 
 _CACHE = tempfile.mkdtemp(prefix="slipstream-tests-")
@@ -22,6 +24,16 @@ os.environ.update(
 )
 
 register_profiles()
+
+
+@pytest.fixture(scope="session")
+def compiled_search() -> None:
+    """The compiled search for orders is in numba's cache on disk, so that the processes of a test needn't each wait
+    for the compiler."""
+    from slipstream import Op, TableCost, find_order
+
+    times = {(stage, number, op): 1.0 for stage in range(2) for number in range(2) for op in (Op.F, Op.B, Op.I, Op.W)}
+    find_order([0, 1], 1, 2, TableCost(times))
 
 
 def pytest_collection_finish() -> None:

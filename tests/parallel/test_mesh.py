@@ -14,7 +14,7 @@ LONG = {"accumulation", "ends_apart", "low_precision"}
 
 
 @pytest.fixture(scope="module")
-def ended(request: pytest.FixtureRequest) -> CompletedProcess[str]:
+def ended(request: pytest.FixtureRequest, compiled_search: None) -> CompletedProcess[str]:
     """The selected cases in the same processes; the first that fails ends them."""
     return launch(4, WORKERS / "parallel/mesh.py", *selected_cases(request))
 

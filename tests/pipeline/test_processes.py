@@ -53,6 +53,7 @@ def test_a_rank_that_waits_in_vain_reports() -> None:
     assert "rank 1 reported" in ended.stdout, ended.stderr[-3000:]
 
 
+@pytest.mark.usefixtures("compiled_search")
 @pytest.mark.parametrize("what", ["auto", "buffers", "mesh"])
 def test_two_processes(what: str) -> None:
     ended = launch(2, WORKER, what)

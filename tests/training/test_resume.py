@@ -89,6 +89,7 @@ def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Pat
     ]
 
 
+@pytest.mark.more
 def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Path, text: Path, tmp_path: Path) -> None:
     """From a checkpoint of a run that spread the optimizer's state alone, and that goes on from theirs."""
     spread, back = half_of(whole, tmp_path / "spread"), tmp_path / "back"
@@ -102,6 +103,7 @@ def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Pa
     assert models[0] == models[1] == models[2]
 
 
+@pytest.mark.usefixtures("compiled_search")
 def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
     """Seven steps learn. The order that was found gets recomputation and offloading again."""
     order = ["--pipeline.schedule=auto", "--pipeline.slices=[8,16,24,16]", "--pipeline.num_microbatches=2"]

@@ -209,6 +209,7 @@ def test_bad_input_starts_nothing(config: Path, output: RunFolder, change: str, 
     assert not output.path.exists()
 
 
+@pytest.mark.more
 def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: RunFolder) -> None:
     result = run(TORCHRUN, config, "--data.files=[nowhere]")
     assert result.returncode != 0

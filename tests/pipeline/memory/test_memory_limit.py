@@ -40,6 +40,7 @@ def settle(pipe: Pipeline, inputs: Tensor) -> int:
     raise AssertionError("still learning")
 
 
+@pytest.mark.usefixtures("compiled_search")
 def test_processes_hold_less_than_the_limit() -> None:
     """Tensors are counted by another meter than the one that rehearses."""
     ended = launch(2, WORKER)
