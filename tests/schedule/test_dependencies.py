@@ -108,7 +108,7 @@ def test_wrong_order_on_one_rank_is_marked_with_its_rule() -> None:
 def test_a_deadlock_names_its_cycle() -> None:
     schedule = schedule_of("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1")
     assert error(schedule) == (
-        "The ranks wait for each other for ever:\n"
+        "The ranks wait for each other forever:\n"
         "  0B0 (rank 0) waits for 1B0, which comes after 1F1 on rank 1: "
         "a backward needs the gradient from the stage after it.\n"
         "  1F1 (rank 1) waits for 0F1, which comes after 0B0 on rank 0: "

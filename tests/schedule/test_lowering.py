@@ -158,7 +158,7 @@ def test_two_ranks_that_send_before_they_receive_are_refused() -> None:
     with pytest.raises(ScheduleError) as caught:
         check_communication(schedule)
     assert str(caught.value).startswith(
-        "With sends that wait for their receives: The ranks wait for each other for ever:\n"
+        "With sends that wait for their receives: The ranks wait for each other forever:\n"
         "  0SEND_F1 (rank 0) waits for 1RECV_F1, which comes after 1SEND_B0 on rank 1: "
         "it can't leave before its receive is posted.\n"
         "  1SEND_B0 (rank 1) waits for 0RECV_B0, which comes after 0SEND_F1 on rank 0: "

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from slipstream.schedule import ScheduleError, add_communication, check_communication, gpipe, one_f_one_b, validate
-from slipstream.schedule.torch_csv import from_torch_csv, to_torch_csv
+from slipstream.schedule import (
+    ScheduleError,
+    add_communication,
+    check_communication,
+    from_torch_csv,
+    gpipe,
+    one_f_one_b,
+    to_torch_csv,
+    validate,
+)
 from support.torch_schedules import torch_schedule
 
 

@@ -12,7 +12,7 @@ from slipstream.schedule.action import (
     Schedule,
     ScheduleError,
 )
-from slipstream.schedule.dependencies import predecessors, running_order, validate
+from slipstream.schedule.dependencies import awaited_send, predecessors, sending
 from slipstream.schedule.flushes import in_flushes
 from slipstream.schedule.generators import (
     AUTOMATIC,
@@ -37,11 +37,12 @@ from slipstream.schedule.lowering import (
     join_backwards,
     receives_in_flight,
     send_windows,
-    sending,
     split_backwards,
 )
 from slipstream.schedule.memory_passes import add_offload, add_recompute
+from slipstream.schedule.torch_csv import from_torch_csv, to_torch_csv
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
+from slipstream.schedule.validation import running_order, validate
 from slipstream.schedule.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
@@ -62,11 +63,13 @@ __all__ = [
     "add_offload",
     "add_recompute",
     "add_reductions",
+    "awaited_send",
     "breadth_first",
     "channel",
     "check_communication",
     "check_name",
     "forward_only",
+    "from_torch_csv",
     "gpipe",
     "in_flushes",
     "interleaved_one_f_one_b",
@@ -81,6 +84,7 @@ __all__ = [
     "send_windows",
     "sending",
     "split_backwards",
+    "to_torch_csv",
     "v_half",
     "v_min",
     "validate",

@@ -12,7 +12,7 @@ from slipstream.errors import SlipstreamError
 
 
 class ScheduleError(SlipstreamError):
-    """A schedule or its text breaks a rule; the message names the action and the rule."""
+    """An error in a schedule or its text; the message names the action and the rule that it breaks."""
 
 
 class Op(StrEnum):
@@ -53,7 +53,7 @@ _ACTION = re.compile(rf"{_NUMBER}({_OPS})(?:{_NUMBER}(?:\.{_NUMBER})?)?")
 class Action(NamedTuple):
     """One op of one stage on one slice of one microbatch; REDUCE_GRAD concerns the whole stage.
 
-    A tuple, because planning makes and looks up millions of them.
+    It is a tuple because planning makes and looks up millions of them.
     """
 
     op: Op
@@ -62,18 +62,18 @@ class Action(NamedTuple):
     slice: int = 0
 
     def __str__(self) -> str:
-        """`2F0.3`: stage 2, forward, microbatch 0, slice 3; `2REDUCE_GRAD`."""
+        """Returns `2F0.3` for stage 2, forward, microbatch 0, slice 3; `2REDUCE_GRAD` for a reduction."""
         if self.op is Op.REDUCE_GRAD:
             return f"{self.stage}{self.op}"
         return f"{self.stage}{self.op}{self.microbatch}.{self.slice}"
 
     def text(self, num_slices: int) -> str:
-        """The text form in a schedule of `num_slices` slices: with one slice, `2F0` instead of `2F0.0`."""
+        """Returns the text form in a schedule of `num_slices` slices: with one slice, `2F0` instead of `2F0.0`."""
         return str(self) if num_slices > 1 else str(self).removesuffix(".0")
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read either text form; `2F0` is `2F0.0`. Anything before or after the action is an error."""
+        """Reads either text form; `2F0` is `2F0.0`. Anything before or after the action raises ScheduleError."""
         match = _ACTION.fullmatch(text)
         if match is None or (match[2] == Op.REDUCE_GRAD) != (match[3] is None):
             raise ScheduleError(
@@ -84,7 +84,7 @@ class Action(NamedTuple):
         return cls(Op(op), int(stage), int(microbatch), int(index))
 
     def with_op(self, op: Op) -> Action:
-        """Another op of the same slice."""
+        """Returns another op of the same slice."""
         return Action(op, self.stage, self.microbatch, self.slice)
 
     @property
@@ -96,11 +96,19 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every rank's actions in order. `placement[stage]` is the rank that holds the stage.
+    """Every rank's actions, in order. The order itself is checked by `validate`.
 
-    `reach[microbatch][i]` is the first slice that slice i attends to (documents and sliding windows shorten
-    it); None means that every slice attends to all earlier ones. Raises ScheduleError if the counts, the
-    placement and the reach do not fit together; the order itself is checked by `validate`.
+    Args:
+        name: one line of text.
+        actions: for every pipeline rank, what it runs.
+        placement: the rank that holds each stage.
+        num_microbatches: microbatches of a step.
+        num_slices: token slices of each microbatch.
+        reach: `reach[microbatch][i]` is the first slice that slice i attends to (documents and sliding windows
+            shorten it); None means that every slice attends to all earlier ones.
+
+    Raises:
+        ScheduleError: the counts, the placement and the reach do not fit together.
     """
 
     name: str
@@ -149,12 +157,12 @@ class Schedule:
 
     @cached_property
     def positions(self) -> dict[Action, tuple[int, int]]:
-        """Where each action stands: (rank, index in that rank's order)."""
+        """The place of each action: (rank, index in that rank's order)."""
         return {action: (rank, i) for rank, row in enumerate(self.actions) for i, action in enumerate(row)}
 
     @cached_property
     def ops(self) -> frozenset[Op]:
-        """All there are."""
+        """The ops that occur."""
         return frozenset(action.op for row in self.actions for action in row)
 
     @cached_property
@@ -168,11 +176,11 @@ class Schedule:
         return not self.ops.isdisjoint(BACKWARDS)
 
     def text(self, action: Action) -> str:
-        """The action's text as this schedule writes it."""
+        """Returns the action's text as this schedule writes it."""
         return action.text(self.num_slices)
 
     def __str__(self) -> str:
-        """The text form that `Schedule.parse` reads: a header, then one line a rank."""
+        """Returns the text form that `Schedule.parse` reads: a header, then one line per rank."""
         reach, rows = self.reach or (), self.actions
         lines = [
             f"schedule: {self.name}",
@@ -186,7 +194,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read the text form back, strictly: unknown, missing or doubled lines are errors."""
+        """Reads the text form back. Unknown, missing and repeated lines raise ScheduleError."""
         fields = _fields(text)
         num_reach = sum(key.startswith("reach ") for key in fields)
         num_ranks = sum(key.startswith("rank ") for key in fields)

@@ -1,4 +1,4 @@
-"""Schedules that repeat a building block, one slice's way over a V of stages (Controllable Memory, section 3)."""
+"""Schedules that repeat a building block: one slice's way over a V of stages (Controllable Memory, section 3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PERIOD = 6  # units of time: F, I and W of two stages
 
 
 class StageOfBlock(NamedTuple):
-    """When the block's slice passes a stage, and how many slices the stage holds when the block repeats."""
+    """The times at which the block's slice passes a stage, and how many slices the stage holds under repetition."""
 
     forward: int
     backward: int
@@ -25,7 +25,7 @@ class StageOfBlock(NamedTuple):
 
 
 def building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: int) -> list[StageOfBlock]:
-    """The way of one slice, such that it can start anew every 6 units: no rank then has two passes at once.
+    """Returns the way of one slice that can start every 6 units without any rank having two passes at the same time.
 
     The slice takes `down` units from rank to rank towards the last one and `up` units back, first with its F and
     then, from the last stage, with its I; it rests `at_loss` units between F and I of the last stage and `at_turn`
@@ -45,7 +45,7 @@ def building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: in
 
 
 def _with_limits(lower: tuple[int, int], upper: tuple[int, int]) -> tuple[StageOfBlock, StageOfBlock]:
-    """A rank's two stages, given their F and I, with W in the free units such that the rank holds least."""
+    """Returns a rank's two stages, given their F and I, with W in the free units in which the rank holds least."""
     free = sorted(set(range(_PERIOD)) - {time % _PERIOD for time in (*lower, *upper)})
     choices = [
         (StageOfBlock(*lower, _held(*lower, first)), StageOfBlock(*upper, _held(*upper, second)))
@@ -55,18 +55,18 @@ def _with_limits(lower: tuple[int, int], upper: tuple[int, int]) -> tuple[StageO
 
 
 def _held(forward: int, backward: int, free: int) -> int:
-    """Slices between the start of F and the end of W, which runs in the first unit after I that is `free` modulo 6."""
+    """Returns the slices between the start of F and the end of W, which runs in the first such unit after I."""
     weight = backward + 1 + (free - backward - 1) % _PERIOD
     return -(-(weight + 1 - forward) // _PERIOD)
 
 
-def repeated(name: str, block: list[StageOfBlock], num_microbatches: int, num_slices: int) -> Schedule:
-    """The block once per slice, each pass as early as its rank and its stage's limit let it.
+def repeat_block(name: str, block: list[StageOfBlock], num_microbatches: int, num_slices: int) -> Schedule:
+    """Returns the block once per slice, each pass as early as its rank and its stage's limit allow.
 
     With s slices, s-1 go over the V before one can go backward: there the block repeats every 2 units instead of
-    6, and a stage holds s-1 slices more. W is due when the next forward needs its memory. With one slice every pass
+    6, and a stage holds s-1 more slices. W is due when the next forward needs its memory. With one slice every pass
     has a unit of its own, so running the pass that is due first, of those that can run, ends each when it
-    is due or earlier: the step is not longer than the blocks laid in a row.
+    is due or earlier: the step is no longer than the blocks in a row.
     """
     num_units, ramp = num_microbatches * num_slices, num_slices - 1
     microbatches = range(num_microbatches)
@@ -81,11 +81,11 @@ def repeated(name: str, block: list[StageOfBlock], num_microbatches: int, num_sl
         for k, action in enumerate(backwards(g, microbatches, num_slices, Op.W), start=limits[g]):
             due[action] = due[forward[k]] - 1 if k < num_units else inf
     rows = _by_rank(due, (*range(len(block) // 2), *reversed(range(len(block) // 2))))
-    return _by_due_time(on_a_v(name, rows, num_microbatches, num_slices), due, limits)
+    return _by_due_time(v_shaped(name, rows, num_microbatches, num_slices), due, limits)
 
 
 def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) -> Schedule:
-    """Reorder each rank's passes: in every unit of time it runs, of those that can run, the one due first.
+    """Reorders each rank's passes: in every unit of time it runs, of those that can run, the one due first.
 
     A stage that holds its limit of slices takes no other until a W. The ranks can't get stuck: a limit is
     at least a microbatch's slices, so all of them reach the last stage and the backwards begin.
@@ -113,14 +113,14 @@ def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) 
 
 
 def _by_rank(actions: Iterable[Action], placement: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
-    """In the order given."""
+    """Returns each rank's actions, in the order given."""
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     for action in actions:
         rows[placement[action.stage]].append(action)
     return tuple(map(tuple, rows))
 
 
-def on_a_v(name: str, rows: tuple[tuple[Action, ...], ...], num_microbatches: int, num_slices: int) -> Schedule:
-    """A schedule whose rank r of p holds stages r and 2p-1-r."""
+def v_shaped(name: str, rows: tuple[tuple[Action, ...], ...], num_microbatches: int, num_slices: int) -> Schedule:
+    """Returns a schedule whose rank r of p holds stages r and 2p-1-r."""
     placement = (*range(len(rows)), *reversed(range(len(rows))))
     return Schedule(name, rows, placement, num_microbatches, num_slices)

@@ -1,4 +1,4 @@
-"""Schedules from the papers by name, compute actions only; passes in `lowering` add the rest."""
+"""The schedules that have a name, with compute actions only; passes in `lowering` add the rest."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from slipstream.errors import did_you_mean
 from slipstream.schedule.action import Action, Schedule, ScheduleError
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
-from slipstream.schedule.rows import backwards, check_counts, forwards, in_turn
+from slipstream.schedule.rows import alternate, backwards, check_counts, forwards
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
 from slipstream.schedule.zero_bubble import zb_h1, zb_h2
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """All forwards, then all backwards: GPipe, and with token slices TeraPipe.
+    """Returns all forwards, then all backwards: GPipe, and with token slices TeraPipe.
 
     Microbatches go backward in forward order, the slices of each last in, first out:
 
@@ -24,13 +24,13 @@ def gpipe(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedu
     With equal times the bubble is (p-1)/(ms+p-1) of the step, and every rank keeps all m microbatches.
     """
     units = num_microbatches * num_slices
-    return _one_stage_a_rank("gpipe", num_stages, num_microbatches, num_slices, lambda rank: units)
+    return _one_stage_per_rank("gpipe", num_stages, num_microbatches, num_slices, lambda rank: units)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """One forward, one backward in turn: 1F1B (PipeDream-flush), and with token slices Seq1F1B.
+    """Returns 1F1B (PipeDream-flush), one forward and one backward alternately; with token slices Seq1F1B.
 
-    A rank first runs one microbatch's slices and one slice more for every rank after it, so that the
+    A rank first runs one microbatch's slices and one more slice for every rank after it, so that the
     backwards arrive when they are due:
 
         rank 0  F0.0 F0.1 F1.0      B0.1 F1.1 B0.0      B1.1 B1.0
@@ -38,21 +38,21 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 1) -> 
 
     With equal times the bubble is that of `gpipe`; rank r of p keeps min(1 + (p-1-r)/s, m) microbatches.
     """
-    return _one_stage_a_rank(
+    return _one_stage_per_rank(
         "1f1b", num_stages, num_microbatches, num_slices, lambda rank: num_slices + num_stages - 1 - rank
     )
 
 
-def _one_stage_a_rank(
+def _one_stage_per_rank(
     name: str, num_stages: int, num_microbatches: int, num_slices: int, warmup: Callable[[int], int]
 ) -> Schedule:
-    """Rank r runs `warmup(r)` forwards, then backwards and forwards in turn until both are used up."""
+    """Returns a schedule whose rank r runs `warmup(r)` forwards, then backwards and forwards alternately."""
     check_counts(name, num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
     microbatches = range(num_microbatches)
 
     def row(stage: int) -> tuple[Action, ...]:
         forward = forwards(stage, microbatches, num_slices)
-        return tuple(in_turn(forward, backwards(stage, microbatches, num_slices), warmup(stage)))
+        return tuple(alternate(forward, backwards(stage, microbatches, num_slices), warmup(stage)))
 
     rows = tuple(map(row, range(num_stages)))
     return Schedule(name, rows, tuple(range(num_stages)), num_microbatches, num_slices)
@@ -82,16 +82,17 @@ STAGES_PER_RANK: dict[str, range] = {
     "v-half": range(2, 3),
     "v-min": range(2, 3),
 }
-"""How many stages a rank can hold under each schedule: `2 in STAGES_PER_RANK["zb-v"]`."""
+"""The numbers of stages that a rank can hold under each schedule: `2 in STAGES_PER_RANK["zb-v"]`."""
 
 AUTOMATIC = ("auto", "auto-v")
-"""Names of orders that a `Pipeline` finds itself: with one stage a rank or looped ones, and on a V."""
+"""The names of orders that a `Pipeline` searches itself: in the looped placement, and in the V-shaped one."""
 
 
 def placed_as(name: str, stages_per_rank: int) -> str:
-    """The name in `GENERATORS` with the placement of `name`, which may be one of `AUTOMATIC`: see `Pipeline`.
+    """Returns the name in `GENERATORS` that has the placement of `name`, which may be one of `AUTOMATIC`.
 
-    Raises ScheduleError for another number of stages a rank than a V has.
+    Raises:
+        ScheduleError: the number of stages per rank does not fit the V-shaped placement.
     """
     if name == "auto":
         return "1f1b" if stages_per_rank == 1 else "interleaved-1f1b"
@@ -102,7 +103,7 @@ def placed_as(name: str, stages_per_rank: int) -> str:
 
 
 def check_name(name: str, besides: Sequence[str] = ()) -> None:
-    """Raises ScheduleError, with the nearest name, for one that is neither in `GENERATORS` nor among `besides`."""
+    """Raises ScheduleError, with the nearest name, if `name` is neither in `GENERATORS` nor among `besides`."""
     names = (*GENERATORS, *besides)
     if name not in names:
         raise ScheduleError(
@@ -124,10 +125,11 @@ def _check_stages(name: str, allowed: range, stages_per_rank: int) -> None:
 def make_schedule(
     name: str, num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 1
 ) -> Schedule:
-    """A schedule by its name in `GENERATORS`, compute actions only.
+    """Returns a schedule by its name in `GENERATORS`, with compute actions only.
 
-    Raises ScheduleError for an unknown name, with the nearest one; for a number of stages a rank that
-    `STAGES_PER_RANK` doesn't allow, with what it allows; and for counts below 1.
+    Raises:
+        ScheduleError: the name is unknown (the message has the nearest one), `STAGES_PER_RANK` doesn't allow the
+            number of stages per rank (it has what is allowed), or a count is below 1.
     """
     check_name(name)
     allowed = STAGES_PER_RANK[name]

@@ -10,9 +10,9 @@ _AROUND = 5  # steps shown to either side of a mark
 
 
 def grid(schedule: Schedule, marked: Collection[tuple[int, int]]) -> str:
-    """One line a rank, one column a step; `marked` holds (rank, step) pairs, shown as `>2B0.3<`.
+    """Returns one line per rank and one column per step; `marked` holds (rank, step) pairs, shown as `>2B0.3<`.
 
-    Only the steps around the marks are shown, the first ones where nothing is marked; `..` stands for others.
+    Only the steps around the marks are shown, or the first ones if nothing is marked; `..` stands for others.
     """
     num_steps = max(map(len, schedule.actions))
     near = [step for _, step in marked] or [0]

@@ -1,4 +1,4 @@
-"""What a rank says when a wait has lasted too long: its action, whom it waits for, and what is still missing."""
+"""The report of a rank that has waited too long: its action, which rank it waits for, and what is missing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SHOWN = 6  # missing actions named per rank
 
 
 def report_wait(schedule: Schedule, rank: int, action: Action) -> str:
-    """Why `rank` can't go on with `action`, from what it knows: it ran all its actions before, and what they needed.
+    """Explains why `rank` can't run `action`, from what it knows: all its earlier actions ran, and what they needed.
 
-    Everything `action` needs, directly or not, is either known to be done or listed as missing under its rank, in that
-    rank's order: the first of them is what held everything up, or where that rank itself waits.
+    Everything that `action` needs, directly or not, is either known to be done or listed as missing under its rank, in
+    that rank's order: the first of them is the cause of the wait, or where that rank itself waits.
     """
     place, row = schedule.positions[action][1], schedule.actions[rank]
     text = schedule.text
@@ -38,7 +38,7 @@ def report_wait(schedule: Schedule, rank: int, action: Action) -> str:
 
 
 def _with_predecessors(actions: Iterable[Action], schedule: Schedule) -> set[Action]:
-    """The actions, all they need, and all that stands before any of these on its rank.
+    """Returns the actions, all they need, and all that stands before any of these on its rank.
 
     A receive that stands before is only posted; its message is there when an action that needs it has run.
     """

@@ -1,17 +1,17 @@
-"""Schedules with several stages a rank, the stages dealt to the ranks in turn: depth first and breadth first."""
+"""Schedules with several stages per rank, stage g on rank g mod p: depth first and breadth first."""
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
 from slipstream.schedule.action import Action, Schedule, ScheduleError
-from slipstream.schedule.rows import backwards, check_counts, forwards, in_turn
+from slipstream.schedule.rows import alternate, backwards, check_counts, forwards
 
 
 def interleaved_one_f_one_b(
     num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 2, lead: int = 2
 ) -> Schedule:
-    """1F1B over v stages a rank: Megatron's interleaved schedule (PTD-P, section 2.2); with slices SVPP and SlimPipe.
+    """Returns Megatron's interleaved 1F1B over v stages per rank (PTD-P, section 2.2); with slices SVPP and SlimPipe.
 
     Stage g is on rank g mod p. A group of microbatches, of at least p slices together, runs through one stage
     of the rank after the other; its backwards take the stages in reverse. A rank runs ahead by `lead` slices
@@ -25,8 +25,10 @@ def interleaved_one_f_one_b(
     and rank r keeps 1 + d(p-1-r)/(sv) microbatches, d the lead; with k microbatches in the first group it keeps
     1 + (k-1)(v-1)/v + d(p-1-r)/(sv); never more than m. Megatron wants m to be a multiple of p. Here the m
     microbatches form as many groups of at least p slices as they can, of sizes as equal as they can be, the
-    larger ones first; fewer than p slices in all are one group. Raises ScheduleError for counts below 1 and for
-    leads other than 1 and 2.
+    larger ones first; fewer than p slices in all are one group.
+
+    Raises:
+        ScheduleError: a count is below 1, or `lead` is neither 1 nor 2.
     """
     check_counts(
         "interleaved-1f1b",
@@ -44,14 +46,14 @@ def interleaved_one_f_one_b(
         stages = _stages(rank, num_ranks, stages_per_rank)
         forward = [a for group in groups for g in stages for a in forwards(g, group, num_slices)]
         backward = [a for group in groups for g in reversed(stages) for a in backwards(g, group, num_slices)]
-        return tuple(in_turn(forward, backward, before_last_stage + num_slices + lead * (num_ranks - 1 - rank)))
+        return tuple(alternate(forward, backward, before_last_stage + num_slices + lead * (num_ranks - 1 - rank)))
 
     placement = tuple(range(num_ranks)) * stages_per_rank
     return Schedule("interleaved-1f1b", tuple(map(row, range(num_ranks))), placement, num_microbatches, num_slices)
 
 
 def breadth_first(num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 2) -> Schedule:
-    """All microbatches through one stage of the rank, then through the next: looped breadth-first.
+    """Returns the looped breadth-first schedule: all microbatches through one stage of the rank, then through the next.
 
     Stage g is on rank g mod p. Backwards run in exactly the opposite order, the last microbatch first:
 
@@ -60,7 +62,10 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_slices: int = 1, st
 
     With equal times and ms >= p the bubble is (p-1)/(msv+p-1) of the step; every rank keeps all m microbatches.
     A stage's parameters are used in one stretch forward and one backward, so that its gradients can be reduced
-    (or its shards gathered) while the other stages compute. Raises ScheduleError for counts below 1.
+    (or its shards gathered) while the other stages compute.
+
+    Raises:
+        ScheduleError: a count is below 1.
     """
     check_counts(
         "breadth-first",
@@ -85,7 +90,7 @@ def _stages(rank: int, num_ranks: int, stages_per_rank: int) -> range:
 
 
 def _groups(num_microbatches: int, at_least: int) -> list[range]:
-    """As many groups of at least `at_least` microbatches as there can be, sizes as equal as possible, falling."""
+    """Returns as many groups of at least `at_least` microbatches as possible, of nearly equal sizes, larger first."""
     number = max(num_microbatches // at_least, 1)
     sizes = [(num_microbatches + number - 1 - i) // number for i in range(number)]
     return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]

@@ -1,4 +1,4 @@
-"""Passes, Schedule -> Schedule: they add communication, split or leave out backwards; and the proof that it runs."""
+"""Passes over schedules that add communication or change backwards, and the check that a lowered schedule runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
-from slipstream.schedule.dependencies import input_gradient, predecessors, running_order, validate
+from slipstream.schedule.dependencies import consumer, predecessors, sending
 from slipstream.schedule.grid import grid
+from slipstream.schedule.validation import running_order, validate
 
 NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
 Seconds = Callable[[Action], float]
-_UNITS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}
+_UNIT_SECONDS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}
 
 
 class Channel(NamedTuple):
@@ -27,45 +28,27 @@ class Channel(NamedTuple):
 
 
 def channel(action: Action, schedule: Schedule) -> Channel:
-    """The channel of a SEND or RECV; source and destination are pipeline ranks."""
+    """Returns the channel of a SEND or RECV; source and destination are pipeline ranks."""
     send = action if action.op in SENDS else action.other_end
     source, destination = schedule.placement[send.stage], schedule.placement[send.other_end.stage]
     return Channel("activations" if send.op is Op.SEND_F else "gradients", source, destination)
 
 
-def sending(producer: Action, schedule: Schedule) -> Action | None:
-    """The SEND that carries the producer's result to another rank; None if nothing leaves its rank."""
-    g, m, i = producer.stage, producer.microbatch, producer.slice
-    if producer.op is Op.F and g + 1 < schedule.num_stages:
-        send = Action(Op.SEND_F, g, m, i)
-    elif producer.op in (Op.B, Op.I) and g > 0:
-        send = Action(Op.SEND_B, g, m, i)
-    else:
-        return None
-    return send if schedule.placement[send.other_end.stage] != schedule.placement[g] else None
-
-
-def consumer(receive: Action, schedule: Schedule) -> Action:
-    """The action that needs what the RECV brings."""
-    g, m, i = receive.stage, receive.microbatch, receive.slice
-    return Action(Op.F, g, m, i) if receive.op is Op.RECV_F else input_gradient(g, m, i, schedule)
-
-
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a compute-only schedule, for evaluation."""
+    """Returns the forwards of a compute-only schedule, for evaluation."""
     rows = tuple(tuple(action for action in row if action.op is Op.F) for row in schedule.actions)
     return replace(schedule, actions=rows)
 
 
 def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
-    """Each B that sends its result to another rank becomes I and W, so that the message leaves before W.
+    """Splits each B that sends its result to another rank into I and W, so that the message leaves before W.
 
     The stage before starts its backward earlier by the time of the weight gradients:
 
         rank 0        B0.1           B0.0
         rank 1  I0.1 W0.1 I0.0 W0.0
 
-    With `everywhere` each B does, whether or not it sends.
+    With `everywhere`, splits each B, whether or not it sends.
     """
 
     placement = schedule.placement
@@ -81,7 +64,7 @@ def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
 
 
 def join_backwards(schedule: Schedule) -> Schedule:
-    """The opposite: each I becomes B, where it stands, and W is left out."""
+    """Turns each I into B, where it stands, and leaves W out: the opposite of `split_backwards`."""
     rows = tuple(
         tuple(action.with_op(Op.B) if action.op is Op.I else action for action in row if action.op is not Op.W)
         for row in schedule.actions
@@ -90,8 +73,9 @@ def join_backwards(schedule: Schedule) -> Schedule:
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
-    """Write a REDUCE_GRAD after the last backward of every stage: its gradients are summed over the replicas of the
-    pipeline while stages before it still work.
+    """Adds a REDUCE_GRAD after the last backward of every stage.
+
+    The stage's gradients are summed over the replicas of the pipeline while earlier stages still compute.
 
         rank 0        B0     B1 0REDUCE_GRAD
         rank 1  B0 B1 1REDUCE_GRAD
@@ -107,7 +91,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
 
 def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
-    """Write a SEND after every action whose result another rank needs, and the RECV that takes it there.
+    """Adds a SEND after every action whose result another rank needs, and the RECV that takes it there.
 
     A run with `unit_seconds` is the witness. Each RECV is posted where its rank stands when the SEND
     happens in it, or `ahead` compute actions before its consumer if that is earlier, and never later than a
@@ -118,7 +102,8 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
         rank 0: 0F0.0 0SEND_F0.0 0F0.1 0SEND_F0.1 0F0.2 0SEND_F0.2
         rank 1: 1RECV_F0.0 1RECV_F0.1 1F0.0 1RECV_F0.2 1F0.1 1F0.2
 
-    Raises ScheduleError if the schedule is not valid or has communication already.
+    Raises:
+        ScheduleError: the schedule is not valid or has communication already.
     """
     if schedule.is_lowered:
         raise ScheduleError(f"{schedule.name} has sends and receives already; lower it before they are added.")
@@ -143,7 +128,7 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
 def _place_receives(
     schedule: Schedule, ahead: int, order: Sequence[Action]
 ) -> defaultdict[tuple[int, int], list[Action]]:
-    """The RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
+    """Returns the RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
     starts, ends = run_times(schedule, unit_seconds, order)
     rank_starts = [[starts[action] for action in row] for row in schedule.actions]
     latest: dict[Channel, int] = {}  # where the channel's next RECV stands
@@ -161,14 +146,14 @@ def _place_receives(
 
 
 def unit_seconds(action: Action) -> float:
-    """2 for a whole backward, nothing for what runs beside the computing, else 1."""
-    return _UNITS.get(action.op, 1)
+    """Returns 2 for a whole backward, 0 for what runs alongside the computing, else 1."""
+    return _UNIT_SECONDS.get(action.op, 1)
 
 
 def run_times(
     schedule: Schedule, seconds: Seconds, order: Sequence[Action]
 ) -> tuple[dict[Action, float], dict[Action, float]]:
-    """Start and end of every action of a compute-only schedule, run in `order`, where messages take no time."""
+    """Returns start and end of every action of a compute-only schedule, run in `order`, if messages take no time."""
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     free: list[float] = [0] * schedule.num_ranks
@@ -180,12 +165,15 @@ def run_times(
 
 
 def check_communication(schedule: Schedule) -> None:
-    """Prove of a lowered schedule that messages match in order and that it ends.
+    """Checks that the messages of a lowered schedule match in order and that it ends.
 
     It must be valid, every channel's RECVs must stand in the order of its SENDs, and the ranks must come to
     their ends (a) under rendezvous, where a SEND holds its rank until its RECV is posted, and (b) with one
     stream per channel, where posting never waits and a message moves when both ends have reached it and the
-    messages before it have moved. Raises ScheduleError naming the first mismatch or the cycle.
+    messages before it have moved.
+
+    Raises:
+        ScheduleError: with the first mismatch, or the cycle of ranks that wait for each other.
     """
     validate(schedule)  # its run is model (b): given equal orders, the messages before have moved as well
     sends, receives = _ends_by_channel(schedule, SENDS), _ends_by_channel(schedule, RECEIVES)
@@ -214,7 +202,7 @@ def _ends_by_channel(schedule: Schedule, ops: frozenset[Op]) -> defaultdict[Chan
 
 
 def receives_in_flight(schedule: Schedule) -> Counter[Channel]:
-    """Per channel, the most receives posted at once whose consumers have not run: the buffers it needs."""
+    """Returns, per channel, the most receives posted at the same time whose consumers have not run: its buffers."""
     most: Counter[Channel] = Counter()
     for row in schedule.actions:
         posted: dict[Action, Channel] = {}  # consumer -> channel
@@ -230,5 +218,5 @@ def receives_in_flight(schedule: Schedule) -> Counter[Channel]:
 
 
 def send_windows(schedule: Schedule) -> dict[Channel, int]:
-    """How many sends of a channel may be on their way before the next one waits for the oldest."""
+    """Returns how many sends of a channel may be on their way before the next one waits for the oldest."""
     return {line: max(NARROWEST_WINDOW, 2 * number) for line, number in receives_in_flight(schedule).items()}

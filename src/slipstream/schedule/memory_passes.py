@@ -1,4 +1,4 @@
-"""Passes that trade memory for work: recomputation of activations, and their way to host memory and back."""
+"""Passes that trade memory for work: recomputation of activations, and copies to host memory and back."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
-from slipstream.schedule.dependencies import predecessors, validate
+from slipstream.schedule.dependencies import predecessors
 from slipstream.schedule.lowering import Seconds, run_times, unit_seconds
+from slipstream.schedule.validation import validate
 
 
 def add_recompute(
     schedule: Schedule, stages: Collection[int] | None = None, alive: int = 1, seconds: Seconds = unit_seconds
 ) -> Schedule:
-    """Write an R for the backwards of `stages` (default: all), as early as waiting time allows (GPipe section 2.3).
+    """Adds an R for the backwards of `stages` (default: all), as early as waiting time allows (GPipe section 2.3).
 
     R needs nothing from other ranks. So where its rank would wait for as long as R takes, in a run with times `seconds`
     and messages that take none, R stands before that wait; else right before its B or I. At most `alive` slices of a
-    rank have all their activations at once. A slice whose backward directly follows its forward is left alone: its
-    activations would be dropped and computed again at once. One microbatch of three slices:
+    rank have all their activations at the same time. A slice whose backward directly follows its forward gets no R:
+    its activations would be dropped and computed again immediately. One microbatch of three slices:
 
         rank 0  F0.0 F0.1 F0.2                B0.2----- R0.1 B0.1----- R0.0 B0.0-----
         rank 1       F0.0 F0.1 F0.2 B0.2----- R0.1 B0.1----- R0.0 B0.0-----
 
-    Raises ScheduleError if the schedule is not valid, has communication already, or has recomputation already.
+    Raises:
+        ScheduleError: the schedule is not valid, or has communication or recomputation already.
     """
     order = _check(schedule, Op.R)
     if alive < 1:
@@ -43,7 +45,7 @@ def add_recompute(
 
 
 class _Row:
-    """One rank's actions as far as they ran, with R's among them."""
+    """One rank's actions that have run so far, with R's among them."""
 
     def __init__(self, row: tuple[Action, ...], stages: Collection[int], alive: int, seconds: Seconds) -> None:
         self.waiting: deque[Action] = deque()  # R's, in the order of their backwards
@@ -75,7 +77,7 @@ class _Row:
         self._append(self.waiting.popleft(), 0)
 
     def run(self, action: Action, ready: float) -> float:
-        """When it ends."""
+        """Runs an action, after its R if that is due, and returns when it ends."""
         self._ahead.popleft()
         if action.op in (Op.B, Op.I) and self.waiting and self.waiting[0] == action.with_op(Op.R):
             self.recompute()
@@ -90,15 +92,16 @@ class _Row:
 
 
 def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds: Seconds = unit_seconds) -> Schedule:
-    """Move the saved activations of a `share` of each rank's slices to the host between forward and backward.
+    """Moves the saved activations of a `share` of each rank's slices to the host between forward and backward.
 
     Those that wait longest are chosen, in a run with times `seconds` and messages that take none. OFFLOAD stands right
     after F; RELOAD stands `ahead` compute actions before the first that needs it (R, B or I), so that the copy runs
-    beside them. A slice without an action between the two is left alone. One rank, ahead=1:
+    alongside them. A slice without an action between the two stays on the device. One rank, ahead=1:
 
         F0.0 OFFLOAD0.0 F0.1 F0.2 B0.2 RELOAD0.0 B0.1 B0.0
 
-    Raises ScheduleError if the schedule is not valid, has communication already, or has offloading already.
+    Raises:
+        ScheduleError: the schedule is not valid, or has communication or offloading already.
     """
     order = _check(schedule, Op.OFFLOAD)
     if not 0 <= share <= 1 or ahead < 0:
@@ -108,7 +111,7 @@ def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds:
     for row in schedule.actions:
         num_chosen = round(share * sum(action.op is Op.F for action in row))
         places = {action: index for index, action in enumerate(row)}
-        stays = [_Stay.of(action, places, ahead) for action in row if action.op is Op.F]
+        stays = [_HostStay.of(action, places, ahead) for action in row if action.op is Op.F]
         possible = [stay for stay in stays if stay.leaves_room]
         possible.sort(key=lambda stay: ends[row[stay.forward]] - starts[row[stay.needed]])
         rows.append(_with_offload(row, possible[:num_chosen]))
@@ -116,15 +119,15 @@ def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds:
 
 
 @dataclass(frozen=True)
-class _Stay:
-    """A slice's activations on the host, in terms of indices in its rank's row."""
+class _HostStay:
+    """The time that a slice's activations spend on the host, as indices in its rank's row."""
 
     forward: int
     reload: int  # RELOAD stands before this
     needed: int
 
     @classmethod
-    def of(cls, forward: Action, places: Mapping[Action, int], ahead: int) -> _Stay:
+    def of(cls, forward: Action, places: Mapping[Action, int], ahead: int) -> _HostStay:
         users = (forward.with_op(op) for op in (Op.R, Op.B, Op.I))
         needed = min(places[user] for user in users if user in places)
         return cls(places[forward], needed - ahead, needed)
@@ -135,7 +138,7 @@ class _Stay:
         return self.reload > self.forward + 1
 
 
-def _with_offload(row: tuple[Action, ...], stays: list[_Stay]) -> tuple[Action, ...]:
+def _with_offload(row: tuple[Action, ...], stays: list[_HostStay]) -> tuple[Action, ...]:
     offloads = {stay.forward: row[stay.forward].with_op(Op.OFFLOAD) for stay in stays}
     reloads: defaultdict[int, list[Action]] = defaultdict(list)
     for stay in sorted(stays, key=lambda stay: stay.needed):
@@ -150,7 +153,7 @@ def _with_offload(row: tuple[Action, ...], stays: list[_Stay]) -> tuple[Action, 
 
 
 def _check(schedule: Schedule, op: Op) -> list[Action]:
-    """An order in which the schedule runs."""
+    """Returns an order in which the schedule runs; raises ScheduleError if `op` can't be added to it."""
     order = validate(schedule)
     if schedule.is_lowered:
         raise ScheduleError(f"{schedule.name} has sends and receives already; add {op} before they are.")

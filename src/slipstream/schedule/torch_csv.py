@@ -6,15 +6,16 @@ import csv
 import io
 
 from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
-from slipstream.schedule.dependencies import validate
+from slipstream.schedule.validation import validate
 
 _COMPUTE = (Op.F, Op.B, Op.I, Op.W)
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """The compute actions as PyTorch's "compute_only" CSV; it adds its own communication on loading.
+    """Returns the compute actions as PyTorch's "compute_only" CSV; PyTorch adds its communication on loading.
 
-    Raises ScheduleError for a schedule with token slices, which PyTorch can't express.
+    Raises:
+        ScheduleError: the schedule has token slices, which PyTorch can't express.
     """
     if schedule.num_slices != 1:
         raise ScheduleError(
@@ -29,10 +30,12 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def from_torch_csv(text: str, name: str = "torch") -> Schedule:
-    """Read a "compute_only" CSV; empty cells (PyTorch's idle steps) and gradient reductions are left out.
+    """Reads a "compute_only" CSV, without empty cells (PyTorch's idle steps) and gradient reductions.
 
-    Stages are placed where their actions stand, microbatches are counted. Raises ScheduleError, with row and
-    column, for a cell that is no compute action, and as `validate` does for an order that can't run.
+    Stages are placed where their actions stand, and microbatches are counted.
+
+    Raises:
+        ScheduleError: a cell is no compute action, with its row and column; or the order can't run, as from `validate`.
     """
     cells = list(csv.reader(io.StringIO(text)))
     rows = tuple(

@@ -1,18 +1,18 @@
-"""Schedules on a V: two stages a rank, the first and the last on rank 0, backwards split, activations balanced."""
+"""Schedules with V-shaped placement: two stages per rank, the first and the last on rank 0, backwards split."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from slipstream.schedule.action import Action, Op, Schedule
-from slipstream.schedule.building_block import building_block, on_a_v, repeated
+from slipstream.schedule.building_block import building_block, repeat_block, v_shaped
 from slipstream.schedule.rows import backwards, check_counts, forwards
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """No bubble with the memory of 1F1B: ZB-V (Zero Bubble Pipeline Parallelism, section 6).
+    """Returns ZB-V, which has no bubble with the memory of 1F1B (Zero Bubble Pipeline Parallelism, section 6).
 
-    Rank r holds stages r and 2p-1-r, so a microbatch turns round on the last rank and its loss is on rank 0:
+    Rank r holds stages r and 2p-1-r, so a microbatch turns around on the last rank and its loss is on rank 0:
 
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
         rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
@@ -20,7 +20,7 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule
     Where F, I and W take the same time and ms >= 2(p-1)+s, no rank waits from its first forward to its last weight
     gradient: the step takes (p-1)F + 2ms(F+I+W), with F, I and W the times of one of the 2p stages. Every rank
     keeps 1 + (p-1)/s microbatches, at most m. With one slice it is PyTorch's ScheduleZBVZeroBubble; with more, s-1
-    slices go round the V before the first backward and come back after the last forward.
+    slices pass the V before the first backward and come back after the last forward.
     """
     check_counts("zb-v", num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices)
     # With too few slices to fill the pipeline, the order is that of more microbatches without the additional ones.
@@ -44,11 +44,11 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule
         actions += [*up.weights, *down.weights]
         return tuple(action for action in actions if action.microbatch < num_microbatches)
 
-    return on_a_v("zb-v", tuple(map(row, range(num_ranks))), num_microbatches, num_slices)
+    return v_shaped("zb-v", tuple(map(row, range(num_ranks))), num_microbatches, num_slices)
 
 
 class _Stage:
-    """The passes of one stage that are still to come, each kind in its order."""
+    """The passes of one stage that have not been taken, each kind in its order."""
 
     def __init__(self, stage: int, num_microbatches: int, num_slices: int) -> None:
         microbatches = range(num_microbatches)
@@ -60,12 +60,12 @@ class _Stage:
         }
 
     def take(self, ops: str) -> list[Action]:
-        """The next pass of every kind in `ops`, without those that are used up."""
+        """Returns the next pass of every kind in `ops`, without kinds that are used up."""
         return [self._passes[op].popleft() for op in ops if self._passes[op]]
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """Half of 1F1B's activations: V-Half (Pipeline Parallelism with Controllable Memory, section 3).
+    """Returns V-Half, with half of 1F1B's activations (Pipeline Parallelism with Controllable Memory, section 3).
 
     The placement is that of `zb_v`. In the building block a slice goes down the V in steps of two passes and up
     in steps of one:
@@ -81,11 +81,11 @@ def v_half(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedu
     check_counts("v-half", num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices)
     at_loss = 3 if num_ranks % 2 == 0 else 0
     block = building_block(num_ranks, down=2, up=1, at_loss=at_loss, at_turn=1)
-    return repeated("v-half", block, num_microbatches, num_slices)
+    return repeat_block("v-half", block, num_microbatches, num_slices)
 
 
 def v_min(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """A third of 1F1B's activations: V-Min (Pipeline Parallelism with Controllable Memory, section 3).
+    """Returns V-Min, with a third of 1F1B's activations (Pipeline Parallelism with Controllable Memory, section 3).
 
     The placement is that of `zb_v`. In the building block a slice goes down and up the V without waiting:
 
@@ -95,9 +95,10 @@ def v_min(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedul
 
     A rank keeps at most 1 + (1 + floor(2p/3))/(2s) microbatches, where rank 0 of 1F1B keeps 1 + (p-1)/s. Where F, I
     and W of each of the 2p stages take one unit, a rank waits 4p-5 units of the step at most, where it waits 6(p-1)
-    under 1F1B. Times that differ cost it more than the other schedules: nothing waits that could fill a gap.
+    under 1F1B. Times that differ cost it more than the other schedules, because no pass is left to
+    fill a gap.
     """
     check_counts("v-min", num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices)
     at_loss = 2 if num_ranks % 3 == 0 else 0
     block = building_block(num_ranks, down=1, up=1, at_loss=at_loss, at_turn=0)
-    return repeated("v-min", block, num_microbatches, num_slices)
+    return repeat_block("v-min", block, num_microbatches, num_slices)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from slipstream.schedule.action import Action, Op, Schedule
-from slipstream.schedule.rows import backwards, check_counts, forwards, in_turn
+from slipstream.schedule.rows import alternate, backwards, check_counts, forwards
 
 
 def zb_h1(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """1F1B with weight gradients put off, more on later ranks: ZB-H1 (Zero Bubble Pipeline Parallelism, section 2.1).
+    """Returns ZB-H1, 1F1B with delayed weight gradients (Zero Bubble Pipeline Parallelism, section 2.1).
 
     Rank r runs W of a slice after I of the r-th slice from it, so that all ranks keep what rank 0 of 1F1B keeps:
 
@@ -22,9 +22,9 @@ def zb_h1(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedu
 
 
 def zb_h2(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """ZB-H1 with twice the lead, which fills the bubble before the first backward: ZB-H2 (Zero Bubble, section 2.2).
+    """Returns ZB-H1 with twice the lead, which fills the bubble before the first backward (Zero Bubble, section 2.2).
 
-    Rank r first runs two slices more for every rank after it, and W waits for 2r slices:
+    Rank r first runs two more slices for every rank after it, and W waits for 2r slices:
 
         rank 0  F0.0 F0.1 F1.0 F1.1 I0.1 W0.1 I0.0 W0.0 I1.1 W1.1 I1.0 W1.0
         rank 1       F0.0 F0.1 I0.1 F1.0 I0.0 F1.1 I1.1 W0.1 I1.0 W0.0 W1.1 W1.0
@@ -37,7 +37,7 @@ def zb_h2(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedu
 
 
 def _handcrafted(name: str, num_stages: int, num_microbatches: int, num_slices: int, lead: int) -> Schedule:
-    """Seq1F1B's order of F and I with `lead` forwards more for every rank after it, W `lead * rank` slices behind I."""
+    """Returns Seq1F1B with I for B, `lead` more forwards for every rank after it, and W `lead * rank` slices late."""
     check_counts(name, num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
     microbatches = range(num_microbatches)
 
@@ -47,7 +47,7 @@ def _handcrafted(name: str, num_stages: int, num_microbatches: int, num_slices: 
         weights = backwards(rank, microbatches, num_slices, Op.W)
         after = dict(zip(inputs[lead * rank :], weights, strict=False))  # the last ones find no I to follow
         actions: list[Action] = []
-        for action in in_turn(forward, inputs, num_slices + lead * (num_stages - 1 - rank)):
+        for action in alternate(forward, inputs, num_slices + lead * (num_stages - 1 - rank)):
             actions += [action, after[action]] if action in after else [action]
         return (*actions, *weights[len(after) :])
 

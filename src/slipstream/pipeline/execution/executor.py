@@ -20,7 +20,7 @@ from slipstream.pipeline.execution.stopwatch import Stopwatch
 from slipstream.pipeline.messages import Message, SkipMessages, Transport, TransportError
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule import Action, Op, Schedule, channel, report_wait
+from slipstream.schedule import Action, Op, Schedule, awaited_send, channel, report_wait
 from slipstream.timeline import Span
 
 
@@ -107,7 +107,7 @@ class Executor:
         state = self._state
         try:
             for action in actions:
-                awaited = self._awaited(action)
+                awaited = awaited_send(action, self._schedule)
                 while awaited is not None and not self._transport.may_receive(awaited):
                     yield action
                 self._handlers[action.op](action)
@@ -121,15 +121,6 @@ class Executor:
         observer.before(action, self._state)
         handler(action)
         observer.after(action, self._state)
-
-    def _awaited(self, action: Action) -> Action | None:
-        """The message that brings what `action` works on, named by its SEND; None if it comes from this rank."""
-        g, m, i = action.stage, action.microbatch, action.slice
-        if action.op is Op.F and g > 0 and not self._is_here(g - 1):
-            return Action(Op.SEND_F, g - 1, m, i)
-        if action.op in (Op.B, Op.I) and g + 1 < self._schedule.num_stages and not self._is_here(g + 1):
-            return Action(Op.SEND_B, g + 1, m, i)
-        return None
 
     def _is_here(self, stage: int) -> bool:
         return self._schedule.placement[stage] == self._rank
@@ -169,7 +160,7 @@ class Executor:
         """What F works on: received, or handed on by stages of this rank; nothing on the first stage."""
         if action.stage == 0:
             return ()
-        awaited = self._awaited(action)
+        awaited = awaited_send(action, self._schedule)
         regular = self._receive(awaited) if awaited else self._state.handed.pop(key_of(action))
         inputs = (*regular, *self._skips.take(Op.SEND_F, action))
         if not self._is_scheduled(Op.OFFLOAD, action):
@@ -180,7 +171,7 @@ class Executor:
 
     def _received(self, action: Action) -> list[Message]:
         """The messages that `action` works on."""
-        awaited = self._awaited(action)
+        awaited = awaited_send(action, self._schedule)
         skips = self._skips.received(Op.SEND_F if action.op is Op.F else Op.SEND_B, action)
         return [*([] if awaited is None else [awaited]), *skips]
 
@@ -303,7 +294,7 @@ class Executor:
 
     def _output_gradients(self, action: Action) -> Tensors:
         """The gradients B starts from: received, or left by stages of this rank; of the outputs that need one."""
-        awaited = self._awaited(action)
+        awaited = awaited_send(action, self._schedule)
         regular = self._receive(awaited) if awaited else self._state.gradients.pop(key_of(action))
         return (*regular, *self._skips.take(Op.SEND_B, action))
 

@@ -1,0 +1,168 @@
+"""Checks of a whole schedule: every action stands where it belongs, none is missing, and the ranks can run it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from slipstream.schedule.action import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
+from slipstream.schedule.dependencies import predecessors, reason
+from slipstream.schedule.grid import grid
+
+
+def running_order(schedule: Schedule, rendezvous: bool = False) -> list[Action]:
+    """Returns all actions in an order in which the ranks can run them, each rank in its own order.
+
+    Posting a receive never waits, and an action that uses a message waits until both ends were reached. A send
+    does not wait either, unless `rendezvous`: then it holds its rank until the receive is posted.
+
+    Raises:
+        ScheduleError: the ranks get stuck; the message names the cycle of ranks that wait for each other.
+    """
+    done: set[Action] = set()
+    order: list[Action] = []
+    reached = [0] * schedule.num_ranks
+    stuck: dict[Action, list[int]] = {}  # awaited action -> ranks that wait for it
+    ready = deque(range(schedule.num_ranks))
+    while ready:
+        rank = ready.popleft()
+        row = schedule.actions[rank]
+        while reached[rank] < len(row):
+            action = row[reached[rank]]
+            missing = next((a for a in _awaited(action, schedule, rendezvous) if a not in done), None)
+            if missing is not None:
+                stuck.setdefault(missing, []).append(rank)
+                break
+            done.add(action)
+            order.append(action)
+            reached[rank] += 1
+            ready.extend(stuck.pop(action, ()))
+    if stuck:
+        awaited = {rank: action for action, ranks in stuck.items() for rank in ranks}
+        raise ScheduleError(_explain_stuck(schedule, reached, awaited))
+    return order
+
+
+def _awaited(action: Action, schedule: Schedule, rendezvous: bool) -> tuple[Action, ...]:
+    """Returns what the rank waits for at `action`. It is not quite what must precede it: posting doesn't wait."""
+    if action.op in RECEIVES:
+        return ()
+    before = predecessors(action, schedule)
+    if action.op in SENDS:
+        return (*before, action.other_end) if rendezvous else before
+    if not schedule.is_lowered:
+        return before
+    return before + tuple(a.other_end for a in before if a.op in RECEIVES)
+
+
+def _explain_stuck(schedule: Schedule, reached: list[int], awaited: Mapping[int, Action]) -> str:
+    """Explains which ranks wait for each other, where `awaited[rank]` is what the rank's next action lacks."""
+    text, positions = schedule.text, schedule.positions
+    next_action = {rank: schedule.actions[rank][reached[rank]] for rank in awaited}
+    cycle = _cycle(schedule, awaited)
+    lines = ["The ranks wait for each other forever:" if len(cycle) > 1 else "This order can't run:"]
+    for rank in cycle:
+        action, other = next_action[rank], awaited[rank]
+        if other not in positions:
+            where = "which the schedule lacks"
+        elif (there := positions[other][0]) == rank:
+            where = "which comes after it on the same rank"
+        else:
+            where = f"which comes after {text(next_action[there])} on rank {there}"
+        lines.append(f"  {text(action)} (rank {rank}) waits for {text(other)}, {where}: {reason(action, other)}.")
+    return "\n".join([*lines, grid(schedule, [(rank, reached[rank]) for rank in cycle])])
+
+
+def _cycle(schedule: Schedule, awaited: Mapping[int, Action]) -> list[int]:
+    """Returns the ranks that wait in a circle, or the one that waits for an action the schedule lacks."""
+    path: list[int] = []
+    rank = min(awaited)
+    while rank not in path:
+        path.append(rank)
+        if awaited[rank] not in schedule.positions:
+            return [rank]
+        rank, _ = schedule.positions[awaited[rank]]
+    return path[path.index(rank) :]
+
+
+def validate(schedule: Schedule) -> list[Action]:
+    """Checks that every action stands where it belongs, none is missing or doubled, and the ranks can run them.
+
+    A schedule without any backward is valid too: evaluation runs it.
+
+    Returns:
+        All actions in an order in which the ranks can run them (see `running_order`).
+
+    Raises:
+        ScheduleError: with the rank x step grid, the offending action marked as in `>2B0.3<`, the rule that it
+            breaks and the action that it waits for.
+    """
+    seen: set[Action] = set()
+    for rank, row in enumerate(schedule.actions):
+        for step, action in enumerate(row):
+            problem = _misplaced(action, rank, schedule)
+            if action in seen:
+                problem = "comes a second time"
+            if problem:
+                raise ScheduleError(f"{schedule.text(action)} {problem}.\n{grid(schedule, [(rank, step)])}")
+            seen.add(action)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            for index in range(schedule.num_slices):
+                _check_complete(stage, microbatch, index, schedule)
+    return running_order(schedule)
+
+
+_COMPLETE = (Op.F, Op.B, Op.I, Op.W)
+_FOR_MEMORY = (Op.R, Op.OFFLOAD, Op.RELOAD)
+
+
+def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
+    """Returns what is wrong with the place of an action; "" if nothing is."""
+    _, g, m, i = action
+    stages, microbatches, slices = len(schedule.placement), schedule.num_microbatches, schedule.num_slices
+    if not (0 <= g < stages and 0 <= m < microbatches and 0 <= i < slices):
+        counts = (("stage", g, stages), ("microbatch", m, microbatches), ("slice", i, slices))
+        what, number, count = next(each for each in counts if not 0 <= each[1] < each[2])
+        return f"has {what} {number}, but the schedule's are 0 to {count - 1}"
+    if schedule.placement[action.stage] != rank:
+        placed = schedule.placement[action.stage]
+        return f"stands on rank {rank}, but stage {action.stage} is placed on rank {placed}"
+    if action.op in COMMUNICATION:
+        other = action.other_end
+        if not 0 <= other.stage < schedule.num_stages:
+            return f"has no other end: there is no stage {other.stage}"
+        if schedule.placement[other.stage] == rank:
+            return f"has no other end: stage {other.stage} is on the same rank"
+        if other not in schedule.positions:
+            return f"has no other end: the schedule lacks {schedule.text(other)}"
+    return ""
+
+
+def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
+    """Checks that a slice has exactly one F, and one B or one I and one W, or F alone in a schedule of forwards."""
+    ops = [op for op in _COMPLETE if op in schedule.ops]
+    present = "".join(op for op in ops if Action(op, stage, microbatch, index) in schedule.positions)
+    if present in (("FB", "FIW") if schedule.has_backward else ("F",)):
+        if not schedule.ops.isdisjoint(_FOR_MEMORY):
+            _check_memory_actions(stage, microbatch, index, schedule)
+        return
+    found = ", ".join(present) or "nothing"
+    wanted = "F and B, or F, I and W" if schedule.has_backward else "F"
+    where = f"Stage {stage}, microbatch {microbatch}, slice {index}"
+    raise ScheduleError(f"{where} has {found}; it needs {wanted}.\n{grid(schedule, [])}")
+
+
+def _check_memory_actions(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
+    """Checks that R, OFFLOAD and RELOAD serve a backward, and that what is moved to the host comes back."""
+    unit = {op: Action(op, stage, microbatch, index) for op in _FOR_MEMORY if op in schedule.ops}
+    present = {op for op, action in unit.items() if action in schedule.positions}
+    if present and not schedule.has_backward:
+        where = ", ".join(schedule.text(unit[op]) for op in sorted(present))
+        raise ScheduleError(f"{where}: the schedule has no backward that needs it; leave it out.\n{grid(schedule, [])}")
+    if Op.OFFLOAD in present and Op.RELOAD not in present:
+        offload, reload = (schedule.text(unit[Op.OFFLOAD].with_op(op)) for op in (Op.OFFLOAD, Op.RELOAD))
+        raise ScheduleError(
+            f"{offload} is never undone: add {reload} after it and before the slice's R or backward.\n"
+            f"{grid(schedule, [schedule.positions[unit[Op.OFFLOAD]]])}"
+        )
