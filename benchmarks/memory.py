@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 from benchmarks.harness import few, restart_in_environment, setting, write
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
-from slipstream.simulator.memory_account import rank_memory
+from slipstream.simulator import rank_memory
 
 RANKS = (2, 4)
 BATCHES = ((1, 1024), (4, 512))  # microbatches of one row, tokens

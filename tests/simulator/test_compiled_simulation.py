@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from slipstream.planner.search.memory_bound import least_messages
 from slipstream.planner.search.schedule_cache import cached_schedule
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_communication
-from slipstream.simulator import TableCost, simulate
+from slipstream.simulator import MemoryTable, TableCost, simulate
+from slipstream.simulator.buffer_pool import pool_bytes
 from slipstream.simulator.compiled_simulation import ActionArrays
-from slipstream.simulator.memory_account import MemoryTable, pool_bytes
 from support.examples import examples
 
 

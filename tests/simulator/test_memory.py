@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -21,10 +22,19 @@ from slipstream.schedule import (
     gpipe,
     make_schedule,
     one_f_one_b,
+    send_windows,
 )
-from slipstream.simulator import simulate
-from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.memory_account import Footprint, Kind, MemoryTable, Unit, memory_of, pool_bytes, send_windows
+from slipstream.simulator import (
+    Footprint,
+    MemoryKind,
+    MemoryTable,
+    StageSlice,
+    UnitCost,
+    memory_of,
+    quick_peaks,
+    simulate,
+)
+from slipstream.simulator.buffer_pool import pool_bytes
 from support.examples import examples
 
 ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
@@ -32,10 +42,10 @@ ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.REL
 
 def footprints(
     num_stages: int, num_slices: int, leaves: dict[Op, int], peaks: dict[Op, int] | None = None
-) -> dict[tuple[Unit, Op], Footprint]:
+) -> dict[tuple[StageSlice, Op], Footprint]:
     """The same for every stage and slice; a peak is what is left, or nothing, unless given."""
     units = [
-        Unit(stage, index, recomputed, offloaded)
+        StageSlice(stage, index, recomputed, offloaded)
         for stage in range(num_stages)
         for index in range(num_slices)
         for recomputed in (False, True)
@@ -62,29 +72,58 @@ def test_activations_have_the_designs_peaks(generator: Callable[..., Schedule]) 
         assert all(rank.moments[-1].after == 0 for rank in found)
 
 
-@examples(60)
-@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_activations_are_the_simulators(name: str, p: int, m: int, s: int, data: st.DataObject) -> None:
-    """Two countings of the same, one along times, one along rows; with recomputation and offloading."""
-    stages_per_rank = data.draw(st.sampled_from([v for v in (1, 2, 3) if v in STAGES_PER_RANK[name]]))
-    try:
-        schedule = make_schedule(name, p, m, s, stages_per_rank)
-    except SlipstreamError:
-        return
-    if data.draw(st.booleans()):
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any schedule by name, with recomputation and offloading."""
+    name = draw(st.sampled_from(sorted(GENERATORS)))
+    p, m, s = (draw(st.integers(1, 4)) for _ in range(3))
+    schedule = make_schedule(name, p, m, s, draw(st.sampled_from([v for v in (1, 2, 3) if v in STAGES_PER_RANK[name]])))
+    if draw(st.booleans()):
         schedule = add_recompute(schedule)
-    if data.draw(st.booleans()):
-        schedule = add_offload(schedule, data.draw(st.sampled_from([0.5, 1.0])))
-    kept = 2
+    if draw(st.booleans()):
+        schedule = add_offload(schedule, draw(st.sampled_from([0.5, 1.0])))
+    return schedule
+
+
+def footprints_of(schedule: Schedule, kept: int) -> dict[tuple[StageSlice, Op], Footprint]:
+    """A slice leaves 10 bytes, of which recomputation keeps `kept`."""
     sizes = dict.fromkeys(Op, 0) | {Op.F: 10, Op.B: -10, Op.W: -10, Op.OFFLOAD: -10, Op.RELOAD: 10}
-    found = footprints(schedule.num_stages, s, sizes)
+    found = footprints(schedule.num_stages, schedule.num_slices, sizes)
     for unit, op in list(found):
         if unit.recomputed:
             size = {Op.F: kept, Op.RELOAD: kept, Op.OFFLOAD: -kept, Op.R: 10 - kept}.get(op, sizes[op])
             found[unit, op] = Footprint(size, max(size, 0))
-    ranks = memory_of(schedule, MemoryTable(found))
+    return found
+
+
+@examples(60)
+@given(schedules())
+def test_activations_are_the_simulators(schedule: Schedule) -> None:
+    """Two countings of the same, one along times, one along rows; with recomputation and offloading."""
+    kept = 2
+    ranks = memory_of(schedule, MemoryTable(footprints_of(schedule, kept)))
     assert tuple(rank.peak for rank in ranks) == simulate(schedule, UnitCost(activation=10, kept=kept)).peak_memory
     assert all(rank.moments[-1].after == 0 for rank in ranks)
+
+
+@examples(60)
+@given(schedules(), st.data())
+def test_the_quick_peaks_are_those_of_the_account(schedule: Schedule, data: st.DataObject) -> None:
+    """All but messages; and on the host what is offloaded and not reloaded yet."""
+    size, stages = st.integers(0, 20), range(schedule.num_stages)
+    sizes = [{stage: data.draw(size) for stage in stages} for _ in range(4)]
+    gradients = {(stage, op): data.draw(size) for stage in stages for op in (Op.B, Op.W)}
+    found = footprints_of(schedule, kept=2)
+    first = {(unit, op): found[unit, op].peak + data.draw(size) for unit, op in found if op in (Op.B, Op.W)}
+    table = MemoryTable(found, first, sizes[0], sizes[1], (), 0, sizes[2], gradients, sizes[3])
+    for row, rank in zip(schedule.actions, memory_of(schedule, table), strict=True):
+        held = [
+            sum(size for kind, size in moment.during.items() if kind != MemoryKind.MESSAGES) for moment in rank.moments
+        ]
+        peak, away = quick_peaks(row, schedule, table)
+        assert peak == max(held)
+        moved = [-found[StageSlice.of(a, schedule), a.op].leaves for a in row if a.op in (Op.OFFLOAD, Op.RELOAD)]
+        assert away == max(accumulate(moved, initial=0))
 
 
 def test_the_simulator_draws_all_that_is_held() -> None:
@@ -96,7 +135,7 @@ def test_the_simulator_draws_all_that_is_held() -> None:
     assert timeline.peak_memory == (108,)
 
 
-def kinds_after(schedule: Schedule, given_table: MemoryTable, kind: Kind, rank: int = 0) -> list[float]:
+def kinds_after(schedule: Schedule, given_table: MemoryTable, kind: MemoryKind, rank: int = 0) -> list[float]:
     """Of the kind, before every action of the rank, by the rank's order."""
     return [moment.during[kind] for moment in memory_of(schedule, given_table)[rank].moments]
 
@@ -104,10 +143,12 @@ def kinds_after(schedule: Schedule, given_table: MemoryTable, kind: Kind, rank: 
 def test_context_lives_from_the_first_forward_to_the_last_backward() -> None:
     schedule = gpipe(1, 2, 2)  # F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 B0.1 B0.0, or the microbatches in order
     order = [(action.op, action.microbatch, action.slice) for action in schedule.actions[0]]
-    found = kinds_after(schedule, table(1, 2, context={0: 10}, context_gradients={0: 20}), Kind.CONTEXT)
+    found = kinds_after(schedule, table(1, 2, context={0: 10}, context_gradients={0: 20}), MemoryKind.CONTEXT)
     assert found[: order.index((Op.F, 1, 0)) + 1] == [0, 10, 10]
     assert found[3:6] == [20, 20, 20]
-    gradients = kinds_after(schedule, table(1, 2, context={0: 10}, context_gradients={0: 20}), Kind.CONTEXT_GRADIENTS)
+    gradients = kinds_after(
+        schedule, table(1, 2, context={0: 10}, context_gradients={0: 20}), MemoryKind.CONTEXT_GRADIENTS
+    )
     assert gradients == [0, 0, 0, 0, 0, 20, 0, 20]
     assert found[6:] == [10, 10]
 
@@ -116,7 +157,7 @@ def test_what_i_leaves_is_ws_input_until_w() -> None:
     """F leaves 7, I frees 4 of it, so W's inputs are 3."""
     sizes = {Op.F: 7, Op.I: -4, Op.W: -3}
     (rank,) = memory_of(Schedule.parse(SPLIT), MemoryTable(footprints(1, 2, sizes)))
-    held = [(m.during[Kind.ACTIVATIONS], m.during[Kind.WEIGHT_INPUTS]) for m in rank.moments]
+    held = [(m.during[MemoryKind.ACTIVATIONS], m.during[MemoryKind.WEIGHT_INPUTS]) for m in rank.moments]
     assert held == [(0, 0), (7, 0), (14, 0), (7, 3), (0, 6), (0, 3)]
     assert rank.moments[-1].after == 0
 
@@ -135,7 +176,7 @@ def test_gradients_come_with_the_first_backward_of_their_kind() -> None:
     sizes = {Op.F: 7, Op.I: -4, Op.W: -3}
     units = footprints(1, 2, sizes, {Op.W: 6})
     given_table = MemoryTable(
-        units, first={(Unit(0, 1), Op.W): 52}, gradients={(0, Op.I): 1, (0, Op.W): 50}, optimizer={0: 1000}
+        units, first={(StageSlice(0, 1), Op.W): 52}, gradients={(0, Op.I): 1, (0, Op.W): 50}, optimizer={0: 1000}
     )
     (rank,) = memory_of(Schedule.parse(SPLIT), given_table)
     assert [m.most - 1000 for m in rank.moments] == [7, 14, 14 + 1, 10 + 1, 6 + 1 + 52, 3 + 51 + 6]
@@ -148,7 +189,7 @@ def test_results_wait_for_the_next_stage_of_the_same_rank() -> None:
     """One rank, two stages: hidden states stay until the second stage's backward, gradients until the first's."""
     schedule = Schedule.parse("schedule: two\nplacement: 0 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 1F0 1B0 0B0")
     (rank,) = memory_of(schedule, table(2, 1, message_bytes=[5]))
-    assert [m.during[Kind.MESSAGES] for m in rank.moments] == [0, 5, 5, 5]
+    assert [m.during[MemoryKind.MESSAGES] for m in rank.moments] == [0, 5, 5, 5]
     assert rank.moments[-1].after == 0
 
 
@@ -157,7 +198,7 @@ def test_a_gradient_handed_over_is_one_of_ws_factors() -> None:
         "schedule: two\nplacement: 0 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 1F0 1I0 0I0 1W0 0W0"
     )
     (rank,) = memory_of(schedule, table(2, 1, message_bytes=[5]))
-    assert [m.during[Kind.MESSAGES] for m in rank.moments] == [0, 5, 5, 5, 5, 5]
+    assert [m.during[MemoryKind.MESSAGES] for m in rank.moments] == [0, 5, 5, 5, 5, 5]
     assert rank.moments[-1].after == 0
 
 
@@ -167,7 +208,7 @@ def test_an_offloaded_input_is_a_copy_of_the_stages_own() -> None:
         "schedule: two\nplacement: 0 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 1F0 1OFFLOAD0 1RELOAD0 1B0 0B0"
     )
     (rank,) = memory_of(schedule, table(2, 1, message_bytes=[5]))
-    assert [m.during[Kind.MESSAGES] for m in rank.moments] == [0, 5, 0, 0, 0, 5]
+    assert [m.during[MemoryKind.MESSAGES] for m in rank.moments] == [0, 5, 0, 0, 0, 5]
     assert rank.moments[-1].after == 0
 
 
@@ -179,8 +220,8 @@ def test_what_comes_back_from_the_host_is_activations_at_once() -> None:
     sizes = {Op.F: 7, Op.OFFLOAD: -7, Op.RELOAD: 7, Op.B: -7}
     (rank,) = memory_of(schedule, MemoryTable(footprints(1, 1, sizes, {Op.RELOAD: 7})))
     reload = next(moment for moment in rank.moments if moment.action.op is Op.RELOAD)
-    assert reload.during[Kind.ACTIVATIONS] == 7
-    assert reload.during[Kind.WORKSPACE] == 0
+    assert reload.during[MemoryKind.ACTIVATIONS] == 7
+    assert reload.during[MemoryKind.WORKSPACE] == 0
     assert reload.after == 7
 
 
@@ -225,7 +266,7 @@ def test_slices_of_other_lengths_have_buffers_of_their_own() -> None:
 
 
 def test_a_unit_that_the_table_lacks() -> None:
-    with pytest.raises(SlipstreamError, match=r"No bytes for B of Unit\(stage=0, slice=0.*add footprints\["):
+    with pytest.raises(SlipstreamError, match=r"No bytes for B of StageSlice\(stage=0, slice=0.*add footprints\["):
         memory_of(gpipe(1, 1, 1), MemoryTable(footprints(1, 1, {Op.F: 1})))
 
 

@@ -15,7 +15,7 @@ from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.planner.costs.stage_costs import stages_of
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.schedule import Op, Schedule, make_schedule
-from slipstream.simulator import Kind, simulate
+from slipstream.simulator import MemoryKind, simulate
 from slipstream.timeline import Timeline, idle_by_cause
 
 SEQ_LEN = 4096
@@ -79,9 +79,9 @@ def _predict(
     causes |= {f"waiting: {cause}": seconds for cause, seconds in idle_by_cause(timeline)[last].items()}
     memory = tuple(
         {
-            Kind.PARAMETERS: costs.parameter_bytes(stage),
-            Kind.OPTIMIZER: costs.optimizer_bytes(stage),
-            Kind.ACTIVATIONS: peak,
+            MemoryKind.PARAMETERS: costs.parameter_bytes(stage),
+            MemoryKind.OPTIMIZER: costs.optimizer_bytes(stage),
+            MemoryKind.ACTIVATIONS: peak,
         }
         for stage, peak in zip(stages_of(partition), timeline.peak_memory, strict=True)
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from slipstream.schedule import Schedule
-from slipstream.simulator import Kind
+from slipstream.simulator import MemoryKind
 from slipstream.timeline import Timeline
 
 
@@ -57,7 +57,7 @@ class Prediction:
     mfu: float | None  # model FLOPs utilization: 3 forwards' products over the devices' peak; None: no peak is known
     idle_fraction: float  # of the ranks' time between the first action and the last
     seconds_by_cause: Mapping[str, float]
-    memory: tuple[Mapping[Kind, float], ...]  # per rank, bytes by kind at the moment of its peak
+    memory: tuple[Mapping[MemoryKind, float], ...]  # per rank, bytes by kind at the moment of its peak
     memory_limit: float  # bytes of a device
 
     @property

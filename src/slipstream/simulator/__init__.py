@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from slipstream.simulator.costs import CostModel, MeasuredCost, TableCost, UnitCost
-from slipstream.simulator.memory_account import (
-    Footprint,
-    Kind,
-    MemoryTable,
-    RankMemory,
-    Unit,
-    memory_of,
-)
+from slipstream.simulator.memory_account import RankMemory, memory_of, quick_peaks, rank_memory
+from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, StageSlice
 from slipstream.simulator.simulation import simulate
 
 __all__ = [
     "CostModel",
     "Footprint",
-    "Kind",
     "MeasuredCost",
+    "MemoryKind",
     "MemoryTable",
     "RankMemory",
+    "StageSlice",
     "TableCost",
-    "Unit",
     "UnitCost",
     "memory_of",
+    "quick_peaks",
+    "rank_memory",
     "simulate",
 ]

@@ -1,4 +1,8 @@
-"""The simulator over arrays, compiled: when the actions of a schedule end, in a hundredth of the time.
+"""The simulator over arrays, compiled: the ends of a schedule's actions, in a hundredth of the time.
+
+It states a second time what `simulation` states, because the search of plans simulates thousands of schedules; a
+property test shows that both agree. `planner.order.local_search` has a third form, for orders that change and may get
+stuck: compiled code in numba's cache must lie in the file that calls it (see `numba_jit`).
 
 Within a rank the order of a valid schedule has every action after those it needs there, so a rank only ever waits for
 what others send it.
@@ -24,7 +28,7 @@ _NUMBERS = {op: number for number, op in enumerate(OPS)}
 
 @dataclass(frozen=True, eq=False)
 class ActionArrays:
-    """A valid schedule of compute actions; those of rank r, in order, are `firsts[r]` to before `firsts[r + 1]`."""
+    """A valid schedule of compute actions as arrays; rank r's, in order, are `firsts[r]` up to `firsts[r + 1]`."""
 
     schedule: Schedule
     firsts: Ints
@@ -35,6 +39,7 @@ class ActionArrays:
 
     @classmethod
     def of(cls, schedule: Schedule) -> ActionArrays:
+        """Returns the arrays of a compute-only schedule."""
         ops, *columns = zip(*(action for row in schedule.actions for action in row), strict=True)
         op = np.array([_NUMBERS[each] for each in ops])
         firsts = np.cumsum([0, *map(len, schedule.actions)])
@@ -42,20 +47,20 @@ class ActionArrays:
 
     @cached_property
     def _kinds(self) -> tuple[list[Action], Ints]:
-        """Actions of microbatch 0 that take different times, and which of them each action is like."""
+        """The actions of microbatch 0 that take different times, and the index of the one that each action is like."""
         stages, slices = self.schedule.num_stages, self.schedule.num_slices
         different, like = np.unique((self.op * stages + self.stage) * slices + self.slice, return_inverse=True)
         found = [np.unravel_index(number, (len(OPS), stages, slices)) for number in different]
         return [Action(OPS[op], int(stage), 0, int(index)) for op, stage, index in found], like
 
     def each(self, value: Callable[[Action], float]) -> Floats:
-        """The value of every action; of those that only differ in the microbatch it is computed once."""
+        """Returns the value of every action, computed once for those that only differ in the microbatch."""
         different, like = self._kinds
         return np.array([value(action) for action in different])[like]
 
     @cached_property
     def messages(self) -> tuple[Ints, Ints, int]:
-        """Of every action the one whose message it awaits and the channel of its own, -1 for none; and all channels."""
+        """Per action, the one whose message it awaits and the channel of its own, or -1; and the number of channels."""
         sends = [sending(action, self.schedule) for action in self._kinds[0]]
         lines = [None if send is None else channel(send, self.schedule) for send in sends]
         numbers = {line: number for number, line in enumerate(dict.fromkeys(filter(None, lines)))}
@@ -63,7 +68,10 @@ class ActionArrays:
         return self._awaited(own >= 0), own, len(numbers)
 
     def _awaited(self, sends: NDArray[np.bool_]) -> Ints:
-        """A message is for the same slice of the next stage where an F sends it, else of the one before."""
+        """Returns for every action the one whose message it awaits, or -1.
+
+        This is `schedule.dependencies.awaited_send` for all actions at the same time, as arrays.
+        """
         shape = self.schedule.num_stages, self.schedule.num_microbatches, self.schedule.num_slices
         awaited = np.full(len(self.op), -1)
         forward = self.op == _NUMBERS[Op.F]
@@ -76,7 +84,7 @@ class ActionArrays:
         return awaited
 
     def ends(self, cost: CostModel) -> tuple[Floats, Floats]:
-        """When every action ends, as `slipstream.simulator.simulation.simulate` has it, and how long it takes."""
+        """Returns when every action ends, as `slipstream.simulate` has it, and how long it takes."""
         awaited, line, num_lines = self.messages
         placement = self.schedule.placement
 

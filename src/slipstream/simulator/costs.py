@@ -1,4 +1,4 @@
-"""What actions and messages cost: the protocol the simulator asks; unit, tabled and measured costs."""
+"""The costs of actions and messages: the protocol that the simulator uses, and unit, table and measured costs."""
 
 from __future__ import annotations
 
@@ -15,29 +15,39 @@ class CostModel(Protocol):
     """Times in seconds, sizes in bytes. Exact numbers (int, Fraction) stay exact through the simulator."""
 
     def seconds(self, action: Action) -> float:
-        """How long a compute action (F, B, I, W, R) or REDUCE_GRAD keeps its rank busy."""
+        """Returns the seconds that a compute action (F, B, I, W, R) or REDUCE_GRAD keeps its rank busy."""
         ...
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
-        """How long a message travels between two ranks: latency + bytes / bandwidth."""
+        """Returns the seconds that a message travels between two ranks: latency + bytes / bandwidth."""
         ...
 
     def link_occupied(self, send: Action, source: int, destination: int) -> float:
-        """How long the message keeps the next one on its channel from leaving: bytes / bandwidth."""
+        """Returns the seconds for which a message occupies its channel: bytes / bandwidth."""
         ...
 
     def activation_bytes(self, forward: Action) -> float:
-        """What F keeps until B, or W where the backward is split, has run."""
+        """Returns the bytes that F keeps until B, or W if the backward is split, has run."""
         ...
 
     def kept_bytes(self, forward: Action) -> float:
-        """What F keeps of that where the slice is recomputed; R brings back the rest."""
+        """Returns the bytes that F keeps of them if the slice is recomputed; R brings back the rest."""
         ...
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """The same for every stage and slice. `UnitCost(backward=1)` makes forwards and backwards equal."""
+    """Equal costs of every stage and slice. `UnitCost(backward=1)` makes forwards and backwards equal.
+
+    Args:
+        forward: seconds of F and R.
+        backward: seconds of B.
+        input_gradient: seconds of I.
+        weight_gradient: seconds of W.
+        link: seconds that a message travels; messages don't delay each other.
+        activation: bytes that F keeps for the backward.
+        kept: bytes of them that recomputation keeps.
+    """
 
     forward: float = 1
     backward: float = 2
@@ -69,9 +79,16 @@ class UnitCost:
 class TableCost:
     """Costs per stage, slice and op, the same for every microbatch, and one kind of link between all ranks.
 
-    `times[stage, slice, op]` in seconds; `message_bytes[slice]` for activations and gradients alike;
-    `activations[stage, slice]` in bytes, and `kept[stage, slice]` what is left of them until R; `latency` in seconds,
-    `bandwidth` in bytes per second (None: any).
+    Args:
+        times: seconds by (stage, slice, op).
+        message_bytes: bytes of each slice's message, for activations and gradients alike.
+        latency: seconds that every message takes.
+        bandwidth: bytes per second; None for messages that take their latency only.
+        activations: bytes by (stage, slice) that F keeps for the backward; 0 if missing.
+        kept: bytes by (stage, slice) of them that recomputation keeps until R.
+
+    Raises:
+        SlipstreamError: `bandwidth` is not above 0, or given without `message_bytes`; later, if an action has no time.
     """
 
     times: Mapping[tuple[int, int, Op], float]
@@ -112,10 +129,13 @@ class TableCost:
 
 
 class MeasuredCost:
-    """Every action and message as long as in a measured run, so that only the waiting is computed anew.
+    """The times of every action and message in a measured run, so that only the waiting is computed again.
 
-    A simulation of the same schedule with these costs is the run without what the executor added between
-    actions. A message's time includes its wait behind others on the channel, so here it keeps none waiting.
+    A simulation of the same schedule with these costs is the run without what the executor added between actions. A
+    message's time includes its wait behind others on the channel, so here messages don't delay each other.
+
+    Args:
+        timeline: a measured timeline.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -1,4 +1,4 @@
-"""Runs a schedule against a cost model instead of tensors: when actions start and end, what memory holds."""
+"""Runs a schedule against a cost model instead of tensors: when actions start and end, and the memory they hold."""
 
 from __future__ import annotations
 
@@ -15,20 +15,27 @@ from slipstream.schedule import (
     sending,
 )
 from slipstream.simulator.costs import CostModel
-from slipstream.simulator.memory_account import MemoryTable, RankMemory, memory_of
+from slipstream.simulator.memory_account import RankMemory, memory_of
+from slipstream.simulator.memory_table import MemoryTable
 from slipstream.timeline import Span, Timeline
 
 
 def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTable | None = None) -> Timeline:
-    """The timeline of one step, each rank running its actions in order as early as it can.
+    """Returns the timeline of one step, in which each rank runs its actions in order as early as it can.
 
     Messages travel while ranks compute and follow each other on their channel. In a schedule without
     communication a message leaves when its action ends; in a lowered one when both ends are posted, and SEND
     and RECV appear as spans from posting to done. Activations count from the start of F to the end of B or W,
-    except for what R brings back later and for the time between OFFLOAD and RELOAD. Given a `memory` table, the
-    timeline's memory is instead all that the ranks hold: at its most during each action, and after it.
-    Times and bytes have the cost model's number type: with ints or Fractions the result is exact. Raises
-    ScheduleError if the ranks get stuck; the message names the cycle.
+    except for what R brings back later and for the time between OFFLOAD and RELOAD. Times and bytes have the cost
+    model's number type: with ints or Fractions the result is exact.
+
+    Args:
+        schedule: with or without sends and receives.
+        cost: seconds and bytes of its actions and messages.
+        memory: if given, the timeline's memory is all that the ranks hold: the most during each action, and after it.
+
+    Raises:
+        ScheduleError: the ranks get stuck; the message names the cycle of ranks that wait for each other.
     """
     simulation = _Simulation(schedule, cost)
     for action in running_order(schedule):
@@ -44,7 +51,7 @@ def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTable | None = N
 
 
 def _steps(rank: RankMemory, spans: dict[Action, Span]) -> list[tuple[float, float]]:
-    """(time, bytes); what a message frees shows with the next action."""
+    """Returns (time, bytes) steps; what a message frees shows with the next action."""
     moments = [(spans[moment.action], moment) for moment in rank.moments if moment.action in spans]
     return [step for span, each in moments for step in ((span.start, each.most), (span.end, each.after))]
 
@@ -91,7 +98,7 @@ class _Simulation:
             self.memory[rank].append((end, held - whole))
 
     def post(self, action: Action) -> None:
-        """Note when an end of a message is reached; the second one lets it go."""
+        """Notes when one end of a message is reached; at the second one the message leaves."""
         self.posted[action] = self.free[self.schedule.placement[action.stage]]
         if action.other_end not in self.posted:
             return
@@ -103,7 +110,7 @@ class _Simulation:
             self.spans.append(Span(rank, end, self.posted[end], self.end[end]))
 
     def _transfer(self, send: Action, ready: float) -> tuple[float, float]:
-        """When the message is there, and when its channel is free again."""
+        """Returns when the message arrives, and when its channel is free again."""
         line = channel(send, self.schedule)
         start = max(ready, self.line_free.get(line, ready))
         occupied = self.cost.link_occupied(send, line.source, line.destination)

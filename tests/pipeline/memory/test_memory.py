@@ -12,7 +12,7 @@ from slipstream import Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import LiveMemory, memory_meter, tensors_alive
 from slipstream.pipeline.messages.transport import _windows
 from slipstream.schedule import add_communication, make_schedule, send_windows
-from slipstream.simulator import Kind, memory_of
+from slipstream.simulator import MemoryKind, memory_of
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.forked import launch
 from support.options import grouped
@@ -71,7 +71,7 @@ def peaks(pipe: Pipeline) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
     (rank,) = memory_of(pipe.layout.training, pipe.memory_table(inputs, labels))
-    static = rank.worst.during[Kind.PARAMETERS] + rank.worst.during[Kind.OPTIMIZER]
+    static = rank.worst.during[MemoryKind.PARAMETERS] + rank.worst.during[MemoryKind.OPTIMIZER]
     assert all(parameter.grad is None for parameter in pipe.parameters())
     with memory_meter(pipe.device, tensors_alive()) as memory:
         others = memory.num_bytes - static

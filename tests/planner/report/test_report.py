@@ -17,7 +17,7 @@ from slipstream.planner.report.bar_charts import Bar, axis_ticks, bar_chart
 from slipstream.planner.report.html_page import report_page, write_report
 from slipstream.planner.report.timeline_svg import MOST_RANKS, MOST_SPANS, shown_parts, timeline_svg
 from slipstream.planner.report.wording import reasons, search_text, shared_choices, slices_text
-from slipstream.simulator import Kind
+from slipstream.simulator import MemoryKind
 from slipstream.timeline import Cause, idle_by_cause
 from slipstream.units import bytes_text, seconds_text
 from support.hand_made_plan import make_plan
@@ -106,7 +106,7 @@ def test_times_and_bytes_add_up_as_in_the_plan(plan: Plan, page: ElementTree.Ele
         shown = {cause: number(cell) for cause, cell in zip(time[0][1:-1], row[1:-1], strict=True)}
         assert shown == {cause: close(seconds) for cause, seconds in predicted.seconds_by_cause.items()}
     for row, held in zip(memory[1:], plan.best.memory, strict=True):
-        shown = {Kind(kind): number(cell) for kind, cell in zip(memory[0][1:-1], row[1:-1], strict=True)}
+        shown = {MemoryKind(kind): number(cell) for kind, cell in zip(memory[0][1:-1], row[1:-1], strict=True)}
         assert shown == {kind: close(size) for kind, size in held.items()}
         assert number(row[-1]) == close(sum(held.values()))
     assert [int(row[2]) for row in layers[1:]] == list(plan.best.partition)

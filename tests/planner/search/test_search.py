@@ -29,7 +29,7 @@ from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
-from slipstream.simulator import Kind, Unit, memory_of
+from slipstream.simulator import MemoryKind, StageSlice, memory_of
 from support.architectures import llama
 from support.examples import examples
 
@@ -192,7 +192,7 @@ def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
     tokens = max(sum(slices[: 4 - k]) + sum(slices[: k + 1]) for k in range(4))
     held = costs.activation_bytes(candidate.cut.stages[0], tokens, 0)
     rank = memory_of(candidate.schedule, candidate.table)[0]
-    most = max(moment.during[Kind.ACTIVATIONS] for moment in rank.moments)
+    most = max(moment.during[MemoryKind.ACTIVATIONS] for moment in rank.moments)
     assert most == pytest.approx(held)
 
 
@@ -306,7 +306,7 @@ def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(
     candidate = SimulatedConfiguration.of(
         PlanSpace(source(cluster=small_cluster(1)), SEQ_LEN, 4, PlanOptions()), configuration
     )
-    first, last = candidate.table.footprint(Unit(0, 1), Op.B), candidate.table.footprint(Unit(1, 1), Op.I)
+    first, last = candidate.table.footprint(StageSlice(0, 1), Op.B), candidate.table.footprint(StageSlice(1, 1), Op.I)
     assert last.peak - first.peak == 4 * 2 * candidate.times.slices[1] * vocabulary / tensor_parallel
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
-from slipstream.simulator.memory_account import Kind, rank_memory
+from slipstream.simulator import MemoryKind, rank_memory
 from support.architectures import VOCABULARY, llama
 
 
@@ -29,7 +29,9 @@ def compare(schedule: str, stages_per_rank: int, recompute: str, offload: float)
         optimizer.step()
         optimizer.zero_grad()
     found = rank_memory(pipe.layout.training, pipe.rank, pipe.memory_table(inputs, inputs))
-    static = sum(found.moments[0].during[kind] for kind in (Kind.PARAMETERS, Kind.OPTIMIZER, Kind.MESSAGES))
+    static = sum(
+        found.moments[0].during[kind] for kind in (MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER, MemoryKind.MESSAGES)
+    )
     with memory_meter(pipe.device, tensors_alive()) as memory:
         others = memory.num_bytes - static
         pipe.step(inputs, inputs)

@@ -11,7 +11,7 @@ from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.tuning import TrialMemory
 from slipstream.schedule import Op, Schedule
-from slipstream.simulator import MemoryTable, RankMemory, Unit, memory_of
+from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 
 _BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
 
@@ -61,16 +61,16 @@ def _token_bytes(step: RehearsedStep) -> int:
     return _BATCH_TENSORS * step.token_ids.nbytes
 
 
-def _units(schedule: Schedule) -> set[Unit]:
-    return {Unit.of(action, schedule) for action in schedule.positions if action.op is Op.F}
+def _units(schedule: Schedule) -> set[StageSlice]:
+    return {StageSlice.of(action, schedule) for action in schedule.positions if action.op is Op.F}
 
 
 def _covers(table: MemoryTable, schedule: Schedule) -> bool:
     computes = (action for action in schedule.positions if action.op in (Op.F, Op.B, Op.I))
-    return all((Unit.of(action, schedule), action.op) in table.footprints for action in computes)
+    return all((StageSlice.of(action, schedule), action.op) in table.footprints for action in computes)
 
 
-def _held(unit: Unit, table: MemoryTable) -> float:
+def _held(unit: StageSlice, table: MemoryTable) -> float:
     """What its forward leaves, and its part of keys and values."""
     leaves = table.footprint(unit, Op.F).leaves
     if unit.offloaded:

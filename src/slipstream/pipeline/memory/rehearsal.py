@@ -22,7 +22,7 @@ from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule
-from slipstream.simulator import Footprint, MemoryTable, Unit
+from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
 
@@ -95,7 +95,7 @@ class _Change:
 class _Run:
     """What the actions of one stage changed, its slices all treated alike."""
 
-    like: Unit  # of slice 0, for all
+    like: StageSlice  # of slice 0, for all
     num_slices: int
     changes: Mapping[Action, _Change]
 
@@ -113,7 +113,7 @@ class _Run:
         """Of the first backward; a slice that is alone leaves none."""
         return sum(change.context for action, change in self.changes.items() if self._is_first_backward(action, 1))
 
-    def footprints(self) -> dict[tuple[Unit, Op], Footprint]:
+    def footprints(self) -> dict[tuple[StageSlice, Op], Footprint]:
         """Of the second microbatch: it adds to weight gradients that are there."""
         found = {}
         for action, change in self.changes.items():
@@ -122,7 +122,7 @@ class _Run:
                 found[self._unit(action), action.op] = Footprint(leaves, change.peak)
         return found
 
-    def first_peaks(self) -> dict[tuple[Unit, Op], float]:
+    def first_peaks(self) -> dict[tuple[StageSlice, Op], float]:
         """Of the first microbatch's first backward."""
         return {
             (self._unit(action), action.op): change.peak
@@ -138,7 +138,7 @@ class _Run:
                 made[self.stage, action.op] += change.gradients
         return made
 
-    def _unit(self, action: Action) -> Unit:
+    def _unit(self, action: Action) -> StageSlice:
         return self.like._replace(slice=action.slice)
 
     def _is_first_backward(self, action: Action, microbatch: int) -> bool:
@@ -175,13 +175,13 @@ class _Theatre:
         """All that is done to some slice of a stage in the schedule, each of it to all its slices."""
         actions = [action for action in self._schedule.positions if action.stage == number]
         ops = {action.op for action in actions}
-        for like in {Unit.of(action, self._schedule)._replace(slice=0) for action in actions}:
+        for like in {StageSlice.of(action, self._schedule)._replace(slice=0) for action in actions}:
             for split in (False, True):
                 if (Op.I if split else Op.B) in ops:
                     self._run(like, split, [])  # fills what is cached from one step to the next
                     yield _Run(like, self._schedule.num_slices, self._run(like, split, tensors_alive()))
 
-    def _run(self, like: Unit, split: bool, present: list[Tensor]) -> dict[Action, _Change]:
+    def _run(self, like: StageSlice, split: bool, present: list[Tensor]) -> dict[Action, _Change]:
         """What is made and freed: of `present` tensors, and of those that this makes."""
         step, stage = self._step, self._step.stages[like.stage]
         executor = Executor(
@@ -195,7 +195,7 @@ class _Theatre:
         return watch.changes
 
 
-def _alone(like: Unit, split: bool, schedule: Schedule) -> Schedule:
+def _alone(like: StageSlice, split: bool, schedule: Schedule) -> Schedule:
     """Two microbatches on one stage, all others being on ranks that do nothing."""
     row = [action for m in range(2) for action in _microbatch(like, split, m, schedule)]
     placement = tuple(range(schedule.num_stages))
@@ -203,7 +203,7 @@ def _alone(like: Unit, split: bool, schedule: Schedule) -> Schedule:
     return replace(schedule, name="rehearsal", actions=rows, placement=placement, num_microbatches=2, reach=None)
 
 
-def _microbatch(like: Unit, split: bool, microbatch: int, schedule: Schedule) -> Iterator[Action]:
+def _microbatch(like: StageSlice, split: bool, microbatch: int, schedule: Schedule) -> Iterator[Action]:
     """Forwards, and backwards in reverse, each with what belongs to it."""
     not_first, not_last = like.stage > 0, like.stage + 1 < schedule.num_stages
     forward = [(Op.RECV_F, not_first), (Op.F, True), (Op.SEND_F, not_last), (Op.OFFLOAD, like.offloaded)]

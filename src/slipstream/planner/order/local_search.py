@@ -1,4 +1,9 @@
-"""The simulator over action numbers, compiled, and local search on it."""
+"""Local search over orders of actions, and the compiled simulator that it runs on.
+
+The simulator states a second time what `slipstream.simulator.simulation` states: the search runs it many
+thousand times a second, and compiled code in numba's cache must lie in the file that calls it. A property test shows
+that both agree.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from slipstream.planner.report.wording import (
     shared_text,
     slices_text,
 )
-from slipstream.simulator import Kind
+from slipstream.simulator import MemoryKind
 from slipstream.units import bytes_text, count_text, seconds_text, share_text
 
 
@@ -102,7 +102,7 @@ def _memory(plan: Plan) -> str:
     best = plan.best
     bars = [_memory_bar(best, rank) for rank in range(len(best.memory))]
     chart = bar_chart(bars, "memory of a device at its peak", bytes_text, best.memory_limit, "limit")
-    kinds = [kind for kind in Kind if any(each.get(kind) for each in best.memory)]
+    kinds = [kind for kind in MemoryKind if any(each.get(kind) for each in best.memory)]
     rows = [
         (bar.name, *(bytes_text(held.get(kind, 0.0)) for kind in kinds), bytes_text(bar.total))
         for bar, held in zip(bars, best.memory, strict=True)
@@ -114,7 +114,7 @@ def _memory(plan: Plan) -> str:
 def _memory_bar(prediction: Prediction, rank: int) -> Bar:
     """In the order in which kinds are listed, which is the same on every rank."""
     held = prediction.memory[rank]
-    return Bar(f"rank {rank}", {str(kind): held[kind] for kind in Kind if kind in held})
+    return Bar(f"rank {rank}", {str(kind): held[kind] for kind in MemoryKind if kind in held})
 
 
 def _reasons(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from slipstream.planner.plans import Configuration
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.step_bounds import PlacedPartition, StageTimes
 from slipstream.schedule import Op, Schedule
-from slipstream.simulator import Footprint, MemoryTable, Unit
+from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 
 def memory_table(
@@ -19,13 +19,13 @@ def memory_table(
     c, state = configuration, space.source.state
     costs = space.costs(c.tensor_parallel, c.microbatch_size)
     numbers = [costs.num_parameters(layers) for layers in cut.stages]
-    footprints: dict[tuple[Unit, Op], Footprint] = {}
+    footprints: dict[tuple[StageSlice, Op], Footprint] = {}
     alike: dict[object, list[_OfSlice]] = {}  # of stages of the same layers
     for g, layers in enumerate(cut.stages):
         kind = space.kinds_of(layers)
         if kind not in alike:
             alike[kind] = list(_footprints(space, c, times.slices, layers, schedule.ops))
-        footprints |= {(Unit(g, *like), op): footprint for like, op, footprint in alike[kind]}
+        footprints |= {(StageSlice(g, *like), op): footprint for like, op, footprint in alike[kind]}
     splitting = {action.stage for action in schedule.positions if action.op is Op.W}
     gradients = {(g, Op.W if g in splitting else Op.B): state.gradients * n for g, n in enumerate(numbers)}
     # a stage's first backward makes gradients while its activations go, so the two are never there in full at once

@@ -45,7 +45,7 @@ def rank_actions(
 
 
 def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floats:
-    """Bytes of every rank's buffers for messages, at least (see `slipstream.simulator.memory_account.pool_bytes`).
+    """Bytes of every rank's buffers for messages, at least (see `slipstream.simulator.buffer_pool.pool_bytes`).
 
     What a forward received stays until its slice's backward is done, unless it is moved to the host; and the last few
     sends of a channel may not be there yet.

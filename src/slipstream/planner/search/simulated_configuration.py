@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -17,8 +16,8 @@ from slipstream.planner.search.memory_bound import MemoryBound, least_messages
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.schedule_cache import CachedSchedule, cached_schedule
 from slipstream.planner.search.step_bounds import PlacedPartition, StageTimes
-from slipstream.schedule import Action, Op, Schedule
-from slipstream.simulator import CostModel, Kind, MemoryTable, RankMemory, Unit, memory_of
+from slipstream.schedule import Op, Schedule
+from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of, quick_peaks
 from slipstream.simulator.compiled_simulation import OPS
 
 
@@ -67,7 +66,7 @@ class SimulatedConfiguration:
 
     @cached_property
     def _held(self) -> list[tuple[float, float]]:
-        return [_peaks(row, self) for row in self.schedule.actions]
+        return [quick_peaks(row, self.schedule, self.table) for row in self.schedule.actions]
 
     @cached_property
     def run(self) -> tuple[Floats, Floats]:
@@ -107,38 +106,6 @@ def _seconds(times: StageTimes, recompute: str) -> dict[tuple[int, int, Op], flo
     return {(g, s, op): float(t[g, s]) for op, t in tables.items() for g, s in product(range(stages), range(slices))}
 
 
-def _peaks(row: Sequence[Action], candidate: SimulatedConfiguration) -> tuple[float, float]:
-    """The most bytes that a rank holds, messages aside, and the most it has on the host."""
-    table, schedule = candidate.table, candidate.schedule
-    stages = {action.stage for action in row}  # those without gradients yet
-    held = sum(table.parameters[g] + table.optimizer[g] for g in stages)
-    left: Counter[tuple[int, int]] = Counter()  # backwards to come, of a stage and microbatch
-    peak = away = most_away = 0.0
-    for action in row:
-        key = action.stage, action.microbatch
-        unit = Unit.of(action, schedule)
-        footprint, made = table.footprints[unit, action.op], 0.0
-        during = footprint.peak
-        if (action.stage, action.op) in table.gradients and action.stage in stages:
-            stages.remove(action.stage)
-            made, during = table.gradients[action.stage, action.op], table.first[unit, action.op]
-        peak = max(peak, held + during)
-        held += made
-        held += footprint.leaves
-        if action.op is Op.F and key not in left:
-            left[key] = schedule.num_slices
-            held += table.context[action.stage]
-        elif action.op in (Op.B, Op.I):
-            held += table.context_gradients[action.stage] if left[key] == schedule.num_slices else 0
-            left[key] -= 1
-            if not left[key]:
-                held -= table.context[action.stage] + table.context_gradients[action.stage]
-        elif action.op in (Op.OFFLOAD, Op.RELOAD):
-            away -= footprint.leaves
-            most_away = max(most_away, away)
-    return peak, most_away
-
-
 def predict(candidate: SimulatedConfiguration) -> Prediction:
     """What the configuration does, from its simulation, with all that its ranks hold."""
     space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
@@ -175,10 +142,10 @@ def _step(candidate: SimulatedConfiguration) -> tuple[float, dict[str, float]]:
     return _with_host(candidate, float((ends + tails.total)[rank]), causes)
 
 
-def _by_kind(memory: RankMemory) -> dict[Kind, float]:
+def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
     during = dict(memory.worst.during)
-    if during[Kind.WORKSPACE] < 0:  # activations that go while gradients are made
-        during[Kind.ACTIVATIONS] += during.pop(Kind.WORKSPACE)
+    if during[MemoryKind.WORKSPACE] < 0:  # activations that go while gradients are made
+        during[MemoryKind.ACTIVATIONS] += during.pop(MemoryKind.WORKSPACE)
     return {kind: size for kind, size in during.items() if size}
 
 
@@ -207,7 +174,7 @@ def _with_host(
     sent = np.zeros(candidate.schedule.num_ranks)
     for action in candidate.schedule.positions:
         if action.op is Op.OFFLOAD:
-            unit = Unit.of(action, candidate.schedule)
+            unit = StageSlice.of(action, candidate.schedule)
             left = -candidate.table.footprint(unit, Op.OFFLOAD).leaves
             sent[candidate.schedule.placement[action.stage]] += left
     longest = float(sent.max()) / host.bandwidth

@@ -1,0 +1,93 @@
+"""The bytes that each action of a model takes and leaves, from which the account of memory is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from slipstream.errors import SlipstreamError
+from slipstream.schedule import Action, Op, Schedule
+
+
+class MemoryKind(StrEnum):
+    """The purpose of held bytes; the comments say from when to when."""
+
+    PARAMETERS = "parameters"  # and buffers: always
+    GRADIENTS = "gradients"  # .grad: from the stage's first backward on
+    OPTIMIZER = "optimizer state"  # always
+    MESSAGES = "messages"  # the transport's buffers: always, after the first step; and what waits to be sent, or for
+    # a stage of the same rank
+    ACTIVATIONS = "activations"  # saved: from F, or R, to B or I; not while they are on the host
+    WEIGHT_INPUTS = "inputs of W"  # what I leaves: activations and output gradients that weight gradients need
+    CONTEXT = "context"  # K and V: from a microbatch's first F on the stage to its last B or I there
+    CONTEXT_GRADIENTS = "context gradients"  # from its first B or I to its last
+    WORKSPACE = "workspace"  # what the running action has made so far
+
+
+class StageSlice(NamedTuple):
+    """One slice on one stage, and how its memory is saved; all microbatches are alike."""
+
+    stage: int
+    slice: int
+    recomputed: bool = False
+    offloaded: bool = False
+
+    @classmethod
+    def of(cls, action: Action, schedule: Schedule) -> StageSlice:
+        """Returns the unit that an action of the schedule belongs to."""
+        ops, positions = schedule.ops, schedule.positions
+        recomputed = Op.R in ops and action.with_op(Op.R) in positions
+        offloaded = Op.OFFLOAD in ops and action.with_op(Op.OFFLOAD) in positions
+        return cls(action.stage, action.slice, recomputed, offloaded)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """One action's bytes: what it `leaves` for the backward (below 0: frees), and its `peak` over what was held before.
+
+    What it leaves does not include messages, context and weight gradients, which are counted apart; its peak includes
+    everything that it makes, those too.
+    """
+
+    leaves: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """The bytes of a model's actions and parts, as `slipstream.pipeline.memory.rehearsal` measures them.
+
+    Args:
+        footprints: of the compute actions, OFFLOAD and RELOAD of every unit that runs.
+        first: the peak of a stage's first backward of its kind, which makes the weight gradients too.
+        context: per stage, K and V of one microbatch.
+        context_gradients: per stage, their gradients.
+        message_bytes: per slice, what travels between two stages.
+        header_bytes: the header of each message.
+        parameters: per stage.
+        gradients: per stage and B, I or W, the weight gradients that it makes.
+        optimizer: per stage.
+    """
+
+    footprints: Mapping[tuple[StageSlice, Op], Footprint]
+    first: Mapping[tuple[StageSlice, Op], float] = field(default_factory=dict)
+    context: Mapping[int, float] = field(default_factory=dict)
+    context_gradients: Mapping[int, float] = field(default_factory=dict)
+    message_bytes: Sequence[float] = ()
+    header_bytes: float = 0
+    parameters: Mapping[int, float] = field(default_factory=dict)
+    gradients: Mapping[tuple[int, Op], float] = field(default_factory=dict)
+    optimizer: Mapping[int, float] = field(default_factory=dict)
+
+    def footprint(self, unit: StageSlice, op: Op) -> Footprint:
+        """Returns the bytes of an action; raises SlipstreamError if the table lacks them."""
+        try:
+            return self.footprints[unit, op]
+        except KeyError:
+            raise SlipstreamError(f"No bytes for {op} of {unit}: add footprints[{unit}, Op.{op}].") from None
+
+    def payload(self, index: int) -> float:
+        """Returns the bytes of a slice's message, without its header."""
+        return self.message_bytes[index] if self.message_bytes else 0
