@@ -291,7 +291,7 @@ def test_several_timelines_in_one_trace_are_groups_of_processes() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "it is no JSON"),
+        ("{", "it is not JSON"),
         ("[]", "it lacks otherData.format"),
         ('{"traceEvents": []}', "it lacks otherData.format"),
         ('{"otherData": {"format": "slipstream timeline 1"}}', "damaged timeline: KeyError"),

@@ -1,4 +1,4 @@
-"""`slipstream timeline`: who works when and why others wait, before any model exists or as it was measured."""
+"""`slipstream timeline`: when each rank computes and why it waits, simulated or measured."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ def timeline(
     ],
     against: Annotated[
         str | None,
-        typer.Option(help="Shown beneath: another SCHEDULE. 'simulated': above a measured one, its own simulation."),
+        typer.Option(help="Another SCHEDULE to show beneath. 'simulated': above a measured run, its simulation."),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)] = 4,
     stages_per_rank: Annotated[
-        int | None, typer.Option(help="Stages a rank holds; 2 where the schedule allows it, else 1.", min=1)
+        int | None, typer.Option(help="Stages per rank; 2 if the schedule allows it, else 1.", min=1)
     ] = None,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
     slices: Annotated[int, typer.Option(help="Token slices of a sequence.", min=1)] = 8,
     forward: Annotated[
-        float, typer.Option(help="Seconds of a slice's forward through a rank's layers, all its stages.", min=0)
+        float, typer.Option(help="Seconds of a slice's forward through all stages of a rank.", min=0)
     ] = 1.0,
-    backward: Annotated[float, typer.Option(help="Seconds of its backward.", min=0)] = 2.0,
+    backward: Annotated[float, typer.Option(help="Seconds of a slice's backward.", min=0)] = 2.0,
     input_gradient: Annotated[
-        float | None, typer.Option(help="Seconds of the input gradient alone; half the backward.", min=0)
+        float | None, typer.Option(help="Seconds of the input gradient alone; half the backward by default.", min=0)
     ] = None,
     weight_gradient: Annotated[
-        float | None, typer.Option(help="Seconds of the weight gradient alone; half the backward.", min=0)
+        float | None, typer.Option(help="Seconds of the weight gradient alone; half the backward by default.", min=0)
     ] = None,
     head: Annotated[
-        float, typer.Option(help="What the output head adds to the last stage; 0.5: half a rank's layers.", min=0)
+        float, typer.Option(help="Work of the output head, in units of a rank's layers: 0.5 is half of them.", min=0)
     ] = 0.0,
     link: Annotated[float, typer.Option(help="Seconds of a message between ranks.", min=0)] = 0.0,
     output: Annotated[
         Path | None, typer.Option(help="A .png, .svg or .pdf picture, or a .json trace for ui.perfetto.dev.")
     ] = None,
 ) -> None:
-    """Show who works when on SCHEDULE, and for what everybody waits."""
+    """Show when each rank computes under SCHEDULE, and why it waits."""
     if output is not None and output.suffix not in _SUFFIXES:
         raise SlipstreamError(f"--output={output} must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
-    setting = _Setting(
+    options = _Options(
         ranks,
         stages_per_rank,
         microbatches,
@@ -68,17 +68,17 @@ def timeline(
         head,
         link,
     )
-    shown = setting.find(schedule)
+    shown = options.find(schedule)
     if against == _SIMULATED:
         shown = (_simulate_again(schedule, shown), *shown)
     elif against is not None:
-        shown += setting.find(against)
+        shown += options.find(against)
     _show(shown, output)
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """The options: what a schedule is made for, and what its actions cost."""
+class _Options:
+    """The options: the counts that a schedule is made for, and the seconds of its actions."""
 
     num_ranks: int
     stages_per_rank: int | None
@@ -92,7 +92,7 @@ class _Setting:
     link: float
 
     def find(self, name: str) -> tuple[Timeline, ...]:
-        """The simulation of a schedule by name or file, or the timelines a file holds."""
+        """Returns the simulation of a schedule given by name or file, or the timelines that a file holds."""
         from slipstream.schedule import GENERATORS
         from slipstream.simulator.simulation import simulate
         from slipstream.timeline import load_trace
@@ -127,7 +127,7 @@ class _Setting:
         return make_schedule(name, self.num_ranks, self.num_microbatches, self.num_slices, stages_per_rank)
 
     def _cost(self, plan: Schedule) -> TableCost:
-        """A rank's seconds are shared by its stages, and its activations are counted in microbatches."""
+        """Returns costs that spread a rank's seconds over its stages, with activations in microbatches."""
         from slipstream.schedule import Op
         from slipstream.simulator import TableCost
 
@@ -138,12 +138,12 @@ class _Setting:
         units = [(g, i) for g in range(plan.num_stages) for i in range(plan.num_slices)]
         times = {(g, i, op): each * work[g] for g, i in units for op, each in seconds.items()}
         held = {(g, i): share[g] / plan.num_slices for g, i in units}
-        # TableCost's links have a latency, which messages share, and bandwidth, for which they queue: this one queues.
+        # Messages queue for a TableCost's bandwidth but share its latency; these are to queue.
         return TableCost(times, [self.link] * plan.num_slices, bandwidth=1.0, activations=held)
 
 
 def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
-    """The same order with the times that were measured: the run without what the executor added."""
+    """Returns the simulation of a run with its measured times: the run without what the executor added."""
     from slipstream.simulator.costs import MeasuredCost
     from slipstream.simulator.simulation import simulate
 
@@ -177,7 +177,7 @@ def _show(shown: tuple[Timeline, ...], output: Path | None) -> None:
 
 
 def _text(timeline: Timeline, longest: float, columns: int) -> str:
-    """The timeline in letters: on a scale that it shares with others, or as wide as it likes where there is room."""
+    """Returns the timeline as text, on a common scale if `longest` is given, else as wide as it needs and fits."""
     width = columns - len(f"rank {timeline.num_ranks} ") - 1
     if longest:
         return timeline.to_text(max(1, round(width * timeline.makespan / longest)))
@@ -186,7 +186,7 @@ def _text(timeline: Timeline, longest: float, columns: int) -> str:
 
 
 def _table(timeline: Timeline) -> str:
-    """Per rank: busy, idle by cause, and peak memory where it is known."""
+    """Returns a table with a row per rank: busy, idle by cause, and peak memory if it is known."""
     from slipstream.timeline import Cause, idle_by_cause
     from slipstream.units import duration_unit
 

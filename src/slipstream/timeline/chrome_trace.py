@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace, for ui.perfetto.dev and chrome://tracing, and read back from it exactly."""
+"""Saves timelines as a Chrome trace, for ui.perfetto.dev and chrome://tracing, and loads them from it exactly."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
 
     Arrows lead from a SEND to its RECV, or from action to action where the timeline has no messages. `ts` and
     `dur` are microseconds from the timeline's first start; an action's args hold its start and end in seconds
-    and its place among the spans, as they were. Several timelines are several groups of processes, which begin
-    at the same time.
+    and its index among the spans. Several timelines are several groups of processes, which begin at the same time.
     """
     events: list[_Event] = []
     first = 0
@@ -50,7 +49,7 @@ def _floats(timeline: Timeline) -> list[list[list[float]]]:
 
 
 class _Group:
-    """The events of one timeline, whose rank r is process `first` + r."""
+    """Makes the events of one timeline, whose rank r is process `first` + r."""
 
     def __init__(self, timeline: Timeline, first: int, prefix: str) -> None:
         self._timeline, self._first, self._prefix = timeline, first, prefix
@@ -112,10 +111,10 @@ class _Group:
         return {**self._box(wait), "name": str(wait.cause), "cat": "wait", "args": args}
 
     def _lanes(self, rank: int) -> list[list[Span]]:
-        """Lane 0 is computing; messages and copies that overlap in time get lanes of their own."""
+        """Returns the spans by lane: lane 0 is computing; messages and copies that overlap in time get other lanes."""
         lanes: list[list[Span]] = [[span for span in self._timeline.compute_spans if span.rank == rank]]
-        beside = [span for span in self._timeline.spans if span.rank == rank and not span.computes]
-        for span in sorted(beside, key=lambda span: span.start):
+        overlapping = [span for span in self._timeline.spans if span.rank == rank and not span.computes]
+        for span in sorted(overlapping, key=lambda span: span.start):
             free = next((lane for lane in lanes[1:] if lane[-1].end <= span.start), None)
             if free is None:
                 lanes.append([span])
@@ -152,7 +151,7 @@ def load_trace(path: str | Path) -> tuple[Timeline, ...]:
     try:
         trace = json.loads(text)
     except json.JSONDecodeError as error:
-        raise SlipstreamError(f"{path} is not a timeline: it is no JSON ({error})") from None
+        raise SlipstreamError(f"{path} is not a timeline: it is not JSON ({error})") from None
     other = trace.get("otherData") if isinstance(trace, dict) else None
     if not isinstance(other, dict) or other.get("format") != _FORMAT:
         raise SlipstreamError(

@@ -1,6 +1,6 @@
-"""The colours of a timeline's picture: a hue an op, a shade a slice, a hatch a cause of waiting.
+"""The colours of a timeline's picture: a hue per op, a shade per slice, a hatch per cause of waiting.
 
-The hues stay apart for readers who see no difference between red and green; every cause has a pattern of its own.
+Readers who see no difference between red and green can tell the hues apart; every cause has a different pattern.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TRANSFERS: dict[str, tuple[str, frozenset[Op]]] = {
 
 
 def mix(light: str, dark: str, share: float) -> Color:
-    """The colour at `share` of the way from light to dark."""
+    """Returns the colour at `share` of the way from light to dark."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = (a + (b - a) * share for a, b in zip(to_rgb(light), to_rgb(dark), strict=True))
@@ -66,29 +66,30 @@ def mix(light: str, dark: str, share: float) -> Color:
 
 
 def color(action: Action, num_slices: int) -> Color:
-    """The op's hue in the slice's shade."""
+    """Returns the op's hue in the slice's shade."""
     share = action.slice / (num_slices - 1) if num_slices > 1 else 0.45
     return mix(*_SHADES.get(action.op, _OTHER), share)
 
 
 def ink_on(background: Color) -> str:
-    """What text on it is written in: white on what is dark to the eye."""
+    """Returns the colour of text on a background: white on dark ones."""
     red, green, blue = background
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.58 else INK
 
 
 def rank_color(rank: int, num_ranks: int) -> Any:
+    """Returns the colour of a rank's name and memory."""
     from matplotlib import colormaps
 
     return colormaps["viridis"](0.75 * rank / max(num_ranks - 1, 1))
 
 
 def stage_color(position: int, num_stages: int) -> Color:
-    """The stripe of a rank's first, second, ... stage: from black to light grey."""
+    """Returns the colour of the stripe of a rank's first, second, ... stage: from black to light grey."""
     return mix("#111111", "#c8c8c8", position / max(num_stages - 1, 1))
 
 
 def positions(timeline: Timeline) -> dict[int, int]:
-    """Which of its rank's stages each stage is: 0, 1, ... in the model's order."""
+    """Returns which of its rank's stages each stage is: 0, 1, ... in the model's order."""
     placement = timeline.schedule.placement
     return {stage: placement[:stage].count(rank) for stage, rank in enumerate(placement)}

@@ -1,4 +1,4 @@
-"""Why a rank does not compute: every idle interval of a timeline with its cause and what was awaited."""
+"""The idle intervals of a timeline's ranks, each with its cause and what was awaited."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from slipstream.timeline.window import TimelineWindow
 class Cause(StrEnum):
     """What keeps a rank from computing."""
 
-    FILL = "fill"  # its first action awaits what other ranks hand down: the pipeline fills
+    FILL = "fill"  # its first action waits for other ranks: the pipeline fills
     COMPUTE = "compute"  # another rank has not finished the awaited action, or not yet sent it
     MESSAGE = "message"  # the awaited result is on its way
     COPY = "copy"  # activations travel to or from host memory
-    OVERHEAD = "overhead"  # nothing is awaited: what the executor does between actions
+    OVERHEAD = "overhead"  # nothing is awaited: the executor works between actions
     DRAIN = "drain"  # nothing is left to do
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank idle from `start` to `end` in seconds.
+    """An interval in which a rank is idle.
 
-    `action` is what it runs next (None: nothing more), `before` what that awaits: the action computed on rank
-    `source`, or the copy. Both are None where nothing is awaited.
+    Args:
+        rank: the idle rank.
+        start: in seconds, on the clock of the timeline.
+        end: in seconds.
+        cause: what keeps the rank from computing.
+        action: what it runs next; None if it has nothing left to run.
+        before: what that action waits for: the action of rank `source`, or the copy; None if nothing is awaited.
+        source: the rank that computes `before`; None if no other rank does.
     """
 
     rank: int
@@ -45,7 +51,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hindrance:
+class _Obstacle:
     """What keeps an action from starting before `until`."""
 
     until: float
@@ -55,11 +61,11 @@ class _Hindrance:
 
 
 def find_waits(timeline: Timeline) -> tuple[Wait, ...]:
-    """Rank by rank and in order of time, what lies between the compute actions.
+    """Returns the idle intervals, rank by rank and in order of time.
 
-    A gap is cut where its cause changes: first another rank computes what is awaited, then its message travels,
-    then the executor gets to it. A rank's busy seconds and its waits add up to the makespan. Clocks of several
-    processes may disagree: nothing ends after the action that awaited it has started.
+    A gap between compute actions is cut where its cause changes: first another rank computes what is awaited, then its
+    message travels, then the executor takes it. A rank's busy seconds and its waits add up to the makespan. The clocks
+    of several processes may disagree, so a wait ends at the latest when the action that waited starts.
     """
     if isinstance(timeline, TimelineWindow):
         return _clip(find_waits(timeline.whole), timeline)
@@ -88,7 +94,7 @@ def idle_by_cause(timeline: Timeline) -> tuple[dict[Cause, float], ...]:
 
 
 class _Lane:
-    """One rank of a timeline."""
+    """One rank of a timeline, and its idle intervals."""
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
         self._timeline, self._rank = timeline, rank
@@ -107,28 +113,28 @@ class _Lane:
             yield Wait(self._rank, free, end, Cause.DRAIN)
 
     def _gap(self, span: Span, start: float, is_first: bool) -> Iterator[Wait]:
-        """The waits from `start` until the span's action begins."""
-        for hindrance in self._hindrances(span, start):
-            cause, end = hindrance.cause, min(hindrance.until, span.start)
-            if is_first and hindrance.source is not None:
+        """Yields the waits from `start` until the span's action begins."""
+        for obstacle in self._obstacles(span, start):
+            cause, end = obstacle.cause, min(obstacle.until, span.start)
+            if is_first and obstacle.source is not None:
                 if cause is Cause.COMPUTE:
-                    continue  # the message's hindrance covers it: the fill is one wait
+                    continue  # the message's obstacle includes it: the fill is one wait
                 cause = Cause.FILL
             if end > start:
-                yield Wait(self._rank, start, end, cause, span.action, hindrance.before, hindrance.source)
+                yield Wait(self._rank, start, end, cause, span.action, obstacle.before, obstacle.source)
                 start = end
         if span.start > start:
             yield Wait(self._rank, start, span.start, Cause.OVERHEAD, span.action)
 
-    def _hindrances(self, span: Span, start: float) -> Iterator[_Hindrance]:
+    def _obstacles(self, span: Span, start: float) -> Iterator[_Obstacle]:
         for before in predecessors(span.action, self._timeline.schedule):
             yield from self._arrival(before, span, start)
         ended = (copy for copy in self._copies if copy.end <= span.start)
         for copy in sorted(ended, key=lambda copy: copy.end):
-            yield _Hindrance(copy.end, Cause.COPY, copy.action, None)
+            yield _Obstacle(copy.end, Cause.COPY, copy.action, None)
 
-    def _arrival(self, before: Action, span: Span, start: float) -> Iterator[_Hindrance]:
-        """A result of another rank is computed, then travels; one of this rank is there already."""
+    def _arrival(self, before: Action, span: Span, start: float) -> Iterator[_Obstacle]:
+        """Yields the obstacles of one result: another rank computes it, then it travels. This rank's own is there."""
         timeline, spans = self._timeline, self._timeline.span_of
         if before.op in RECEIVES:
             (producer,) = predecessors(before.other_end, timeline.schedule)
@@ -144,5 +150,5 @@ class _Lane:
             done = max(done, sent.start)
         elif any(copy.end == span.start for copy in self._copies):
             arrival = min(done, arrival)  # the copy came last, not the message
-        yield _Hindrance(min(done, arrival), Cause.COMPUTE, producer, source)
-        yield _Hindrance(arrival, Cause.MESSAGE, producer, source)
+        yield _Obstacle(min(done, arrival), Cause.COMPUTE, producer, source)
+        yield _Obstacle(arrival, Cause.MESSAGE, producer, source)

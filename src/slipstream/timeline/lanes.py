@@ -19,7 +19,7 @@ _SMALLEST = 5.5  # points: a smaller number is not written
 
 @dataclass(frozen=True)
 class Scale:
-    """How a panel's seconds become positions, inches and letters; `unit` names what positions count."""
+    """The scale of a panel: how seconds become positions and inches; `unit` names what positions count."""
 
     per_second: float
     unit: str
@@ -31,21 +31,18 @@ class Scale:
 
     @property
     def font(self) -> float:
-        """Points: for ranks and peaks."""
+        """The size in points of the names of ranks and of peaks."""
         return min(11.0, 28 * self.lane)
 
     @property
     def label_font(self) -> float:
-        """Points: inside the boxes."""
+        """The size in points of the numbers inside the boxes."""
         return min(9.0, 22 * self.lane)
 
 
 @dataclass(frozen=True)
 class MemoryScale:
-    """How sizes become positions: `size` of the timeline's own unit are one `unit`; `most` is the highest peak.
-
-    `name` says of what.
-    """
+    """The scale of memory: `size` bytes are one `unit`, and `most` is the highest peak of what `name` says."""
 
     size: float
     unit: str
@@ -54,7 +51,7 @@ class MemoryScale:
 
     @classmethod
     def of(cls, peaks: list[float], unit: str, name: str) -> MemoryScale:
-        """For these peaks, in bytes unless `unit` is another word."""
+        """Makes the scale for these peaks, in bytes unless `unit` is another word."""
         most = float(max(peaks, default=0))
         if unit != "B":
             return cls(1.0, unit, most, name)
@@ -68,7 +65,7 @@ class MemoryScale:
 
 
 def draw_lanes(axes: Any, timeline: Timeline, scale: Scale) -> None:
-    """A lane a rank from the top: waits by cause, actions as boxes, messages and copies beneath."""
+    """Draws a lane per rank from the top: waits by cause, actions as boxes, messages and copies beneath."""
     _draw_waits(axes, timeline, scale)
     _draw_actions(axes, timeline, scale)
     _draw_transfers(axes, timeline, scale)
@@ -99,7 +96,7 @@ def _draw_waits(axes: Any, timeline: Timeline, scale: Scale) -> None:
 
 
 def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
-    """Boxes in the colour of op and slice; where ranks hold several stages, a stripe above says which."""
+    """Draws boxes in the colour of op and slice; if ranks hold several stages, a stripe above says which."""
     from matplotlib.collections import PatchCollection
 
     position = palette.positions(timeline)
@@ -135,18 +132,18 @@ def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
 
 
 def _number(action: Action, timeline: Timeline) -> str:
-    """What stands in a box: the microbatch where there are several, else the slice."""
+    """Returns the number in a box: the microbatch if there are several, else the slice."""
     if action.op not in palette.WORK or action.op is Op.REDUCE_GRAD:
         return ""
     return str(action.microbatch if timeline.schedule.num_microbatches > 1 else action.slice)
 
 
 def _draw_transfers(axes: Any, timeline: Timeline, scale: Scale) -> None:
-    """Thin bars under the lane of the rank that receives the message, or copies."""
+    """Draws thin bars under the lane of the rank that receives the message, or copies."""
     from matplotlib.collections import PatchCollection
 
-    beside = [(m.receive.action.op, m.receive.rank, m.start, m.seconds) for m in timeline.messages]
-    beside += [
+    transfers = [(m.receive.action.op, m.receive.rank, m.start, m.seconds) for m in timeline.messages]
+    transfers += [
         (span.action.op, span.rank, span.start, span.seconds)
         for span in timeline.spans
         if not span.computes and span.action.op not in COMMUNICATION
@@ -154,28 +151,28 @@ def _draw_transfers(axes: Any, timeline: Timeline, scale: Scale) -> None:
     for color, ops in palette.TRANSFERS.values():
         boxes = [
             _box(scale.at(start - timeline.start), scale.at(seconds), top := rank + _BOTTOM + _GAP, top + _BAR)
-            for op, rank, start, seconds in beside
+            for op, rank, start, seconds in transfers
             if op in ops
         ]
         axes.add_collection(PatchCollection(boxes, facecolor=color, linewidth=0))
 
 
 def has_transfers(timeline: Timeline, ops: frozenset[Op]) -> bool:
-    """Whether `_draw_transfers` draws any of these."""
+    """Returns whether `_draw_transfers` draws any of these ops."""
     return any(span.action.op in ops for span in timeline.spans)
 
 
 def draw_memory(axes: Any, lanes: Any, timeline: Timeline, scale: Scale, memory: MemoryScale) -> None:
-    """Held activations over time in the rank's colour, and each rank's peak at the end of its lane."""
-    beside = lanes.get_yaxis_transform()
-    lanes.text(1.012, -0.72, "peak", transform=beside, fontsize=scale.font, color=palette.GREY, va="center")
+    """Draws memory over time in the rank's colour, and each rank's peak at the end of its lane."""
+    axis = lanes.get_yaxis_transform()
+    lanes.text(1.012, -0.72, "peak", transform=axis, fontsize=scale.font, color=palette.GREY, va="center")
     for rank, (steps, peak) in enumerate(zip(timeline.memory, timeline.peak_memory, strict=True)):
         color = palette.rank_color(rank, timeline.num_ranks)
         times = [0.0, *(scale.at(time - timeline.start) for time, _ in steps), scale.at(timeline.makespan)]
         held = [0.0, *(memory.at(size) for _, size in steps)]
         width = 1.6 if timeline.num_ranks <= 8 else 1.0
         axes.step(times, [*held, held[-1]], where="post", color=color, linewidth=width)
-        lanes.text(1.012, rank, memory.text(peak), transform=beside, fontsize=scale.font, color=color, va="center")
+        lanes.text(1.012, rank, memory.text(peak), transform=axis, fontsize=scale.font, color=color, va="center")
     axes.set_ylim(0, memory.at(memory.most) * 1.1)
     axes.set_ylabel(f"{memory.name}\n({memory.unit})", fontsize=10.5)
     axes.tick_params(axis="y", labelsize=10)

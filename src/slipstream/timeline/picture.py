@@ -1,4 +1,4 @@
-"""Draws timelines with matplotlib, one beneath the other on a common time axis, with legends below."""
+"""Draws timelines with matplotlib, one beneath the other on one time axis, with legends below."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FONT = 11
 
 @dataclass(frozen=True)
 class _Panel:
-    """One timeline and where it goes, in inches from the picture's top."""
+    """One timeline and its place, in inches from the top of the picture."""
 
     timeline: Timeline
     top: float
@@ -39,7 +39,7 @@ class _Panel:
 
     @property
     def memory(self) -> float:
-        """Where the memory begins."""
+        """The top of the memory's axes."""
         return self.top + _TITLE + self.lanes + 0.1
 
     @property
@@ -87,7 +87,7 @@ def draw_timelines(
 
 
 def _stack(timelines: Sequence[Timeline]) -> list[_Panel]:
-    """Lanes become lower as they become many."""
+    """Returns the panels from top to bottom; the more lanes there are, the lower they are."""
     num_lanes = sum(timeline.num_ranks for timeline in timelines)
     lane = 0.5 if num_lanes <= 8 else 0.38 if num_lanes <= 16 else 0.29
     panels: list[_Panel] = []
@@ -101,7 +101,7 @@ def _stack(timelines: Sequence[Timeline]) -> list[_Panel]:
 def _draw_panel(
     figure: Any, panel: _Panel, scale: Scale, height: float, memory: MemoryScale, above: list[Any]
 ) -> list[Any]:
-    """Title, lanes and memory. Returns the axes it drew on, which share their time axis with those above."""
+    """Draws title, lanes and memory. Returns their axes, which share the time axis of those above."""
     timeline = panel.timeline
 
     def place(top: float, inches: float) -> Any:
@@ -139,7 +139,7 @@ def _draw_title(figure: Any, timeline: Timeline, y: float) -> None:
 
 
 def _legend_rows(timelines: Sequence[Timeline]) -> list[tuple[str, dict[str, Any]]]:
-    """Name and swatches of each line of the legend: only what is on the picture."""
+    """Returns name and swatches of each line of the legend, only for what is on the picture."""
     rows = {"work": _work(timelines), "idle": _idle(timelines), "transfers": _transfers(timelines)}
     return [(name, swatches) for name, swatches in rows.items() if swatches]
 
@@ -189,7 +189,7 @@ def _transfers(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def _draw_legend(figure: Any, name: str, swatches: dict[str, Any], y: float) -> None:
-    """One line: its name under the ranks' names, its swatches under the lanes."""
+    """Draws one line: its name under the names of the ranks, its swatches under the lanes."""
     from matplotlib.legend_handler import HandlerTuple
 
     figure.text(_LEFT - 0.007, y, name, fontsize=_FONT, color=palette.GREY, ha="right", va="center")

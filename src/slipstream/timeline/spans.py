@@ -1,4 +1,4 @@
-"""A timeline, simulated or measured: which action ran on which rank and when, and the memory each rank held."""
+"""A timeline, simulated or measured: which action ran on which rank and when, and the memory that each rank held."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import cached_property
 
 from slipstream.schedule import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule
 
-_BESIDE = COMMUNICATION | {Op.OFFLOAD, Op.RELOAD}  # what goes on while the rank computes
+_OVERLAPPING = COMMUNICATION | {Op.OFFLOAD, Op.RELOAD}  # these run while the rank computes
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """One action on one rank, from `start` to `end` in seconds.
 
-    A compute action's span is the computing alone. A SEND's runs from posting to done, a RECV's from
-    posting to the message's arrival, an OFFLOAD's or RELOAD's is the copy; they lie beside the rank's computing.
+    A compute action's span is the computing alone. A SEND's runs from posting to done, a RECV's from posting to the
+    message's arrival, and an OFFLOAD's or RELOAD's is the copy; these overlap with the rank's computing.
     """
 
     rank: int
@@ -31,11 +31,11 @@ class Span:
     @property
     def computes(self) -> bool:
         """Whether the span keeps its rank busy."""
-        return self.action.op not in _BESIDE
+        return self.action.op not in _OVERLAPPING
 
 
-def _place(span: Span) -> tuple[float, int]:
-    """The order of one rank's spans: by start, then receives, actions that take no time, sends, and the rest."""
+def _start_order(span: Span) -> tuple[float, int]:
+    """Returns the sort key of one rank's spans: by start, then receives, actions that take no time, sends, the rest."""
     if span.action.op in RECEIVES:
         return span.start, 0
     if not span.computes:
@@ -45,7 +45,7 @@ def _place(span: Span) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Both ends of one message."""
+    """One message, by the spans of its two ends."""
 
     send: Span
     receive: Span
@@ -62,9 +62,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step: its spans, and per rank the (time, bytes) steps of activation memory (empty if not known).
+    """When the actions of one step ran, in a run or a simulation.
 
-    `measured` tells a run from a simulation.
+    Args:
+        spans: every action that ran, with its rank, start and end in seconds.
+        num_ranks: pipeline ranks.
+        memory: per rank, (time, bytes) at each change of what it holds; empty if unknown.
+        name: what ran, such as the schedule's name.
+        measured: True for a run, False for a simulation.
     """
 
     spans: tuple[Span, ...]
@@ -75,11 +80,12 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """The name, and whether it was measured."""
+        """The name, and whether the timeline was measured or simulated."""
         return f"{self.name or 'timeline'}, {'measured' if self.measured else 'simulated'}"
 
     @cached_property
     def start(self) -> float:
+        """The first start in seconds, on the clock of the spans."""
         return min((span.start for span in self.spans), default=0)
 
     @cached_property
@@ -88,7 +94,7 @@ class Timeline:
         return max((span.end for span in self.spans), default=0) - self.start
 
     def busy(self, rank: int) -> float:
-        """Seconds the rank computes."""
+        """Returns the seconds that the rank computes."""
         return sum(span.seconds for span in self.compute_spans if span.rank == rank)
 
     @cached_property
@@ -100,21 +106,22 @@ class Timeline:
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """Most bytes of activations at once, per rank; empty if memory is not known."""
+        """Per rank, the most bytes held at any time; empty if memory is unknown."""
         return tuple(max((size for _, size in steps), default=0) for steps in self.memory)
 
     @cached_property
     def compute_spans(self) -> tuple[Span, ...]:
+        """The spans that keep their rank busy."""
         return tuple(span for span in self.spans if span.computes)
 
     @cached_property
     def span_of(self) -> dict[Action, Span]:
-        """When and where each action ran."""
+        """The span of each action."""
         return {span.action: span for span in self.spans}
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """The messages of which both ends are on the timeline."""
+        """The messages whose two ends are on the timeline."""
         ends = {span.action: span for span in self.spans if not span.computes}
         return tuple(
             Message(span, ends[action.other_end])
@@ -126,7 +133,7 @@ class Timeline:
     def schedule(self) -> Schedule:
         """The schedule that ran: each rank's actions by start. Stages that did not run count as rank 0's.
 
-        Where several start at one time, receives are posted first, then what takes no time and its sends.
+        Of several that start at one time, receives come first, then actions that take no time, then sends.
         """
         rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
         ranks: defaultdict[int, int] = defaultdict(int)
@@ -135,25 +142,25 @@ class Timeline:
             ranks[span.action.stage] = span.rank
         return Schedule(
             name=" ".join(self.name.split()) or "timeline",
-            actions=tuple(tuple(s.action for s in sorted(row, key=_place)) for row in rows),
+            actions=tuple(tuple(s.action for s in sorted(row, key=_start_order)) for row in rows),
             placement=tuple(ranks[stage] for stage in range(1 + max(ranks, default=0))),
             num_microbatches=1 + max((span.action.microbatch for span in self.spans), default=0),
             num_slices=1 + max((span.action.slice for span in self.spans), default=0),
         )
 
     def label(self, action: Action) -> str:
-        """The action's text, without the stage where every rank holds one."""
+        """Returns the action's text, without its stage if every rank holds one."""
         placement = self.schedule.placement
         text = self.schedule.text(action)
         return text.lstrip("0123456789") if len(set(placement)) == len(placement) else text
 
     def to_text(self, width: int | None = None) -> str:
-        """One line a rank. Times in equal steps get one column a step:
+        """Returns the timeline as text, one line per rank. Times in equal steps get one column per step:
 
             rank 0  F0.0 F0.1           B0.1 B0.0
             rank 1       F0.0 F0.1 B0.1 B0.0
 
-        Others are scaled to `width` characters (100 if not given). Blank is idle; `-` fills what goes on.
+        Others are scaled to `width` characters (100 if not given). Blank is idle; `-` continues an action.
         """
         cell = 1 + max((len(self.label(span.action)) for span in self.compute_spans), default=0)
         unit = self._unit() if width is None else 0
@@ -172,7 +179,7 @@ class Timeline:
         return label.ljust(width - 1, "-") + " "
 
     def _unit(self) -> float:
-        """The step all starts and ends fall on, if it is the shortest span; else 0."""
+        """Returns the shortest span if all starts and ends are multiples of it, else 0."""
         unit = min((span.seconds for span in self.compute_spans if span.seconds), default=0)
         steps = [(t - self.start) / unit for span in self.compute_spans for t in (span.start, span.end) if unit]
         return unit if all(abs(step - round(step)) < 1e-6 for step in steps) else 0

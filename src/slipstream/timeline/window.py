@@ -13,9 +13,9 @@ from slipstream.timeline.spans import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineWindow(Timeline):
-    """Some ranks of the timeline `whole` from `since` to `until`, in seconds.
+    """The first ranks of the timeline `whole`, from `since` to `until` in seconds.
 
-    Which action awaits which is read from the whole timeline.
+    Which action waits for which follows from the whole timeline.
     """
 
     whole: Timeline
