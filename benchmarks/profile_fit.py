@@ -16,9 +16,9 @@ import torch.distributed as dist
 from benchmarks.harness import RESULTS, destination, restart_in_environment, setting, write
 from benchmarks.peers import NUM_LAYERS, model_config
 from slipstream.planner.costs import OPS, Profile
-from slipstream.profiler import ProfileSettings, profile_model
+from slipstream.profiler import FIT_TOLERANCE, ProfileSettings, profile_model
 from slipstream.profiler.link_measurement import measure_link
-from slipstream.profiler.profile_run import TOLERANCE, make_benches
+from slipstream.profiler.profile_run import make_benches
 from slipstream.schedule import Op
 
 CPU = torch.device("cpu")
@@ -75,8 +75,8 @@ def show(profile: Profile, fits: list[dict[str, object]], stages: list[dict[str,
             end="",
         )
         print(f"  {row['spread']:6.2%}")
-    off = profile.points_off(TOLERANCE)
-    print(f"mean of all {profile.error:.2%}; {len(off)} points are off by more than {TOLERANCE:.0%}")
+    off = profile.points_off(FIT_TOLERANCE)
+    print(f"mean of all {profile.error:.2%}; {len(off)} points are off by more than {FIT_TOLERANCE:.0%}")
     print("\nstages of four layers, composed from one and two")
     for index, op in ((index, op) for index in range(len(STAGES)) for op in OPS):
         errors = [row["error"] for row in stages if (row["stage"], row["op"]) == (index, op)]

@@ -341,7 +341,7 @@ def test_an_inner_stage_has_layers() -> None:
 
 @pytest.mark.parametrize("partition", [[1.25, 2.75], [2.5, 2.5], [4, 0, 0], [5, -1], [1.5, 1.5, 1], [float("nan"), 2]])
 def test_partitions_that_do_not_add_up_are_refused(partition: list[float]) -> None:
-    message = r"2 stages of half a layer at least, in multiples of 0\.5; or of none, .*the head alone, 4 layers in all"
+    message = r"2 stages of at least half a layer, in multiples of 0\.5 .*the head alone\), 4 layers in all"
     with pytest.raises(SlipstreamError, match=message):
         Pipeline(build(llama()), num_ranks=2, partition=partition, runtime=Runtime(self_check=False))
 

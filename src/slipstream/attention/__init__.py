@@ -6,10 +6,4 @@ from slipstream.attention.context_store import ContextError, ContextStore, Store
 from slipstream.attention.key_ranges import KeyRanges
 from slipstream.attention.slice_attention import attend
 
-__all__ = [
-    "ContextError",
-    "ContextStore",
-    "KeyRanges",
-    "StoredSlice",
-    "attend",
-]
+__all__ = ["ContextError", "ContextStore", "KeyRanges", "StoredSlice", "attend"]

@@ -1,4 +1,4 @@
-"""The interface of what computes one tile of attention: the fused kernels and the masked math."""
+"""The interface of the code that computes one tile of attention: the fused kernels and the masked math."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.attention.key_ranges import ScoreTile
 
 
 class QueryState(NamedTuple):
-    """What a backward pass knows about each query."""
+    """What a backward pass needs of each query."""
 
     query: Tensor  # (B,H,T,D)
     output: Tensor  # (B,H,T,Dv), merged over all parts and the sink
@@ -18,11 +18,11 @@ class QueryState(NamedTuple):
     grad_output: Tensor  # (B,H,T,Dv)
 
     def heads(self, some: slice) -> QueryState:
-        """The same of some heads."""
+        """Returns the same for some heads."""
         return QueryState(*(each[:, some] for each in self))
 
     def rows(self, some: slice) -> QueryState:
-        """The same of some queries."""
+        """Returns the same for some queries."""
         return QueryState(*(each[:, :, some] for each in self))
 
 
@@ -35,10 +35,10 @@ class AttentionGradients(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """Attention of one tile: its T queries and its S keys, [tile.first, tile.end).
+    """Computes the attention of one tile: its T queries and its S keys, [tile.first, tile.end).
 
-    With P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the gradients of any
-    rectangle of the scores need nothing of the others (Dao 2022, FlashAttention, appendix B.2):
+    With P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the gradients of any rectangle
+    of the scores don't depend on the others (Dao 2022, FlashAttention, appendix B.2):
 
         dV = P^T dO,   dS = P * (dO V^T - rowsum(dO * O)),   dQ = scale * dS K,   dK = scale * dS^T Q
     """
@@ -46,15 +46,15 @@ class AttentionBackend(Protocol):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: ScoreTile
     ) -> None:
-        """Fill output (B,H,T,Dv) and logsumexp (B,H,T), in float32 or wider."""
+        """Fills output (B,H,T,Dv) and logsumexp (B,H,T), in float32 or wider."""
         ...
 
     def backward(
         self, queries: QueryState, key: Tensor, value: Tensor, gradients: AttentionGradients, tile: ScoreTile
     ) -> None:
-        """Add the tile's share to the gradients."""
+        """Adds the tile's share to the gradients."""
         ...
 
     def width(self, key_width: int, value_width: int) -> int | None:
-        """The one head dim to which keys and values are padded with zeros; None where each keeps its own."""
+        """Returns the head dim to which keys and values are padded with zeros; None where each keeps its own."""
         ...

@@ -17,19 +17,22 @@ AttentionWrapper = Callable[[Callable[[], AttentionResult]], AttentionResult]
 
 
 class SharedState(Protocol):
-    """What else the slices of a microbatch have in common on a stage, besides keys and values."""
+    """What else the slices of a microbatch have in common on a stage."""
 
     def close(self) -> None:
-        """No slice needs it any more. Raises ContextError where something is left in it."""
+        """Ends the microbatch. Raises ContextError where something is left in it."""
         ...
 
 
 class ContextError(RuntimeError):
-    """The slices of a microbatch ran in an order that their attention doesn't allow: a schedule's mistake."""
+    """Raised where the slices of a microbatch run in an order that their attention doesn't allow: a schedule's
+    mistake."""
 
 
 @dataclass
 class StoredSlice:
+    """A slice that was written to the store."""
+
     end: int
     first: int  # the smallest key it attends to
     done: bool = False  # its backward ran
@@ -37,7 +40,7 @@ class StoredSlice:
 
 @dataclass
 class _CallBuffers:
-    """The buffers of one attention call, and what happened to each slice of it."""
+    """The buffers of one attention call, and the state of each slice of it."""
 
     key: Tensor  # (B, Hkv, L, D)
     value: Tensor  # (B, Hkv, L, Dv)
@@ -69,22 +72,22 @@ class ContextStore:
         self.length = length
         self._contexts: dict[Hashable, _CallBuffers] = {}
         self._reads: dict[Hashable, list[tuple[int, int]]] = {}
-        self.shared: SharedState | None = None  # whoever runs the slices puts it there
+        self.shared: SharedState | None = None  # set by the code that runs the slices
         self._replaying = False
         self._attending: AttentionWrapper | None = None
 
     @property
     def calls(self) -> list[Hashable]:
-        """The keys of all attention calls so far, in the order of their first use, freed ones included."""
+        """The keys of all attention calls so far, in the order of their first use, including freed ones."""
         return list(self._reads)
 
     def reads(self, call: Hashable) -> list[tuple[int, int]]:
-        """The keys [first, end) that each slice of a call read, in the order in which they ran."""
+        """Returns the keys [first, end) that each slice of a call read, in the order in which they ran."""
         return list(self._reads.get(call, ()))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers held now."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for context in self._contexts.values() for buffer in context.buffers)
 
     @property
@@ -93,7 +96,7 @@ class ContextStore:
         return not self._contexts
 
     def free(self) -> None:
-        """Drop all buffers; needed where no backward does it."""
+        """Drops all buffers; needed where no backward does it."""
         self._contexts.clear()
         shared, self.shared = self.shared, None
         if shared is not None:
@@ -105,7 +108,7 @@ class ContextStore:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Within it slices run a second time (recomputation, rule 4): K and V are read, never changed."""
+        """Makes slices run a second time (recomputation, rule 4): K and V are read, never changed."""
         self._replaying = True
         try:
             yield
@@ -114,7 +117,7 @@ class ContextStore:
 
     @contextmanager
     def attending(self, attending: AttentionWrapper) -> Iterator[None]:
-        """Within it `attending` is given each slice's computing: it may keep the result, or return one it kept."""
+        """Makes `attending` wrap each slice's computation: it may keep the result, or return one it kept."""
         self._attending = attending
         try:
             yield
@@ -122,11 +125,11 @@ class ContextStore:
             self._attending = None
 
     def attend(self, compute: Callable[[], AttentionResult]) -> AttentionResult:
-        """Compute what a slice attends to, unless `attending` knows it."""
+        """Returns a slice's attention, computed unless `attending` has it."""
         return compute() if self._attending is None else self._attending(compute)
 
     def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """Put a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv) in place; return all there are so far."""
+        """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv); returns the buffers of the whole sequence."""
         context = self._contexts.get(call)
         if self._replaying:
             if context is None or ranges.start not in context.slices:
@@ -143,7 +146,7 @@ class ContextStore:
         return context.key, context.value
 
     def context(self, call: Hashable, ranges: KeyRanges) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """K, V, dK, dV of a slice whose backward begins now; every later slice that attends to it is done."""
+        """Returns K, V, dK, dV for a slice whose backward begins; every later slice that attends to it must be done."""
         context = self._contexts.get(call)
         if context is None or ranges.start not in context.slices:
             raise ContextError(f"{_name(call, ranges)} runs backward, but its keys aren't in the store (any more)")
@@ -161,7 +164,7 @@ class ContextStore:
         return context.key, context.value, context.grad_key, context.grad_value
 
     def finish(self, call: Hashable, ranges: KeyRanges) -> None:
-        """Mark a slice's backward as done; free the call's buffers after the last one (rule 5)."""
+        """Marks a slice's backward as done; frees the call's buffers after the last one (rule 5)."""
         context = self._contexts[call]
         context.slices[ranges.start].done = True
         covered = sum(each.end - start for start, each in context.slices.items())
@@ -187,7 +190,7 @@ class ContextStore:
         if position < ranges.end:
             raise ContextError(
                 f"{_name(call, ranges)} attends to the keys from {ranges.first} on, but {position} isn't "
-                "written yet: run the slices that it attends to first"
+                "written yet: first run the slices that it attends to"
             )
 
 

@@ -1,6 +1,8 @@
-"""PyTorch's flash attention kernels on tiles of a slice: several parts merged on CPU, one call on CUDA."""
+"""PyTorch's flash attention kernels on tiles of a slice: several rectangles merged on CPU, one call on CUDA."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,9 +11,9 @@ from slipstream.attention.attention_backend import AttentionGradients, QueryStat
 from slipstream.attention.key_ranges import ScoreRectangle, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
 
-# What a thread works on in backward stays in its cache (2 MB): K, V, dK, dV of 2 heads and 1024 keys, or of more heads
-# where there are fewer keys. It bounds the temporary dK and dV, and at 4096 tokens in 8 slices it takes 0.96-0.99 of
-# the time of all heads at once.
+# A thread's work in backward fits in its cache (2 MB): K, V, dK, dV of 2 heads and 1024 keys, or of more heads where
+# there are fewer keys. This limits the temporary dK and dV, and at 4096 tokens in 8 slices it takes 0.96-0.99 of the
+# time of all heads together.
 KEYS_AT_ONCE = 1024
 ROWS_AT_ONCE = 2 * KEYS_AT_ONCE  # keys times heads, per thread
 
@@ -19,7 +21,7 @@ _aten = torch.ops.aten
 
 
 def merge_(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
-    """Attention over two disjoint sets of keys, from the attention over each; in place of the first.
+    """Combines the attention over two disjoint sets of keys, in place of the first.
 
     lse = log(e^lse1 + e^lse2),   O = e^(lse1 - lse) O1 + e^(lse2 - lse) O2
     """
@@ -29,7 +31,7 @@ def merge_(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Te
 
 
 class FlashCPU:
-    """The CPU kernel does causal squares, rectangles and masks, so a tile is computed part by part."""
+    """Computes a tile rectangle by rectangle, as the CPU kernel handles causal squares, full rectangles and masks."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -78,7 +80,8 @@ class FlashCPU:
         tile: ScoreTile,
         part: ScoreRectangle,
     ) -> None:
-        """Some queries and keys; the merged output and log-sum-exp make the parts independent of each other."""
+        """Adds the gradients of some queries and keys; with the merged output and log-sum-exp the parts are
+        independent."""
         num_rows, num_heads, num_keys, _ = key.shape
         group, mask = queries.query.shape[1] // num_heads, _mask(queries.query, tile, part)
         at_once = max(1, ROWS_AT_ONCE * torch.get_num_threads() // (num_keys * num_rows))
@@ -104,14 +107,14 @@ class FlashCPU:
 
 
 def _fold(each: Tensor, key: Tensor, part: ScoreRectangle) -> Tensor:
-    """(B,H,T,...) -> (B,Hkv,G*T,...) where all keys are seen: a key head's queries become one matrix."""
+    """Turns (B,H,T,...) into (B,Hkv,G*T,...) where all keys are seen: a key head's queries become one matrix."""
     if part.diagonal or part.masked or each.shape[1] == key.shape[1]:
         return each
     return each.reshape(each.shape[0], key.shape[1], -1, *each.shape[3:])
 
 
 def _pieces(part: ScoreRectangle) -> list[slice]:
-    """The part's keys; in pieces where no mask would have to be cut along."""
+    """Returns the rectangle's keys, divided where that would not divide a mask."""
     if part.diagonal or part.masked:
         return [part.keys]
     starts = range(part.keys.start, part.keys.stop, KEYS_AT_ONCE)
@@ -119,7 +122,7 @@ def _pieces(part: ScoreRectangle) -> list[slice]:
 
 
 def _mask(query: Tensor, tile: ScoreTile, part: ScoreRectangle) -> Tensor | None:
-    """What the kernel adds to a masked part's scores: 0 where a key is seen."""
+    """Returns what the kernel adds to a masked rectangle's scores: 0 where a key is seen."""
     if not part.masked:
         return None
     seen = tile.mask(part, query.device)
@@ -151,16 +154,8 @@ class FlashCUDA:
             query.transpose(1, 2),  # (B,T,H,D)
             key.transpose(1, 2),  # (B,S,Hkv,D)
             value.transpose(1, 2),
-            cum_seq_q=None,
-            cum_seq_k=None,
-            max_q=query.shape[2],
-            max_k=key.shape[2],
-            dropout_p=0.0,
-            is_causal=True,
             return_debug_mask=False,
-            scale=self.scale,
-            window_size_left=_keys_before(tile),
-            window_size_right=0,
+            **self._settings(query, key, tile),
         )
         output.copy_(out.transpose(1, 2))
         logsumexp.copy_(lse)
@@ -173,7 +168,7 @@ class FlashCUDA:
             self._math.backward(queries, key, value, gradients, tile)
             return
         query, out, lse, grad_out = queries
-        no_dropout = query.new_empty(0)  # in place of its random state
+        no_dropout = query.new_empty(0)  # instead of its random state
         grads = _aten._flash_attention_backward(
             grad_out.transpose(1, 2),
             query.transpose(1, 2),
@@ -181,21 +176,23 @@ class FlashCUDA:
             value.transpose(1, 2),
             out.transpose(1, 2),
             lse.contiguous(),
-            cum_seq_q=None,
-            cum_seq_k=None,
-            max_q=query.shape[2],
-            max_k=key.shape[2],
-            dropout_p=0.0,
-            is_causal=True,
             rng_state=no_dropout,
             unused=no_dropout,
-            scale=self.scale,
-            window_size_left=_keys_before(tile),
-            window_size_right=0,
+            **self._settings(query, key, tile),
         )
         for total, grad in zip(gradients, grads, strict=True):
             total.add_(grad.transpose(1, 2))
 
-
-def _keys_before(tile: ScoreTile) -> int | None:
-    return None if tile.window is None else tile.window - 1
+    def _settings(self, query: Tensor, key: Tensor, tile: ScoreTile) -> dict[str, Any]:
+        """Returns the keyword arguments that the forward and the backward kernel have in common."""
+        return {
+            "cum_seq_q": None,
+            "cum_seq_k": None,
+            "max_q": query.shape[2],
+            "max_k": key.shape[2],
+            "dropout_p": 0.0,
+            "is_causal": True,
+            "scale": self.scale,
+            "window_size_left": None if tile.window is None else tile.window - 1,
+            "window_size_right": 0,
+        }

@@ -1,4 +1,4 @@
-"""Which keys each query of a slice sees, and the tiles that cover exactly those scores."""
+"""Describes which keys each query of a slice sees, and the tiles that cover exactly those scores."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SQUARE = 256  # queries of a causal square; kernels compute a square whole, so l
 
 @dataclass(frozen=True)
 class ScoreRectangle:
-    """A rectangle of a tile's scores, counted from the tile's first query and first key."""
+    """A rectangle of a tile's scores, relative to the tile's first query and first key."""
 
     queries: slice
     keys: slice
-    diagonal: bool = False  # it holds its queries' own keys
+    diagonal: bool = False  # it contains its queries' own keys
     masked: bool = False  # under the tile's mask; otherwise causal on the diagonal, and all seen off it
 
     @property
     def causal(self) -> bool:
-        """A square whose query t sees the keys 0 .. t."""
+        """Whether it is a square whose query t sees the keys 0 .. t."""
         return self.diagonal and not self.masked
 
 
@@ -35,8 +35,8 @@ class ScoreRectangle:
 class ScoreTile:
     """Queries [start, end) of some batch rows, which together read the keys [first, end).
 
-    Without `first_keys` each query sees the keys from `first` up to itself, so no mask is needed. With
-    `first_keys` query start+t sees the keys from first_keys[t] up to itself.
+    Without `first_keys` each query sees the keys from `first` up to itself, so no mask is needed. With `first_keys`
+    query start+t sees the keys from first_keys[t] up to itself.
     """
 
     index: int  # within the KeyRanges; part of dropout's seed
@@ -48,7 +48,7 @@ class ScoreTile:
 
     @property
     def past(self) -> int:
-        """How many of the tile's keys come before its first query."""
+        """The number of the tile's keys that come before its first query."""
         return self.start - self.first
 
     @cached_property
@@ -75,18 +75,18 @@ class ScoreTile:
 
     @cached_property
     def window(self) -> int | None:
-        """How many keys every query sees, where that is the same for all: a sliding window."""
+        """The number of keys that every query sees, if it is the same for all: a sliding window."""
         if self.first_keys is None or not bool((self.first_keys.diff() == 1).all()):
             return None
         return self.past + 1
 
     @property
     def irregular(self) -> bool:
-        """Neither causal nor a sliding window, but several documents or both."""
+        """Whether the tile is neither causal nor a sliding window, but has several documents or both."""
         return self.first_keys is not None and self.window is None
 
     def mask(self, part: ScoreRectangle, device: torch.device) -> Tensor:
-        """Whether a query of a part sees a key of it, (queries, keys)."""
+        """Returns whether a query of a rectangle sees a key of it, (queries, keys)."""
         rows, keys = part.queries, part.keys
         query = torch.arange(self.start + rows.start, self.start + rows.stop, device=device)[:, None]
         key = torch.arange(self.first + keys.start, self.first + keys.stop, device=device)
@@ -96,7 +96,7 @@ class ScoreTile:
 
 
 def _triangle(begin: int, end: int, past: int) -> Iterator[ScoreRectangle]:
-    """The causal scores of the queries [begin, end) with their own keys, which lie `past` keys further on."""
+    """Yields the causal scores of the queries [begin, end) with their own keys, which lie `past` keys later."""
     num_squares = -(-(end - begin) // SQUARE)
     if num_squares == 1:
         yield ScoreRectangle(slice(begin, end), slice(past + begin, past + end), diagonal=True)
@@ -145,7 +145,7 @@ class KeyRanges:
 
     @classmethod
     def causal(cls, start: int, end: int) -> KeyRanges:
-        """Plain causal attention: each query of [start, end) sees every key up to itself."""
+        """Returns the ranges of plain causal attention: each query of [start, end) sees every key up to itself."""
         return cls(torch.zeros(1, end - start, dtype=torch.int64), start)
 
     @property
@@ -179,7 +179,7 @@ class KeyRanges:
 
 
 def _cuts(first_key: Tensor) -> Iterator[tuple[int, int]]:
-    """Cut one row's queries into long runs with one first key, and blocks of what lies between them."""
+    """Cuts one row's queries into long runs with one first key, and blocks of what lies between them."""
     counts = torch.unique_consecutive(first_key, return_counts=True)[1]
     done = position = 0
     for count in counts.tolist():

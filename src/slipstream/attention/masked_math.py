@@ -1,4 +1,4 @@
-"""Attention by its formulas, for what no fused kernel does: softcap, dropout, any device and dtype."""
+"""Computes attention by its formulas, for what no fused kernel does: softcap, dropout, any device and dtype."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from slipstream.attention.attention_backend import AttentionGradients, QueryState
 from slipstream.attention.key_ranges import ScoreRectangle, ScoreTile
 
-SCORES_AT_ONCE = 1 << 24  # so that memory is bounded: a long tile is computed some queries at a time
+SCORES_AT_ONCE = 1 << 24  # limits memory: a long tile is computed some queries at a time
 
 
 class MaskedMath:
     """Scores s = scale * q.k, or softcap * tanh(scale * q.k / softcap); P = exp(s - lse); O = (keep * P) V.
 
-    `keep` is attention dropout's 0 or 1/(1-p), drawn from the seed and the tile's index, again in backward.
+    `keep` is attention dropout's 0 or 1/(1-p), drawn from the seed and the tile's index, and drawn again in backward.
     In backward dS = P * (keep * dO V^T - rowsum(dO * O)), times 1 - (s / softcap)^2 for tanh.
     """
 
@@ -80,7 +80,7 @@ class MaskedMath:
 
 
 def _blocks(query: Tensor, key: Tensor, tile: ScoreTile) -> Iterator[tuple[slice, Tensor]]:
-    """Some queries at a time, and which keys they see, (t, S)."""
+    """Yields some queries at a time, with a mask (t, S) of the keys they see."""
     batch, heads, length, _ = query.shape
     rows = max(1, SCORES_AT_ONCE // (batch * heads * key.shape[2]))
     for start in range(0, length, rows):
@@ -89,13 +89,13 @@ def _blocks(query: Tensor, key: Tensor, tile: ScoreTile) -> Iterator[tuple[slice
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
-    """(B,H,t,n) x (B,Hkv,n,m) -> (B,H,t,m): a group of heads shares one key head."""
+    """Multiplies (B,H,t,n) x (B,Hkv,n,m) -> (B,H,t,m): a group of heads shares one key head."""
     batch, heads, rows, width = left.shape
     folded = left.reshape(batch, right.shape[1], -1, width)  # (B,Hkv,G*t,n)
     return (folded @ right).view(batch, heads, rows, -1)
 
 
 def _transposed_times(left: Tensor, right: Tensor, key: Tensor) -> Tensor:
-    """(B,H,t,n), (B,H,t,m) -> (B,Hkv,n,m): summed over the queries, and over the heads of a group."""
+    """Multiplies (B,H,t,n), (B,H,t,m) -> (B,Hkv,n,m): summed over the queries, and over the heads of a group."""
     left, right = (each.reshape(each.shape[0], key.shape[1], -1, each.shape[3]) for each in (left, right))
     return left.mT @ right

@@ -1,4 +1,4 @@
-"""Attention of one token slice as a single autograd function over a context store."""
+"""Computes the attention of one token slice as a single autograd function over a context store."""
 
 from __future__ import annotations
 
@@ -33,28 +33,30 @@ def attend(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
-    """Attend from one slice to every key its queries see, those of earlier slices included.
+    """Returns the attention of one slice to every key that its queries see, including those of earlier slices.
 
-    Exact: over all slices, the gradients of query, key, value and sinks are those of unsliced attention.
+    It is exact: over all slices, the gradients of query, key, value and sinks are those of unsliced attention. Not
+    collective.
 
     Args:
         query: (B, H, T, D), the slice [ranges.start, ranges.end) of the sequence.
         key: (B, Hkv, T, D); Hkv divides H (grouped-query attention).
         value: (B, Hkv, T, Dv).
-        store: of this microbatch on this stage; takes key and value, and gives those of earlier slices.
-        call: which attention of the stage this is, the same key for all slices.
-        ranges: what each query sees.
+        store: the microbatch's context store on this stage, which keeps key and value for later slices.
+        call: a key that identifies this attention within the stage, the same for all slices.
+        ranges: which keys each query sees.
         scale: multiplies the scores.
         softcap: scores become softcap * tanh(scores / softcap).
-        sinks: (H,) a logit per head that takes probability and has no value.
+        sinks: (H,), one logit per head that takes probability and has no value.
         dropout: probability of dropping an attention weight, drawn from `seed`.
+        seed: the seed of dropout.
 
     Returns:
         (B, H, T, Dv), stored as (B, T, H, Dv).
 
     Raises:
-        SlipstreamError: where shapes or dtypes don't fit together.
-        ContextError: where slices run in an order that doesn't allow this one.
+        SlipstreamError: shapes or dtypes don't match.
+        ContextError: the slices ran in an order that doesn't allow this one.
     """
     query, key, value = _autocast(query, key, value)
     _check(query, key, value, sinks, ranges)
@@ -67,7 +69,7 @@ def attend(
 
 
 def _padded(each: Tensor, width: int | None) -> Tensor:
-    """With zeros, which add nothing to a score, and to an output nothing but zeros."""
+    """Pads with zeros, which add nothing to a score and append only zeros to an output."""
     return each if width in (None, each.shape[-1]) else F.pad(each, (0, width - each.shape[-1]))
 
 
@@ -85,7 +87,7 @@ def _backend(
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """Where an attention takes place: everything about it that isn't a tensor with a gradient."""
+    """Everything about one attention that isn't a tensor with a gradient."""
 
     store: ContextStore
     call: Hashable
@@ -93,7 +95,7 @@ class _AttentionCall:
     backend: AttentionBackend
 
     def tiles(self) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
-        """Each tile, with the indices of its queries in the slice and of its keys in the store's buffers."""
+        """Yields each tile with the indices of its queries in the slice and of its keys in the store's buffers."""
         start = self.ranges.start
         for tile in self.ranges.tiles:
             queries, keys = slice(tile.start - start, tile.end - start), slice(tile.first, tile.end)
@@ -101,7 +103,7 @@ class _AttentionCall:
 
 
 class _SliceAttention(torch.autograd.Function):
-    """Rules 2 and 5: backward adds to the gradients of all keys it read, and takes the sum of its own.
+    """Attends to the store after writing it; backward adds to the gradients of all keys it read (rules 2 and 5).
 
     forward   K, V    |  0  |  1  | [2] |        slice 2 writes its keys and reads 0, 1, 2
     backward  dK, dV  | += 2| += 2| own |        slice 2 adds to 0, 1, 2; then 2 is final and returned
@@ -123,7 +125,7 @@ class _SliceAttention(torch.autograd.Function):
         query, output, logsumexp, sinks = ctx.saved_tensors
         site: _AttentionCall = ctx.site
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
-        grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)  # once, not for every part
+        grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)  # once, not for every rectangle
         grad_query = _empty(query, query.shape[-1], grad_keys.dtype).zero_()
         saved = QueryState(query, output, logsumexp, grad_output)
         with torch.autocast(query.device.type, enabled=False):
@@ -151,25 +153,25 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, s
 
 
 def _empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """An empty (B,H,T,width) tensor stored as (B,T,H,width), the order in which models go on with it."""
+    """Returns an empty (B,H,T,width) tensor stored as (B,T,H,width), the order in which models use it."""
     batch, heads, length, _ = like.shape
     return like.new_empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def _copy(each: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of a slice's final sums: a view would keep the buffers of the whole sequence."""
+    """Copies a slice's final sums: a view would keep the buffers of the whole sequence."""
     return _empty(each, each.shape[-1], dtype).copy_(each)
 
 
 def _add_sinks_(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> None:
-    """Merge a key of score `sink` and value 0: lse' = log(e^lse + e^sink), O' = e^(lse - lse') O."""
+    """Merges a key of score `sink` and value 0: lse' = log(e^lse + e^sink), O' = e^(lse - lse') O."""
     sink = sinks.to(logsumexp.dtype)[:, None]  # (H,1)
     output.mul_(torch.sigmoid(logsumexp - sink)[..., None])
     logsumexp.copy_(torch.logaddexp(logsumexp, sink))
 
 
 def _sink_gradient(queries: QueryState, sinks: Tensor) -> Tensor:
-    """dsink = - sum of P_sink * rowsum(dO * O) over batch and queries, with P_sink = e^(sink - lse)."""
+    """Returns -sum of P_sink * rowsum(dO * O) over batch and queries, with P_sink = e^(sink - lse)."""
     wide = queries.logsumexp.dtype
     probs = (sinks.to(wide)[:, None] - queries.logsumexp).exp()  # (B,H,T)
     delta = (queries.grad_output.to(wide) * queries.output).sum(-1)  # (B,H,T)
@@ -177,7 +179,7 @@ def _sink_gradient(queries: QueryState, sinks: Tensor) -> Tensor:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast does for PyTorch's own attention."""
+    """Casts as autocast does for PyTorch's own attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

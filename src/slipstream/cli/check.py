@@ -1,4 +1,4 @@
-"""`slipstream check`: whether a model can be trained in token slices."""
+"""`slipstream check`: checks whether a model can be trained in token slices."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import typer
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="A model's folder, hub name, or a training configuration (.yaml).")],
+    model: Annotated[str, typer.Argument(help="A model folder, hub name or training configuration (.yaml).")],
 ) -> None:
-    """Run a toy of the MODEL's architecture sliced and unsliced, and compare every layer and gradient."""
+    """Compare a sliced and an unsliced toy of MODEL's architecture: every layer and every gradient."""
     from pathlib import Path
 
     from slipstream.model.self_check import check_sliceable

@@ -1,4 +1,4 @@
-"""`slipstream profile`: what a model's layers, its ends and the link between ranks cost on this machine."""
+"""`slipstream profile`: measures a model's layers and ends and the link between ranks on this machine."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ if TYPE_CHECKING:
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help="A model's folder, hub name, or a training configuration (.yaml).")],
-    output: Annotated[Path, typer.Option(help="The file that is written.")] = Path("profile.json"),
+    model: Annotated[str, typer.Argument(help="A model folder, hub name or training configuration (.yaml).")],
+    output: Annotated[Path, typer.Option(help="The profile file to write.")] = Path("profile.json"),
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence. Default: of the training configuration.", min=1)
+        int | None, typer.Option(help="Tokens per sequence. Default: the training configuration's.", min=1)
     ] = None,
-    microbatch_size: Annotated[int, typer.Option(help="Sequences of a microbatch.", min=1)] = 1,
+    microbatch_size: Annotated[int, typer.Option(help="Number of sequences in a microbatch.", min=1)] = 1,
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, float64, or bf16 as in training.precision.")
+        str, typer.Option(help="float32, bfloat16, float16, float64, or bf16 as for training.precision.")
     ] = "float32",
     longest_slice: Annotated[
         int | None, typer.Option(help="Tokens of the longest slice. Default: the sequence, at most 8192.", min=1)
     ] = None,
     granularity: Annotated[
-        int | None, typer.Option(help="Slice lengths will be multiples of it. Default: longest slice / 32.", min=1)
+        int | None, typer.Option(help="Unit of slice lengths in tokens. Default: longest slice / 32.", min=1)
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Processes that measure side by side, as a pipeline's ranks.", min=1)] = 2,
+    ranks: Annotated[
+        int, typer.Option(help="Processes that measure at the same time, like pipeline ranks.", min=1)
+    ] = 2,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    repeats: Annotated[int, typer.Option(help="Measurements of every point, at most.", min=2)] = 15,
-    budget: Annotated[float, typer.Option(help="Seconds of measuring, at most.")] = 120.0,
+    repeats: Annotated[int, typer.Option(help="Largest number of measurements of each point.", min=2)] = 15,
+    budget: Annotated[float, typer.Option(help="Largest number of seconds spent measuring.")] = 120.0,
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     from rich.console import Console
@@ -73,7 +75,7 @@ def profile(
 
 
 def _table(profile: Profile) -> Table:
-    """Milliseconds of every part and op at a few slice lengths and contexts."""
+    """Returns the milliseconds of every part and op at a few slice lengths and contexts."""
     from rich.table import Table
 
     from slipstream.planner.costs.profile_file import OPS
@@ -91,16 +93,16 @@ def _table(profile: Profile) -> Table:
 
 
 def _remarks(profile: Profile) -> list[str]:
-    from slipstream.profiler.profile_run import TOLERANCE
+    from slipstream.profiler import FIT_TOLERANCE
     from slipstream.units import bytes_text, seconds_text
 
     lines = [f"error at points not used in the fit: {profile.error:.2%} on average"]
-    if profile.error > TOLERANCE:
-        off = profile.points_off(TOLERANCE)
+    if profile.error > FIT_TOLERANCE:
+        off = profile.points_off(FIT_TOLERANCE)
         worst = sorted(off, key=lambda point: -off[point])[:8]
         named = ", ".join(f"{length} after {context} ({off[length, context]:.1%})" for length, context in worst)
         lines.append(
-            f"that is above {TOLERANCE:.0%}: {len(off)} points are off by more, first {named}. "
+            f"that is above {FIT_TOLERANCE:.0%}: {len(off)} points are off by more, first {named}. "
             "Close other programs and measure again, with more time (--budget)."
         )
     if profile.link is not None:

@@ -1,4 +1,4 @@
-"""A model and its stages: Hugging Face causal LMs split over ranks and sliced over tokens, their code untouched."""
+"""Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
 from __future__ import annotations
 

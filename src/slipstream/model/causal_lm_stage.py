@@ -1,4 +1,4 @@
-"""One stage of a causal LM: some of its layers, run on one token slice at a time by the model's own code."""
+"""Runs one stage of a causal LM, some of its layers, on one token slice at a time by the model's own code."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from slipstream.model.hooks import (
     fix_length_dependent_rope,
     keyed_random_state,
 )
+from slipstream.model.layer_arguments import first_output, with_hidden_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
-from slipstream.model.model_cutting import has_edge, keep_layers, second_half
+from slipstream.model.model_cutting import has_end, keep_layers, second_half
 from slipstream.model.saving import add_weight_gradients_in_place
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 
-_SECOND_HALF = 100  # where the parts of a layer's second half are counted from, wherever its first half ran
+_SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
 
 
 @dataclass(frozen=True)
 class TiedWeight:
     """A weight that embeds on the first stage and is the head on the last (rule 11).
 
-    `parameter` goes by the canonical name and collects the embedding's gradient; `head` shares its storage and collects
-    the head's, so that the two can be added in one fixed order whatever the number of stages. A stage that does not
-    compute one of the two has no gradient for it.
+    `parameter` has the canonical name and collects the embedding's gradient; `head` shares its storage and collects the
+    head's, so that the two can be added in one fixed order whatever the number of stages. A stage that does not compute
+    one of the two has no gradient for it.
     """
 
     name: str
@@ -44,34 +45,37 @@ class TiedWeight:
 
 
 class TensorParallelLayers(Protocol):
-    """Ranks that share every layer of a stage, as `parallel.TensorParallel` has it."""
+    """The ranks that share every layer of a stage; `parallel.TensorParallel` implements it."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def sequence(self) -> bool:
-        """Whether they also share the tokens between the parts of a layer."""
+        """Whether they also split the tokens between the parts of a layer."""
         ...
 
     def install(self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-        """Put the exchange between them into the model; `enter` and `leave` what each computes on its own."""
+        """Installs the exchange between the ranks in the model.
+
+        `enter` is called where computing becomes different on each rank, `leave` where it is the same on all again.
+        """
         ...
 
     def begin(self, length: int) -> None:
-        """A slice of so many tokens comes next."""
+        """Announces a slice of `length` tokens."""
         ...
 
     def local_length(self, length: int) -> int:
-        """How many of its tokens are here between the parts of a layer."""
+        """Returns how many of the slice's tokens are on this rank between the parts of a layer."""
         ...
 
 
 class CausalLMStage:
-    """Layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
+    """The layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
 
-    What travels between stages is of `hidden_shape` and `hidden_dtype`. With `shared` the model has this rank's shares
-    of all weights, and every rank runs the stage at once.
+    What travels between stages has the shape `hidden_shape` and the type `hidden_dtype`. With `shared` the model has
+    this rank's shares of all weights, and every rank runs the stage at the same time.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class CausalLMStage:
         model.set_attn_implementation(attention_interface.NAME)
         self.owned = owned
         self.num_layers = len(list(model.get_submodule(anatomy.layers).children()))
-        self.is_first, self.is_last = (has_edge(edge, anatomy, owned, self.num_layers) for edge in ModelEnd)
+        self.is_first, self.is_last = (has_end(end, anatomy, owned, self.num_layers) for end in ModelEnd)
         keep_layers(model, anatomy, owned, device)
         fix_length_dependent_rope(model)
         self._shared = shared
@@ -107,59 +111,71 @@ class CausalLMStage:
 
     @property
     def layers_here(self) -> range:
+        """The numbers of the layers of which this stage has at least a half."""
         return self.owned.layers
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the unsplit model's names; a tied weight goes by its canonical one."""
+        """Yields the parameters under the unsplit model's names, tied weights once under the canonical name."""
         heads = {id(tied.head) for tied in self.tied}
         return ((name, p) for name, p in self.model.named_parameters() if id(p) not in heads)
 
     def state(self) -> dict[str, Tensor]:
-        """What of the unsplit model's state dict lives here, by its names."""
+        """Returns this stage's part of the unsplit model's state dict, by the same names."""
         heads = {tied.head.data_ptr(): tied.name for tied in self.tied if tied.head is not None}
         state = self.model.state_dict()
         return {name: t.detach() for name, t in state.items() if heads.get(t.data_ptr(), name) == name}
 
     def forward(self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore) -> Tensor:
-        """One slice through this stage: (b, T, hidden) in and out; the first takes None, the last gives logits."""
+        """Runs one slice through this stage.
+
+        Args:
+            token_slice: the tokens (b, T) and their positions.
+            hidden: what the stage before sent, (b, T, hidden); None on the first stage.
+            store: keys and values of the microbatch's slices; this slice's are added.
+
+        Returns:
+            (b, T, hidden) or, on the last stage, the logits (b, T, vocabulary).
+        """
         return self._run(SliceContext(token_slice, store, self.tables, hidden))
 
     def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Tensor | Tensors:
-        """`forward`, given and giving what travels between stages as a tuple; the last stage gives logits."""
+        """Runs `forward`, with tuples for what travels between stages; the last stage returns logits."""
         output = self.forward(token_slice, inputs[0] if inputs else None, store)
         return output if self.is_last else (output,)
 
     def receives(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that come from the stage before."""
         return () if self.is_first else self._hidden(token_slice)
 
     def sends(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that go to the next stage."""
         return () if self.is_last else self._hidden(token_slice)
 
     def _hidden(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
         return (TensorSpec(self.hidden_shape(token_slice), self.hidden_dtype),)
 
     def hidden_shape(self, token_slice: TokenSlice) -> torch.Size:
-        """(b, T, hidden_size) of what comes in and goes out; T may be a part of the slice's tokens."""
+        """Returns (b, T, hidden_size) of what comes in and goes out; T may be a part of the slice's tokens."""
         batch, length = token_slice.input_ids.shape
         return torch.Size((batch, self._shared.local_length(length) if self._shared else length, self.hidden_size))
 
     def _run(self, context: SliceContext) -> Tensor:
-        piece = context.token_slice
+        token_slice = context.token_slice
         self._context = context
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
-            self._shared.begin(piece.input_ids.shape[1])
+            self._shared.begin(token_slice.input_ids.shape[1])
         try:
             with active_forward(context), keyed_random_state(self._is_random):
                 self._enter(-1)
                 output = self.model(
-                    input_ids=piece.input_ids,
-                    # without it transformers looks for packed documents, and its look waits for the GPU to be idle
-                    attention_mask=torch.ones_like(piece.input_ids, dtype=torch.bool),
-                    position_ids=piece.position_ids,
+                    input_ids=token_slice.input_ids,
+                    # without it transformers looks for packed documents, which waits until the GPU is idle
+                    attention_mask=torch.ones_like(token_slice.input_ids, dtype=torch.bool),
+                    position_ids=token_slice.position_ids,
                     use_cache=False,
                 )
-        finally:  # a replay leaves as soon as it has what it needs
+        finally:  # a replay ends the forward early
             self._context = None
         if context.num_masks != len(self.tables):
             raise RuntimeError(f"the model built {context.num_masks} masks, {len(self.tables)} when it was first run")
@@ -173,23 +189,23 @@ class CausalLMStage:
         return self._uses_randomness and self.model.training
 
     def _enter(self, layer: int) -> None:
-        """Random state is keyed by layer, -1 before the first: recomputing a layer replays its dropout (rule 10)."""
+        """Keys the random state by layer, -1 before the first, so that recomputing replays dropout (rule 10)."""
         assert self._context is not None
         self._context.enter_layer(layer)
         if self._is_random:
             torch.manual_seed(self._context.seed(layer, *self._tokens_here(layer)))
 
     def _tokens_here(self, layer: int) -> tuple[str | int, ...]:
-        """What tells apart the ranks that share a layer, where each has other tokens of it."""
+        """Returns what distinguishes the ranks that share a layer, where each has different tokens of it."""
         is_spread = self._shared is not None and self._shared.sequence and 0 <= layer < self.num_layers
         return ("tokens", self._shared.rank) if is_spread and self._shared is not None else ()
 
     def _enter_own(self) -> None:
-        """From here on each of the ranks that share a layer computes something else: their dropout must differ."""
+        """Gives the ranks that share a layer different dropout, where they begin to compute different things."""
         self._seed_part("own", self._shared.rank if self._shared else 0)
 
     def _leave_own(self) -> None:
-        """From here on all compute the same, or each on tokens of its own."""
+        """Gives the ranks equal dropout where all compute the same again, unless each has different tokens."""
         context = self._context
         self._seed_part("shared", *(self._tokens_here(context.layer) if context else ()))
 
@@ -204,7 +220,7 @@ class CausalLMStage:
             middle = second_half(layers[index], halves)
             if middle is not None and self._uses_randomness:
                 middle.register_forward_pre_hook(self._entering_second_half(index))
-        ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder beside the embedding, or the head
+        ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder next to the embedding, or the head
         here = self.owned.layers or range(self.num_layers)[ends]
         if not self.is_first:
             layers[here[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
@@ -218,7 +234,7 @@ class CausalLMStage:
         return hook
 
     def _entering_second_half(self, layer: int) -> Callable[..., None]:
-        """Its dropout draws the same whether the first half ran here, on another stage, or is a placeholder."""
+        """Returns a hook that makes dropout the same whether the first half ran here or on another stage."""
 
         def hook(*_: Any) -> None:
             assert self._context is not None
@@ -229,35 +245,33 @@ class CausalLMStage:
         return hook
 
     def _receive(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The first owned layer works on what the stage before sent, whatever the placeholders handed down."""
+        """Gives the first owned layer what the stage before sent, instead of the placeholders' output."""
         assert self._context is not None
-        if args:
-            return (self._context.hidden, *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._context.hidden}
+        return with_hidden_states(args, kwargs, self._context.hidden)
 
     def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         assert self._context is not None
-        self._context.output = output[0] if isinstance(output, tuple) else output
+        self._context.output = first_output(output)
 
     def _learn_masks(self, device: torch.device) -> None:
-        """One token through the stage: notes the mask functions the model builds, before documents wrap them."""
+        """Runs one token through the stage to record the model's mask functions, before documents wrap them."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        piece = TokenSlice(zero, zero, None, start=0, length=1, max_position=0)
-        hidden = torch.zeros(self.hidden_shape(piece), dtype=self.hidden_dtype, device=device)
+        token_slice = TokenSlice(zero, zero, None, start=0, length=1, max_position=0)
+        hidden = torch.zeros(self.hidden_shape(token_slice), dtype=self.hidden_dtype, device=device)
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            self._run(SliceContext(piece, ContextStore(1), self.tables, hidden, records_masks=True))
+            self._run(SliceContext(token_slice, ContextStore(1), self.tables, hidden, records_masks=True))
         self.model.train(was_training)
 
 
 def _dtype(*modules: nn.Module) -> torch.dtype:
-    """Of the first parameter there is."""
+    """Returns the dtype of the first parameter in these modules."""
     return next(parameter.dtype for module in modules for parameter in module.parameters())
 
 
 def _separate_head(model: PreTrainedModel, anatomy: ModelAnatomy, is_last: bool) -> list[TiedWeight]:
-    """Give the head an accumulator of its own, so that embedding and head gradients add in a fixed order."""
+    """Gives the head a separate accumulator, so that embedding and head gradients add in a fixed order."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = []
     for head_name, name in anatomy.tied:
@@ -273,7 +287,7 @@ def _separate_head(model: PreTrainedModel, anatomy: ModelAnatomy, is_last: bool)
 
 
 def uses_randomness(model: nn.Module) -> bool:
-    """Whether training draws random numbers: dropout of any kind, or a router's jitter."""
+    """Returns whether training draws random numbers: dropout of any kind, or a router's jitter."""
     return any(
         isinstance(value, float)
         and value > 0

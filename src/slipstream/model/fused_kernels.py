@@ -1,12 +1,13 @@
-"""Norms and activations, each as one kernel: torch.compile of what a model's own code does between its linear layers.
+"""Fuses norms and activations into one kernel each: torch.compile of what a model's code does between its linear
+layers.
 
     x ─ [to float32, square, mean, rsqrt, mul, mul] ─ q, k, v ─ attention ─ ...          a norm
     x ─ gate, up ─ [act(gate) * up] ─ down ─ ...                                          a gated feed-forward
 
 Only what is in brackets is compiled. Linear layers, dropout and attention run as before, called one by one: hooks on
-them, gradients added in place, and the split of a backward into I and W stay what they are. PTD-P section 4.2 fuses
-bias, GeLU, dropout and residual by hand; here the bias is in the matrix product, and dropout stays outside, so that it
-draws the same numbers fused or not.
+them, gradients added in place, and the split of a backward into I and W stay the same. PTD-P section 4.2 fuses bias,
+GeLU, dropout and residual by hand; here the bias is in the matrix product, and dropout stays outside, so that it draws
+the same numbers with and without fusion.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.saving import compiled_modules
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
-# what needs no kernel
+# operations that need no kernel
 _FREE = frozenset({getattr, operator.getitem, "chunk", "split", "view", "reshape", "size", "dim"})
 _CHANGES = frozenset({operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv})
 _RANDOM = ("dropout", "rand", "bernoulli", "noise")
@@ -42,14 +43,15 @@ _Kernel = Callable[..., Any]
 
 
 def fuse_kernels(model: nn.Module) -> list[str]:
-    """Compile, in place, the norms and activations of `model`. Nothing is compiled yet: that is the first forward's.
+    """Replaces, in place, the forwards of the norms and activations in `model`; each compiles when it first runs.
 
-    A norm is a module without children that is called so; an activation one of transformers' or PyTorch's, in a module
-    with linear layers. They are traced, so no code of theirs is copied, and run for slices of any length without being
-    compiled anew. What can't be traced stays as it is, as does what is one kernel already, such as `nn.LayerNorm`.
-    Equal ones are compiled once, however many layers have them.
+    A norm is a module without children whose class name contains "Norm"; an activation is one of transformers' or
+    PyTorch's, in a module with linear layers. They are traced, so none of their code is copied, and run for slices of
+    any length without being compiled again. What can't be traced stays as it is, as does what is already one kernel,
+    such as `nn.LayerNorm`. Equal modules are compiled once, however many layers have them.
 
-    Returns the names of the modules whose forwards are fused now.
+    Returns:
+        The names of the modules whose forwards are fused.
     """
     kernels: dict[object, _Kernel] = {}
     names = []
@@ -66,7 +68,7 @@ def fuse_kernels(model: nn.Module) -> list[str]:
 
 
 def check_compiler(device_type: str) -> None:
-    """Raises SlipstreamError where torch.compile can't make kernels for such a device, "cpu" or "cuda", here."""
+    """Raises SlipstreamError where torch.compile can't make kernels here for a device type, "cpu" or "cuda"."""
     if device_type == "cuda" and find_spec("triton") is None:
         raise SlipstreamError(
             f"fused: kernels for CUDA are made by Triton. Install it: pip install triton, {_LEAVE_OUT}"
@@ -87,7 +89,7 @@ def check_compiler(device_type: str) -> None:
 
 
 def _cxx() -> str:
-    """PyTorch's default."""
+    """Returns PyTorch's default C++ compiler."""
     return "clang++" if sys.platform == "darwin" else "g++"
 
 
@@ -108,28 +110,32 @@ def _is_activation(module: nn.Module) -> bool:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """One tensor and nothing else: of an optional argument a trace would only see one of both cases."""
+    """Returns whether the forward takes one tensor and nothing else: a trace sees only one case of an optional
+    argument."""
     parameters = [*signature(module.forward).parameters.values()]
     return len(parameters) == 1 and parameters[0].default is Parameter.empty and parameters[0].kind not in _VARIADIC
 
 
 class _Tracer(fx.Tracer):
-    """Sees through activations. All other children are called as modules."""
+    """Traces through activations and calls all other children as modules."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not _is_activation(m)
 
 
 def _trace(module: nn.Module) -> fx.Graph | None:
-    """What its forward does; None where that depends on the input or the mode, is random, or changes something, and
-    where matrices are multiplied: W and recomputation have to see that."""
+    """Returns the graph of the module's forward; None where fusing it could change results.
+
+    That is where it depends on the input or the mode, is random, or changes something, and where matrices are
+    multiplied: W and recomputation have to see that.
+    """
     was_training, codes = module.training, set()
     try:
         for training in (False, True):
             module.training = training
             graph = _Tracer().trace(module)
             codes.add(graph.python_code("self").src)
-    except Exception:  # a model's code may do anything with what only stands for a tensor
+    except Exception:  # a model's code may do anything with a proxy of a tensor
         return None
     finally:
         module.training = was_training
@@ -145,10 +151,10 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _fuse_regions(module: nn.Module, graph: fx.Graph, kernels: dict[object, _Kernel]) -> fx.Graph | None:
-    """The same graph with every region as one call; None if it has no region that is more than one kernel.
+    """Returns the same graph with one call for every region; None if no region has more than one kernel.
 
-    The operations between the same modules are a region: those that need the same number of modules, one after the
-    other, before them. So all that gate and up are needed for comes after both.
+    The operations between the same modules form a region: those that need the same number of modules, one after the
+    other, before them. So everything that needs both gate and up comes after both.
     """
     levels = _levels(graph)
     fused, copies, num_kernels = fx.Graph(), dict[fx.Node, fx.Node](), 0
@@ -171,7 +177,7 @@ def _fuse_regions(module: nn.Module, graph: fx.Graph, kernels: dict[object, _Ker
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Of every call: how many modules must be called before, one after the other."""
+    """Returns for every call the number of modules that must be called before it, one after the other."""
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op.startswith("call"):
@@ -187,7 +193,7 @@ def _call_kernel(
     copies: dict[fx.Node, fx.Node],
     kernels: dict[object, _Kernel],
 ) -> None:
-    """Put one call in the place of `region`. Regions with equal code and equally large parameters share a kernel."""
+    """Replaces `region` by one call. Regions with equal code and equally large parameters share a kernel."""
     inside = {*region}
     inputs = [*dict.fromkeys(each for node in region for each in node.all_input_nodes if each not in inside)]
     outputs = [node for node in region if any(user not in inside for user in node.users)]
@@ -206,16 +212,17 @@ def _call_kernel(
 
 
 def _shape(module: nn.Module, node: fx.Node) -> torch.Size | None:
-    """Of a parameter or buffer; None for what is only known when it runs."""
+    """Returns the shape of a parameter or buffer; None for what is only known when it runs."""
     found = operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else None
     return found.shape if isinstance(found, Tensor) else None
 
 
 def _kernel(graph: fx.Graph) -> _Kernel:
-    """The region as a function. It is never compiled for a single token, whose sizes of 1 would need code of its own.
+    """Returns the region as a function.
 
-    Where a dispatch mode watches the operations, as recompute="selective" does in a forward and in its replay, it runs
-    uncompiled: PyTorch would compile the one and not the other, depending on which came first.
+    It is never compiled for a single token, whose sizes of 1 would need separate code. Where a dispatch mode watches
+    the operations, as recompute="selective" does in a forward and in its replay, it runs uncompiled: PyTorch would
+    compile the one and not the other, depending on which came first.
     """
     plain = fx.GraphModule(nn.Module(), graph).forward
     compiled = torch.compile(plain, dynamic=True)

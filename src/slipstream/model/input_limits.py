@@ -1,4 +1,4 @@
-"""What a model's config limits: how long a sequence and how large a token id may be."""
+"""Reads from a model's config how long a sequence and how large a token id may be, and checks inputs against that."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from slipstream.errors import SlipstreamError
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """The model's positions, in tokens; None where any length will do.
+    """Returns the number of the model's positions, in tokens; None where any length is possible.
 
-    Rope of type dynamic grows with the sequence: there the number is only where it begins to.
+    Rope of type dynamic grows with the sequence: there max_position_embeddings is only where it begins to.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -18,7 +18,7 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 
 def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:
-    """Raise SlipstreamError for a sequence longer than the model's positions; `setting` is what gave the length."""
+    """Raises SlipstreamError for a sequence longer than the model's positions; `setting` names what gave the length."""
     limit = longest_sequence(config)
     if limit is None or length <= limit:
         return
@@ -29,7 +29,7 @@ def check_length(config: PretrainedConfig, length: int, setting: str = "") -> No
 
 
 def check_token_ids(config: PretrainedConfig, smallest: int, largest: int) -> None:
-    """Raise SlipstreamError for a token id that the model's vocabulary doesn't have."""
+    """Raises SlipstreamError for a token id outside the model's vocabulary."""
     size = config.get_text_config().vocab_size
     if smallest < 0 or largest >= size:
         raise SlipstreamError(

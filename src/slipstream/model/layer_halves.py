@@ -1,8 +1,8 @@
-"""Where a layer can be cut in two: after its attention and before its feed-forward, each with its own norms.
+"""Finds where a layer can be cut in two: after its attention and before its feed-forward, each with its own norms.
 
-A layer that computes x + attention(norm(x)), then h + feed_forward(norm(h)), is two layers, one without each of the
-branches: the first hands h on, which has the shape of x, and the second continues with it. Which children are whose is
-found by watching a toy run, and believed once the toy, cut so, is exact.
+A layer that computes x + attention(norm(x)), then h + feed_forward(norm(h)), is two layers, each without one of the
+branches: the first passes on h, which has the shape of x, and the second continues with it. Which child belongs to
+which half is found by running a toy, and accepted if the halves of the toy's layers are exact.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, isnan
 from typing import Any
 
@@ -18,18 +19,19 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.layer_arguments import first_output, hidden_states, with_hidden_states
 from slipstream.model.layer_range import LayerHalf
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, second_half
 from slipstream.model.toy import full_precision, perturb_parameters, recorded_attention, toy_model, toy_tokens
 
-TOLERANCE = 1e-10  # the same products in the same order: a difference is a mistake
+TOLERANCE = 1e-10  # the same products in the same order, so a larger difference is a mistake
 
 
 def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:
-    """The parts of every kind of layer, for `ModelAnatomy.halves`.
+    """Returns the parts of every kind of layer, for `ModelAnatomy.halves`.
 
-    Every layer of the toy is compared with its halves one after the other, in float64 and training mode: output,
+    Every layer of the toy is compared with its two halves run in sequence, in float64 and training mode: output,
     gradients of input and parameters. Raises SlipstreamError, naming the layer, where they are not equal.
     """
     try:
@@ -57,14 +59,14 @@ def _find_halves(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) 
 
 
 def _check_walk(model: PreTrainedModel, anatomy: ModelAnatomy, parts: Sequence[LayerPart], tokens: Tensor) -> None:
-    """What goes from layer to layer may read things off their parts: it runs with placeholders too."""
+    """Runs the toy with half layers, since the code between layers may read attributes of their parts."""
     for half in LayerHalf:
-        skeleton = copy_with_shared_weights(model)
-        for layer in skeleton.get_submodule(anatomy.layers).children():
+        halved = copy_with_shared_weights(model)
+        for layer in halved.get_submodule(anatomy.layers).children():
             keep_half(layer, parts, half)
         try:
             with torch.no_grad():
-                skeleton(input_ids=tokens, use_cache=False)
+                halved(input_ids=tokens, use_cache=False)
         except Exception as error:  # the model's own code
             raise _NotTwoHalvesError(
                 f"layers: without one half of each it fails ({type(error).__name__}: {error})"
@@ -78,12 +80,12 @@ def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
 
 
 class _NotTwoHalvesError(Exception):
-    """Why a layer can't be cut in two."""
+    """Raised with the reason why a layer can't be cut in two."""
 
 
 @dataclass
 class _LayerCall:
-    """How a layer was called, and its children with parameters, in the order in which they ran."""
+    """How a layer was called, and its children with parameters in the order in which they ran."""
 
     layer: nn.Module
     args: tuple[Any, ...] = ()
@@ -97,10 +99,10 @@ def _record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor)
     runs = [_LayerCall(layer) for layer in model.get_submodule(anatomy.layers).children()]
     hooks = []
     for run in runs:
-        hooks.append(run.layer.register_forward_pre_hook(_call_noter(run), with_kwargs=True))
+        hooks.append(run.layer.register_forward_pre_hook(partial(_record_call, run), with_kwargs=True))
         for name, child in run.layer.named_children():
             if next(child.parameters(), None) is not None:
-                hooks.append(child.register_forward_hook(_child_noter(run, name)))
+                hooks.append(child.register_forward_hook(partial(_record_child, run, name)))
     with torch.no_grad(), recorded_attention() as attending:
         model(input_ids=tokens, use_cache=False)
     for hook in hooks:
@@ -111,23 +113,17 @@ def _record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor)
     return runs
 
 
-def _call_noter(run: _LayerCall) -> Any:
-    def note(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        run.args, run.kwargs = args, kwargs
-
-    return note
+def _record_call(run: _LayerCall, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    run.args, run.kwargs = args, kwargs
 
 
-def _child_noter(run: _LayerCall, name: str) -> Any:
-    def note(_child: nn.Module, _args: Any, output: Any) -> None:
-        run.children.append(name)
-        run.tuple_lengths[name] = len(output) if isinstance(output, tuple) else 0
-
-    return note
+def _record_child(run: _LayerCall, name: str, _child: nn.Module, _args: Any, output: Any) -> None:
+    run.children.append(name)
+    run.tuple_lengths[name] = len(output) if isinstance(output, tuple) else 0
 
 
 def _parts_of(run: _LayerCall, beginnings: set[str]) -> list[LayerPart]:
-    """Try every child after the attention as the first of the second half, those of earlier layers first."""
+    """Tries every child after the attention as the beginning of the second half, those of earlier layers first."""
     _check_children(run)
     candidates = run.children[run.children.index(run.attending) + 1 :]
     if not candidates:
@@ -173,7 +169,7 @@ def _cut_at(run: _LayerCall, beginning: str) -> list[LayerPart]:
 
 
 def _difference(run: _LayerCall, parts: Sequence[LayerPart]) -> float:
-    """The largest relative error of outputs and gradients, infinite where one is missing or a half can't run."""
+    """Returns the largest relative error of outputs and gradients; infinity if one is missing or a half can't run."""
     halves = [copy_with_shared_weights(run.layer) for _ in LayerHalf]
     for half, layer in zip(LayerHalf, halves, strict=True):
         keep_half(layer, parts, half)
@@ -194,16 +190,13 @@ def _difference(run: _LayerCall, parts: Sequence[LayerPart]) -> float:
 def _outputs_and_gradients(
     run: _LayerCall, layers: Sequence[nn.Module], parts: Sequence[LayerPart]
 ) -> dict[str, Tensor]:
-    """Of the layers one after the other, as stages run them: with dropout, its random state keyed by the half."""
-    hidden = received = (run.args[0] if run.args else run.kwargs["hidden_states"]).clone().requires_grad_()
+    """Runs the layers in sequence, as stages run them: with dropout whose random state is keyed by the half."""
+    hidden: Any = hidden_states(run.args, run.kwargs).clone().requires_grad_()
+    received = hidden
     for layer in layers:
+        args, kwargs = with_hidden_states(run.args, run.kwargs, hidden)
         with _seeded_halves(layer.train(), parts):
-            output = (
-                layer(hidden, *run.args[1:], **run.kwargs)
-                if run.args
-                else layer(**run.kwargs | {"hidden_states": hidden})
-            )
-        hidden = output[0] if isinstance(output, tuple) else output
+            hidden = first_output(layer(*args, **kwargs))
     weights = torch.randn(hidden.shape, dtype=hidden.dtype, generator=torch.Generator().manual_seed(1))
     (hidden * weights).sum().backward()
     gradients = {name: p.grad for layer in layers for name, p in layer.named_parameters() if p.grad is not None}

@@ -1,4 +1,4 @@
-"""What a stage owns: consecutive layers, which may begin and end inside one, or only what runs before or after them."""
+"""Describes which consecutive layers a stage owns, which may begin or end inside a layer, or an end of the model."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ class LayerHalf(Enum):
 
 
 class ModelEnd(Enum):
-    """What runs outside the layers: on the first and the last stage, which may have no layer at all."""
+    """What runs outside the layers: the embedding on the first stage and the head on the last."""
 
     EMBEDDING = "embedding"
     HEAD = "head"
 
 
 class HalfLayer(NamedTuple):
-    """A layer without its other half."""
+    """One half of a layer."""
 
     layer: int
     half: LayerHalf
 
 
-StagePart: TypeAlias = int | HalfLayer | ModelEnd  # a whole layer goes by its number
+StagePart: TypeAlias = int | HalfLayer | ModelEnd  # a number is a whole layer
 
 ALLOWED_LAYER_COUNTS = (
-    "half a layer at least, in multiples of 0.5; or of none, if the first is to embed and no more, or the last to be "
-    "the head alone"
+    "at least half a layer, in multiples of 0.5 (the first may have 0, for the embedding alone, and the last 0, for "
+    "the head alone)"
 )
 
 
 def are_allowed_layer_counts(counts: Sequence[float]) -> bool:
-    """Whether stages may have so many layers, one after the other."""
+    """Returns whether consecutive stages may have these numbers of layers."""
     return all(count >= 0 and count % 0.5 == 0 for count in counts) and 0 not in counts[1:-1]
 
 
 @dataclass(frozen=True)
 class LayerRange(Collection[StagePart]):
-    """Layers [start, stop) in steps of a half: layer 3 is [3, 4), its attention [3, 3.5), its feed-forward [3.5, 4).
+    """The layers [start, stop) in steps of half a layer: layer 3 is [3, 4), its attention [3, 3.5).
 
-    Holds whole layers as their numbers, and at its ends perhaps a HalfLayer:
+    Iterating gives whole layers as numbers and, at the ends, perhaps a HalfLayer:
 
-        list(LayerRange(3.5, 6)) == [HalfLayer(3, Half.FEED_FORWARD), 4, 5]
+        list(LayerRange(3.5, 6)) == [HalfLayer(3, LayerHalf.FEED_FORWARD), 4, 5]
 
-    Without layers it is an Edge that is a stage of its own: at 0 the embedding, else the head.
+    A range without layers is a ModelEnd that is a stage of its own: the embedding at 0, else the head.
     """
 
     start: float
@@ -59,12 +59,12 @@ class LayerRange(Collection[StagePart]):
 
     @property
     def layers(self) -> range:
-        """Those of which it has a half at least."""
+        """The numbers of the layers of which the range has at least a half."""
         return range(int(self.start), ceil(self.stop))
 
     @property
     def has_halves(self) -> bool:
-        """Whether it begins or ends inside a layer."""
+        """Whether the range begins or ends inside a layer."""
         return any(isinstance(each, HalfLayer) for each in self)
 
     def __iter__(self) -> Iterator[StagePart]:

@@ -1,8 +1,8 @@
-"""Which parts of a causal LM come before its layers, which are the layers, and which come after them.
+"""Finds which parts of a causal LM come before its layers, which are the layers, and which come after them.
 
-Found by watching a toy of the same architecture run, so it holds for any model that walks one list of layers: what is
-called before the first layer (embeddings) belongs to the first stage, what is called after the last (norm, head) to the
-last stage, and parts without parameters (rotary tables) to every stage.
+A toy of the same architecture runs once, so this works for any model that runs one list of layers: what is called
+before the first layer (embeddings) belongs to the first stage, what is called after the last (norm, head) to the last
+stage, and parts without parameters (rotary tables) to every stage.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from slipstream.model.toy import toy_model, toy_tokens
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A child of a layer that has parameters, and the half of the layer that it is part of."""
+    """A child of a layer that has parameters, and the half of the layer that it belongs to."""
 
-    name: str  # within the layer, e.g. "mlp"
-    kind: str  # its class's name: layers of one model may have different children of one name
+    name: str  # within the layer, such as "mlp"
+    kind: str  # its class's name, as layers of one model may have different children of one name
     half: LayerHalf
-    tuple_length: int = 0  # it returns a tuple of this length; 0: a tensor
-    begins_half: bool = False  # nothing of its half runs before it
+    tuple_length: int = 0  # the length of the tuple that it returns; 0: it returns a tensor
+    begins_half: bool = False  # whether it runs first in its half
 
 
 @dataclass(frozen=True)
 class ModelAnatomy:
-    """Module names, valid for every size of one architecture."""
+    """The names of a model's parts, the same for every size of one architecture."""
 
-    layers: str  # the nn.ModuleList of decoder layers, e.g. "model.layers"
-    before: tuple[str, ...]  # e.g. ("model.embed_tokens",)
-    after: tuple[str, ...]  # e.g. ("model.norm", "lm_head")
-    tuple_length: int = 0  # layers return a tuple of this length, its first item the hidden states; 0: a tensor
+    layers: str  # the nn.ModuleList of decoder layers, such as "model.layers"
+    before: tuple[str, ...]  # such as ("model.embed_tokens",)
+    after: tuple[str, ...]  # such as ("model.norm", "lm_head")
+    tuple_length: int = 0  # the length of the tuple that layers return, hidden states first; 0: a tensor
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter): one weight on two stages
-    halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty where nobody asked, or it can't be
+    halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty if that isn't needed or isn't possible
     separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
 
 
 def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
-    """Run a toy of `config`'s architecture once and note who is called when.
+    """Returns the anatomy of `config`'s architecture, found by running a toy of it once.
 
-    Raises SlipstreamError, naming the part, where the architecture is not a plain walk over one list of layers.
+    Raises SlipstreamError, naming the part, where the architecture doesn't simply run one list of layers.
     """
     model = toy_model(config)
     layers = find_layers(model)
@@ -81,7 +81,7 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
 
 
 def find_layers(model: nn.Module) -> str:
-    """The name of the model's list of decoder layers: the one that holds most parameters."""
+    """Returns the name of the model's list of decoder layers, which is the list with the most parameters."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise SlipstreamError(f"{type(model).__name__} has no nn.ModuleList of layers, so it can't be cut into stages.")
@@ -102,7 +102,7 @@ class _Progress:
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """The largest modules that neither hold the layers nor are held by them: the siblings along the way to the list."""
+    """Returns the largest modules that neither contain the layers nor lie in them, by name."""
     found: dict[str, nn.Module] = {}
     path = layers.split(".")
     for depth in range(len(path)):

@@ -1,4 +1,4 @@
-"""Models of which only the owned layers take memory: random from a config, or read from safetensors."""
+"""Builds models of which only the owned layers take memory, with random weights or from safetensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.layer_range import StagePart
 from slipstream.model.model_anatomy import ModelAnatomy
 from slipstream.model.model_cutting import keep_layers
-from slipstream.model.storages import storage_id
+from slipstream.model.storages import storage_id, storage_ids
 from slipstream.model.toy import quiet_transformers
 
 _FACTORIES = {
@@ -38,18 +38,18 @@ _SMALL = 1024  # elements; tensors up to this size are always real
 
 
 class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the tensors a model's constructor creates, and leaves those `on_meta` says without memory.
+    """Records the tensors a model's constructor creates, and creates those in `on_meta` without memory.
 
-    Random fills of a tensor without memory are drawn all the same, into a scratch tensor: the generator moves on as if
-    the whole model were there, so what is kept gets the numbers it would get in the unsplit model.
+    Random numbers for a tensor without memory are drawn all the same, into a scratch tensor: the generator advances as
+    if the whole model were there, so what is kept gets the numbers it would get in the unsplit model.
     """
 
     def __init__(self, on_meta: set[int] | None = None, draws: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.created: list[Tensor] = []
-        self._on_meta = on_meta  # None: every one, and nothing is drawn, as nothing will be kept
+        self._on_meta = on_meta  # None: all of them, and nothing is drawn, as nothing will be kept
         self._draws = draws and on_meta is not None
-        self._scratch: dict[torch.dtype, Tensor] = {}  # one that grows: freed ones would leave holes in the heap
+        self._scratch: dict[torch.dtype, Tensor] = {}  # one growing tensor: freed ones would leave holes in the heap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,21 +86,12 @@ def random_model(
     owned: Collection[StagePart],
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """The layers `owned` of `torch.manual_seed(seed); AutoModelForCausalLM.from_config(config)`, to the bit.
+    """Returns the parts `owned` of `torch.manual_seed(seed); AutoModelForCausalLM.from_config(config)`, to the bit.
 
-    The rest is never in memory: the constructor runs twice, first without any memory to see which tensor becomes
-    which parameter, then with memory for those that are kept.
+    The rest is never in memory: the constructor runs twice, first without any memory to see which tensor becomes which
+    parameter, then with memory for those that are kept.
     """
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
-        with _Construction() as dry_run:
-            model = _construct(config, dtype)
-        kept = _kept_storages(model, anatomy, owned)
-        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept}
-        torch.manual_seed(seed)
-        with _Construction(on_meta):
-            model = _construct(config, dtype)
-    keep_layers(model, anatomy, owned, torch.device("cpu"))
-    return model
+    return _construct_partly(config, anatomy, owned, dtype, seed)
 
 
 def model_for_timing(
@@ -110,20 +101,14 @@ def model_for_timing(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """The layers `owned` with any numbers, drawn where they are needed: a CPU takes minutes for a large model's.
+    """Returns the parts `owned` with arbitrary weights, drawn on `device`.
 
-    `random_model` draws those of all layers, and twice: once for torch's own start, once for transformers'.
+    This is faster than `random_model`, which takes minutes on a CPU for a large model: it draws the weights of all
+    layers, once for torch's initialisation and once for transformers'.
     """
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
-        with _Construction() as dry_run:
-            model = _construct(config, dtype)
-        buffers = {storage_id(buffer) for buffer in model.buffers()}
-        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in buffers}
-        with _Construction(on_meta, draws=False):
-            model = _construct(config, dtype)
-    keep_layers(model, anatomy, owned, torch.device("cpu"))
+    model = _construct_partly(config, anatomy, owned, dtype, seed=None)
     generator = torch.Generator(device).manual_seed(0)
-    drawn = {parameter: _draw(parameter, generator) for parameter in model.parameters()}  # once where two are tied
+    drawn = {parameter: _draw(parameter, generator) for parameter in model.parameters()}  # once for tied parameters
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, drawn[parameter])
@@ -136,7 +121,7 @@ def _draw(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None, **settings: Any) -> PreTrainedModel:
-    """Every module and shape of the model on the meta device, which takes no memory; `settings` as `from_config`'s."""
+    """Returns the whole model on the meta device, which takes no memory; `settings` are passed to `from_config`."""
     with torch.device("meta"), quiet_transformers():
         return _construct(config, dtype, **settings)
 
@@ -148,9 +133,9 @@ def pretrained_model(
     owned: Collection[StagePart],
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """The layers `owned` of a folder of safetensors or a model on the hub; no other tensor is read.
+    """Returns the parts `owned` of a model in a folder of safetensors or on the hub, reading no other tensor.
 
-    Raises SlipstreamError for missing or damaged files, and for weights that are not in the checkpoint.
+    Raises SlipstreamError for missing or damaged files, and for weights that the files don't contain.
     """
     part = _partial_class(_causal_lm_class(config), anatomy, owned)
     try:
@@ -181,7 +166,7 @@ def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def _partial_class(whole: type[PreTrainedModel], anatomy: ModelAnatomy, owned: Collection[StagePart]) -> Any:
-    """`whole` with everything but `owned` cut off as soon as it is constructed, on meta, before weights are read."""
+    """Returns a subclass of `whole` that removes all but `owned` right after construction, before weights are read."""
 
     def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)
@@ -191,7 +176,7 @@ def _partial_class(whole: type[PreTrainedModel], anatomy: ModelAnatomy, owned: C
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The config of a model folder or hub name; SlipstreamError where there is none."""
+    """Returns the config of a model folder or hub name; raises SlipstreamError where there is none."""
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -200,7 +185,10 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedConfig:
-    """The config with these settings, `model_type` among them; SlipstreamError says what is wrong with `name`."""
+    """Returns a config made of these settings, one of which is `model_type`.
+
+    Raises SlipstreamError, which calls the settings `name`, where transformers doesn't accept them.
+    """
     values = dict(settings)
     model_type = values.pop("model_type", None)
     try:
@@ -211,13 +199,32 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
 
 
 def _construct(config: PretrainedConfig, dtype: torch.dtype | None, **settings: Any) -> PreTrainedModel:
-    """`from_config` without its side effect: it writes the dtype into the config it is given."""
+    """Calls `from_config` on a copy of the config, since it writes the dtype into the config."""
     chosen = settings if dtype is None else settings | {"dtype": dtype}
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)
 
 
-def _kept_storages(model: PreTrainedModel, anatomy: ModelAnatomy, owned: Collection[StagePart]) -> set[int]:
-    """Storages of what is left after the cut. Buffers are kept everywhere: rotary tables belong to every stage."""
-    buffers = [storage_id(buffer) for buffer in model.buffers()]
-    keep_layers(model, anatomy, owned, torch.device("meta"))
-    return {*buffers, *(storage_id(parameter) for parameter in model.parameters())}
+def _construct_partly(
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    owned: Collection[StagePart],
+    dtype: torch.dtype | None,
+    seed: int | None,
+) -> PreTrainedModel:
+    """Returns the parts `owned`; without a seed their parameters have no memory yet.
+
+    Buffers are kept everywhere: rotary tables belong to every stage.
+    """
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        with _Construction() as dry_run:
+            model = _construct(config, dtype)
+        kept = storage_ids(model.buffers())
+        if seed is not None:
+            keep_layers(model, anatomy, owned, torch.device("meta"))
+            kept |= storage_ids(model.parameters())
+            torch.manual_seed(seed)
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept}
+        with _Construction(on_meta, draws=seed is not None):
+            model = _construct(config, dtype)
+    keep_layers(model, anatomy, owned, torch.device("cpu"))
+    return model

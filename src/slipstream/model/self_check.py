@@ -1,7 +1,7 @@
-"""Before training: the same architecture at toy size, sliced and staged against whole, layer by layer, in float64.
+"""Compares a toy of an architecture, cut into stages and slices, with the whole toy, layer by layer, in float64.
 
-Whether an architecture can be sliced is not written anywhere in its config: attention may bypass the interface, state
-may run along the tokens, positions may come from elsewhere. Running it shows all of these.
+No config says whether an architecture can be sliced: attention may bypass the interface, state may run along the
+tokens, positions may come from elsewhere. Running it shows all of these.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,18 +22,19 @@ from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.hooks import TokenSlice
+from slipstream.model.layer_arguments import first_output, hidden_states
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
 from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.toy import TOY_LENGTH, full_precision, recorded_attention, toy_model, toy_tokens
 
-TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6 over slices, a mistake by 1e-4 or more
+TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
 _CUTS = (0, 5, 20, 41, TOY_LENGTH)  # unequal slices; the first ends below every threshold of the toy
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What the toy showed: the largest relative errors of layer outputs and gradients, and how long it took."""
+    """The result of a self-check: the largest relative errors of layer outputs and gradients, and its duration."""
 
     model_type: str
     num_layers: int
@@ -42,9 +44,17 @@ class SelfCheck:
 
 
 def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> SelfCheck:
-    """Run the check for `config`'s architecture: about one second.
+    """Checks that slices and stages are exact for an architecture, in about a second. Not collective.
 
-    Raises SlipstreamError that names the layer, or the feature, for which slices or stages would not be exact.
+    Args:
+        config: the model's configuration; a toy with the same architecture and random weights runs on the CPU.
+        anatomy: the architecture's anatomy, if it is known already.
+
+    Returns:
+        The largest relative differences between the sliced and the unsliced toy, in float64.
+
+    Raises:
+        SlipstreamError: an output or gradient differs; the message names the layer or the feature that causes it.
     """
     began = time.perf_counter()
     _refuse_whole_batch_losses(config)
@@ -74,22 +84,22 @@ def _explained(error: Exception) -> str:
 
 
 @dataclass
-class _Trace:
-    """Outputs by place, in the order of the forward ("input of layer 0", "layer 0", ..., "logits"), and gradients."""
+class _ModelRun:
+    """Outputs by place in the order of the forward ("input of layer 0", "layer 0", ..., "logits"), and gradients."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    without_attention: str = ""  # names a layer that never attended through the interface
+    without_attention: str = ""  # says which layer never attended through the interface
 
 
-def _run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> _Trace:
+def _run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> _ModelRun:
     outputs: dict[str, list[Tensor]] = {}
     with _recording(model, anatomy, outputs), recorded_attention() as attending:
         logits = model(input_ids=tokens, use_cache=False).logits
     outputs["logits"] = [logits.detach()]
     (logits * _weights(logits)).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return _Trace(_joined(outputs), gradients, _name_layer_without_attention(model, anatomy, attending))
+    return _ModelRun(_joined(outputs), gradients, _name_layer_without_attention(model, anatomy, attending))
 
 
 def _name_layer_without_attention(model: PreTrainedModel, anatomy: ModelAnatomy, attending: list[nn.Module]) -> str:
@@ -97,13 +107,13 @@ def _name_layer_without_attention(model: PreTrainedModel, anatomy: ModelAnatomy,
         if not set(layer.modules()) & set(attending):
             return (
                 f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, so "
-                "what it needs of earlier tokens (its own attention, a recurrent state) can't be handed to it"
+                "what it needs from earlier tokens (other attention, a recurrent state) can't be provided"
             )
     return ""
 
 
-def _run_sliced(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> _Trace:
-    """Two stages, four slices, forwards and reversed backwards, by hand."""
+def _run_sliced(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> _ModelRun:
+    """Runs two stages on four slices: forwards, then backwards in reverse order."""
     cpu, num_layers = torch.device("cpu"), len(list(model.get_submodule(anatomy.layers).children()))
     middle = (num_layers + 1) // 2
     cuts = [LayerRange(0, middle), LayerRange(middle, num_layers)] if num_layers > 1 else [LayerRange(0, 1)]
@@ -129,7 +139,7 @@ def _run_sliced(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -
             torch.autograd.backward(output, gradient)
             if received is not None and received.grad is not None:
                 gradient = received.grad
-    return _Trace(_joined(outputs), _stage_gradients(stages))
+    return _ModelRun(_joined(outputs), _stage_gradients(stages))
 
 
 def _slice(tokens: Tensor, start: int, end: int, index: int) -> TokenSlice:
@@ -138,7 +148,7 @@ def _slice(tokens: Tensor, start: int, end: int, index: int) -> TokenSlice:
 
 
 def _weights(logits: Tensor) -> Tensor:
-    """A fixed random cotangent: every logit and every token counts."""
+    """Returns fixed random weights of the logits, so that every logit and every token counts."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(logits.shape, dtype=logits.dtype, generator=generator)
 
@@ -147,31 +157,26 @@ def _weights(logits: Tensor) -> Tensor:
 def _recording(
     model: nn.Module, anatomy: ModelAnatomy, outputs: dict[str, list[Tensor]], owned: LayerRange | None = None
 ) -> Iterator[None]:
-    """Collect the first layer's input and every owned layer's output, a list of slices each."""
+    """Collects the first layer's input and every owned layer's output, a list of slices each."""
     layers = list(model.get_submodule(anatomy.layers).children())
     hooks = []
     for index in range(len(layers)) if owned is None else owned.layers:
         if index == 0:
-            hooks.append(layers[0].register_forward_pre_hook(_recorder(outputs, "input of layer 0"), with_kwargs=True))
-        hooks.append(layers[index].register_forward_hook(_output_recorder(outputs, f"layer {index}")))
+            hooks.append(layers[0].register_forward_pre_hook(partial(_record_input, outputs), with_kwargs=True))
+        hooks.append(layers[index].register_forward_hook(partial(_record_output, outputs, f"layer {index}")))
     yield
     for hook in hooks:
         hook.remove()
 
 
-def _recorder(outputs: dict[str, list[Tensor]], place: str) -> Any:
-    def record(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outputs.setdefault(place, []).append((args[0] if args else kwargs["hidden_states"]).detach())
+def _record_input(
+    outputs: dict[str, list[Tensor]], _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    outputs.setdefault("input of layer 0", []).append(hidden_states(args, kwargs).detach())
 
-    return record
 
-
-def _output_recorder(outputs: dict[str, list[Tensor]], place: str) -> Any:
-    def record(_layer: nn.Module, _args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        outputs.setdefault(place, []).append(hidden.detach())
-
-    return record
+def _record_output(outputs: dict[str, list[Tensor]], place: str, _layer: nn.Module, _args: Any, output: Any) -> None:
+    outputs.setdefault(place, []).append(first_output(output).detach())
 
 
 def _joined(outputs: dict[str, list[Tensor]]) -> dict[str, Tensor]:
@@ -181,7 +186,7 @@ def _joined(outputs: dict[str, list[Tensor]]) -> dict[str, Tensor]:
 def _check_attention(
     stages: list[CausalLMStage], anatomy: ModelAnatomy, stores: list[ContextStore], num_slices: int
 ) -> None:
-    """A layer attends as often in every slice."""
+    """Raises SlipstreamError where a layer doesn't attend equally often in every slice."""
     for stage, store in zip(stages, stores, strict=True):
         layers = list(stage.model.get_submodule(anatomy.layers).children())
         for index in stage.owned.layers:
@@ -201,7 +206,7 @@ def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:
     return gradients
 
 
-def _compare_outputs(whole: _Trace, sliced: _Trace) -> float:
+def _compare_outputs(whole: _ModelRun, sliced: _ModelRun) -> float:
     worst = 0.0
     for place, expected in whole.outputs.items():
         error = ((sliced.outputs[place] - expected).abs().max() / expected.abs().max()).item()
@@ -226,7 +231,7 @@ def _compare_gradients(whole: dict[str, Tensor], sliced: dict[str, Tensor]) -> f
 
 
 def _refuse_whole_batch_losses(config: PretrainedConfig) -> None:
-    """The load-balancing loss of mixtures of experts is not a sum over tokens: slices would change it silently."""
+    """Raises SlipstreamError for the load-balancing loss of mixtures of experts, which isn't a sum over tokens."""
     if getattr(config, "output_router_logits", False):
         raise _refusal(
             config,
@@ -238,5 +243,5 @@ def _refuse_whole_batch_losses(config: PretrainedConfig) -> None:
 def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
     return SlipstreamError(
         f"model_type {config.model_type!r} can't be trained in token slices: {reason}. "
-        "`slipstream check` runs this check for any model; Llama, Qwen, Mistral, Gemma, GPT-2 and their kin pass it."
+        "`slipstream check` runs this check for any model; Llama, Qwen, Mistral, Gemma, GPT-2 and the like pass it."
     )

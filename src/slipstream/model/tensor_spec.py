@@ -1,4 +1,4 @@
-"""What a tensor between two stages will be, before it is there."""
+"""Describes the tensors that travel between two stages before they exist."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Tensors = tuple[Tensor, ...]
 
 
 class TensorSpec(NamedTuple):
-    """Of a tensor that one stage hands to another."""
+    """The shape and type of a tensor that one stage sends to another."""
 
     shape: torch.Size
     dtype: torch.dtype
-    needs_gradient: bool = True  # whether a gradient of it comes back
-    peer: int | None = None  # the stage at the other end, where that isn't the one before or after: of a skip
+    needs_gradient: bool = True  # whether its gradient comes back
+    peer: int | None = None  # the other stage, for a skip between stages that aren't neighbours
 
     @property
     def num_bytes(self) -> int:
@@ -26,7 +26,10 @@ class TensorSpec(NamedTuple):
 
 
 def copied_from_messages(tensors: Tensors, messages: Tensors) -> Tensors:
-    """With copies, outside any graph, of those in the memory of a message, which is given back before they are."""
+    """Returns the tensors, with detached copies of those that share memory with a message.
+
+    A message's buffer is released before such a tensor is.
+    """
     held = storage_ids(messages)
     return tuple(_copy(tensor) if storage_id(tensor) in held else tensor for tensor in tensors)
 

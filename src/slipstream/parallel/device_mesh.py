@@ -16,14 +16,25 @@ AXES = ("pp", "dp", "tp")
 
 
 def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -> DeviceMesh:
-    """Collective: the default group's processes as pp x dp x tp.
+    """Returns the processes of the default process group as a mesh of pp x dp x tp ranks. Collective.
 
     Neighbouring ranks share layers, so that tensor parallelism, which exchanges most, stays inside a node; replicas
-    come next, and the stages of a pipeline, which exchange least, may be on different nodes (PTD-P takeaway 1):
+    come next, and the stages of a pipeline, which exchange least, may be on different nodes (Narayanan et al. 2021,
+    PTD-P, takeaway 1):
 
         rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
-    Raises SlipstreamError where the three don't multiply to the number of processes, and without a process group.
+    Args:
+        pp: the number of pipeline ranks.
+        dp: the number of replicas of every pipeline.
+        tp: the number of ranks that share every layer.
+        device_type: "cpu" or "cuda".
+
+    Returns:
+        The mesh, for `Pipeline(mesh=...)`.
+
+    Raises:
+        SlipstreamError: the product of the sizes isn't the number of processes, or there is no process group.
     """
     if not dist.is_initialized():
         raise SlipstreamError(
@@ -48,17 +59,18 @@ def _what_fits(world: int, dp: int, tp: int) -> str:
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """The groups this rank is in, one an axis, and that of all ranks of the mesh."""
+    """The groups this rank is in, one for each axis, and the group of all ranks of the mesh."""
 
     pipeline: RankGroup
     data: RankGroup
     tensor: RankGroup
     world: RankGroup
-    pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, this one among them
+    pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, including this one
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> MeshAxes:
-        """A mesh's; without one all processes are on pp, and without a process group this process is alone."""
+        """Returns a mesh's axes; without a mesh all processes are on pp, and without a process group this one is
+        alone."""
         if mesh is None:
             everyone = RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
             return cls(everyone, RankGroup(), RankGroup(), everyone, (tuple(everyone.global_ranks),))
@@ -73,7 +85,7 @@ class MeshAxes:
 
     @property
     def device(self) -> torch.device:
-        """What these processes compute on unless told otherwise: NCCL's current GPU, else the CPU."""
+        """The device these processes compute on by default: NCCL's current GPU, else the CPU."""
         return torch.device("cuda", torch.cuda.current_device()) if self.world.uses_nccl else torch.device("cpu")
 
 
@@ -83,7 +95,7 @@ def _pipelines(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[tuple[int, ...
 
 
 def _whole(mesh: DeviceMesh) -> RankGroup:
-    """All ranks of the mesh: the default group where it is as large, as it is when `make_mesh` made it."""
+    """Returns the group of all ranks of the mesh: the default group if it has them all, as for `make_mesh`."""
     ranks = mesh.mesh.flatten().tolist()
     if ranks == list(range(dist.get_world_size())):
         return RankGroup(dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Which part of an unsplit model's parameter a rank holds: what sharding, export and checkpoints go by."""
+"""Describes which part of an unsplit model's parameter a rank holds, for sharding, export and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from torch import Tensor
 class ParameterShare:
     """The ranges of a parameter along `dim` whose concatenation is this rank's tensor.
 
-    One range where a weight is cut evenly; several where it holds several matrices (query, key and value, or gate and
-    up), of each of which this rank has its part. `copy` numbers the ranks that hold the very same share, from 0: of a
-    whole parameter all of the tensor axis, of grouped keys and values those that serve the same head.
+    It has one range where a weight is cut evenly, and several where it holds several matrices (query, key and value, or
+    gate and up), of each of which this rank has its part. `copy` numbers the ranks that hold the same share, from 0:
+    for a whole parameter all ranks of the tensor axis, for grouped keys and values those that serve the same head.
     """
 
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # the whole parameter's
     dim: int
     ranges: tuple[tuple[int, int], ...]
     copy: int = 0
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], copy: int = 0) -> ParameterShare:
-        """All of it."""
+        """Returns the share of a rank that holds all of a parameter."""
         return cls(shape, 0, ((0, shape[0] if shape else 1),), copy)
 
     @property
     def is_whole(self) -> bool:
+        """Whether this rank holds all of the parameter."""
         return not self.shape or self.ranges == ((0, self.shape[self.dim]),)
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's tensor, in memory of its own unless it is all of it."""
+        """Returns this rank's tensor, a copy unless it is all of `whole`."""
         if self.is_whole:
             return whole
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Copy this rank's tensor to its places in the whole one."""
+        """Copies this rank's tensor to its places in the whole one."""
         if not self.shape:
             whole.copy_(part)
             return
@@ -49,15 +50,15 @@ class ParameterShare:
             position += stop - start
 
     def boxes(self, part: Tensor, first_row: int = 0) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """The rows of `part` as (offsets in the whole parameter, a view of the tensor there), one a contiguous box.
+        """Yields the rows of `part` as contiguous boxes: (offsets in the whole parameter, a view of the tensor there).
 
-        `part` is this rank's tensor from its row (dim 0) `first_row` on, and need not go to the end: the rows of one
-        rank of several that share an optimizer's state.
+        `part` is this rank's tensor from its row (dim 0) `first_row` on, and need not reach the end: several ranks that
+        share an optimizer's state have some rows each.
         """
         if not self.shape:
             yield (), part
             return
-        position = 0  # of the range along dim, in this rank's tensor
+        position = 0  # where the range begins in this rank's tensor
         for start, stop in self.ranges:
             offsets = [0] * len(self.shape)
             offsets[self.dim] = start

@@ -1,4 +1,4 @@
-"""The ranks along one axis of the mesh: what they exchange, and how much of it."""
+"""The ranks along one axis of the mesh: collectives between them, and counts of what they exchange."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13's names; before it there are only the older ones, which it deprecates
+# torch 2.13's names, and the older ones that it deprecates
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GroupHolder(Protocol):
-    """What keeps process groups alive."""
+    """An object that keeps process groups alive."""
 
     def release_groups(self) -> None:
-        """Of them, as nothing more will be exchanged."""
+        """Releases them, as nothing more will be exchanged."""
         ...
 
 
@@ -28,17 +28,17 @@ _holders: WeakSet[GroupHolder] = WeakSet()
 
 
 def release_groups_at_exit(holder: GroupHolder) -> None:
-    """Have the holder's groups end, threads and all, before the interpreter does."""
+    """Ends the holder's groups, including their threads, before the interpreter ends."""
     _holders.add(holder)
 
 
 @atexit.register
 def _end_groups() -> None:
-    """Gloo's threads free what they have worked on a little later than its result is there, tensors of Python among it.
+    """Ends all groups, since Gloo's threads release the tensors of a collective only some time after it completes.
 
-    One that is about to do so while the interpreter ends is stopped in the middle, which aborts the process
-    ("terminate called without an active exception"). A group's end joins its threads, but it ends with its last owner.
-    Where `destroy_process_group` wasn't called the run has failed, and threads may wait for others for long.
+    A thread that does so while the interpreter ends is stopped in the middle, which aborts the process ("terminate
+    called without an active exception"). A group's end joins its threads, but it ends only with its last owner. Where
+    `destroy_process_group` wasn't called the run has failed, and threads may wait for others for long.
     """
     if not (dist.is_available() and dist.is_initialized()):
         for holder in list(_holders):
@@ -49,8 +49,9 @@ def _end_groups() -> None:
 class RankGroup:
     """A process group, or this process alone: then nothing is sent and every result is the argument.
 
-    `calls` and `payload` count the collectives by name and the bytes that each of them worked on: the whole tensor of
-    an all-reduce, the gathered one of an all-gather, the one that is scattered of a reduce-scatter.
+    `calls` and `payload` count the collectives by name and the bytes that each of them processed: the whole tensor of
+    an all-reduce, the gathered one of an all-gather, the one that is scattered of a reduce-scatter. Every method that
+    exchanges tensors or values is collective over the group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -62,32 +63,35 @@ class RankGroup:
         release_groups_at_exit(self)
 
     def release_groups(self) -> None:
+        """Releases the process group."""
         self.process_group = None
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.global_ranks)
 
     @property
     def uses_nccl(self) -> bool:
+        """Whether the group communicates by NCCL."""
         return self.process_group is not None and dist.get_backend(self.process_group) == "nccl"
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, on every rank, in place."""
+        """Replaces the tensor, on every rank, by the sum over the ranks, and returns it. Collective."""
         self._reduce(tensor, dist.ReduceOp.SUM)
         return tensor
 
     def start_sum(self, tensor: Tensor) -> dist.Work | None:
-        """`sum` while something else runs: the tensor is to be left alone until the work is waited for."""
+        """Starts `sum`; don't touch the tensor until the returned work has been waited for. Collective."""
         return self._reduce(tensor, dist.ReduceOp.SUM, wait=False)
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum over the ranks, on every rank, in place."""
+        """Replaces the tensor, on every rank, by the elementwise maximum over the ranks, and returns it. Collective."""
         self._reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every rank's tensor, all of one shape, in order: (size, *shape)."""
+        """Returns every rank's tensor, all of one shape, in order: (size, *shape). Collective."""
         if self.size == 1:
             return tensor[None]
         gathered = tensor.new_empty(self.size, *tensor.shape)
@@ -96,14 +100,14 @@ class RankGroup:
         return gathered
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Of the sum over the ranks of (size, *shape), this rank's part: (*shape)."""
+        """Returns this rank's part (*shape) of the sum over the ranks of (size, *shape). Collective."""
         mine, work = self.start_reduce_scatter(tensor)
         if work is not None:
             work.wait()
         return mine
 
     def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """`reduce_scatter` while something else runs: leave both tensors alone until the work is waited for."""
+        """Starts `reduce_scatter`; don't touch either tensor until the work has been waited for. Collective."""
         if self.size == 1:
             return tensor[0], None
         mine = tensor.new_empty(tensor.shape[1:])
@@ -113,7 +117,7 @@ class RankGroup:
         return mine, work
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, anything that pickles, on every rank, in order."""
+        """Returns every rank's value, of any type that pickles, in order, on every rank. Collective."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -121,12 +125,12 @@ class RankGroup:
         return values
 
     def barrier(self) -> None:
-        """Nobody goes on before all are here."""
+        """Waits until all ranks are here. Collective."""
         if self.size > 1:
             dist.barrier(group=self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
-        return self  # a module's second skeleton talks to the same ranks
+        return self  # a copy of a module communicates with the same ranks
 
     def _reduce(self, tensor: Tensor, op: Any, wait: bool = True) -> dist.Work | None:
         if self.size == 1:

@@ -1,4 +1,4 @@
-"""Which layers of a model are equal, so that measuring one of a kind is enough."""
+"""Finds which layers of a model are equal, so that measuring one of each kind is enough."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.model import ModelAnatomy, meta_model
 
 
 def find_layer_kinds(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The kind of every layer, numbered from 0 in the order of their first layers, and the kinds' names.
+    """Returns the kind of every layer, numbered in the order of their first layers, and the kinds' names.
 
     Layers are of one kind where their modules, shapes, switches and attention types are equal.
     """
@@ -25,7 +25,7 @@ def find_layer_kinds(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[t
 
 
 def _structure(layer: nn.Module, index: int) -> tuple[Any, ...]:
-    """Everything about a layer that decides what it computes; the numbers in its weights don't."""
+    """Returns everything about a layer that decides what it computes, except the values of its weights."""
     parts = []
     for name, module in layer.named_modules():
         switches = {
@@ -43,7 +43,8 @@ def _is_index(key: str, value: Any, index: int) -> bool:
 
 
 def _names(kinds: Sequence[int], types: Sequence[str | None]) -> tuple[str, ...]:
-    """`layer` where all are equal; else by attention type where that tells them apart, or by the first layer."""
+    """Returns `layer` if all are equal; else names by attention type where that distinguishes them, or by the first
+    layer."""
     if len(types) == 1:
         return ("layer",)
     if None not in types and len(set(types)) == len(types):

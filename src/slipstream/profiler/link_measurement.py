@@ -1,4 +1,4 @@
-"""What a message between two ranks costs, sent as the executor sends it."""
+"""Measures the time of a message between two ranks, sent as the executor sends it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _TIMEOUT = timedelta(minutes=1)
 
 
 def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> MeasuredLink | None:
-    """Latency and bandwidth between the first two ranks of the default group, on every rank; None if it is alone.
+    """Returns latency and bandwidth between the first two ranks of the default group, on every rank. Collective.
 
-    Collective. Both ends wait for the message: what a rank adds that is busy when it arrives isn't the link's.
+    It returns None for a single process. Both ends wait for the message: the delay of a rank that is busy when it
+    arrives isn't the link's.
     """
     ranks = Ranks()
     if ranks.size < 2:
@@ -39,7 +40,7 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Measured
 
 
 def fit_link(points: Sequence[tuple[int, float]], backend: str) -> MeasuredLink:
-    """latency + bytes / bandwidth with the least squared relative error; neither is below what was seen possible."""
+    """Fits latency + bytes / bandwidth with the least squared relative error; neither is below what was measured."""
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
     rows = np.stack([1 / seconds, sizes / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
@@ -51,7 +52,7 @@ def fit_link(points: Sequence[tuple[int, float]], backend: str) -> MeasuredLink:
 def _ping(
     transport: DistributedTransport, there: Channel, back: Channel, num_bytes: int, device: torch.device
 ) -> float:
-    """Seconds of one message: half of there and back, the median."""
+    """Returns the seconds of one message: half of a round trip, the median."""
     payload = torch.zeros(num_bytes // 4, device=device)
     is_first = dist.get_rank() == 0
     mine, theirs = ((there, _OUT), (back, _HOME)) if is_first else ((back, _HOME), (there, _OUT))

@@ -1,4 +1,4 @@
-"""Which slice lengths and contexts are measured: the most telling first, in case time runs out."""
+"""Chooses which slice lengths and contexts are measured: the most informative first, in case time runs out."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from itertools import pairwise, zip_longest
 
 from slipstream.planner.costs import SlicePoint
 
-_DENSE = 8  # multiples of the granularity that are all in the table
-_RATIO = 2**0.5  # between its longer lengths; times between two of them are interpolated
+_DENSE = 8  # the first multiples of the granularity are all in the grid
+_RATIO = 2**0.5  # between longer lengths; times between two of them are interpolated
 
 
 @dataclass
 class MeasurementGrid:
-    """`fitted` points make the fit, `held_out` ones judge it. The extremes come first."""
+    """The points (slice length, context) to measure: `fitted` make the fit, `held_out` judge it; the extremes come
+    first."""
 
     fitted: list[SlicePoint]
     held_out: list[SlicePoint] = field(default_factory=list)
 
     @property
     def points(self) -> list[SlicePoint]:
-        """All of them, one held out after every three fitted."""
+        """All points, one held out after every three fitted."""
         held_out = iter(self.held_out)
         mixed: list[SlicePoint] = []
         for number, point in enumerate(self.fitted, 1):
@@ -30,15 +31,15 @@ class MeasurementGrid:
         return list(dict.fromkeys([*mixed, *held_out]))
 
     def refine(self, off: Sequence[SlicePoint], seq_len: int) -> list[SlicePoint]:
-        """Fit the points that were off, and hold out one beside each instead. Returns what must be measured."""
+        """Fits the points that were off, and holds out one near each instead. Returns the points to measure."""
         again: dict[SlicePoint, None] = {}
         for length, context in off:
             again |= {(length, 0): None, (length, context): None}
-            beside = (length, context // 2) if context > 1 else (max(1, length * 7 // 8), seq_len // 3)
-            beside = (min(beside[0], seq_len - beside[1]), beside[1])
-            if beside not in self.points and beside not in again:
-                self.held_out.append(beside)
-                again[beside] = None
+            nearby = (length, context // 2) if context > 1 else (max(1, length * 7 // 8), seq_len // 3)
+            nearby = (min(nearby[0], seq_len - nearby[1]), nearby[1])
+            if nearby not in self.points and nearby not in again:
+                self.held_out.append(nearby)
+                again[nearby] = None
             for point in ((length, 0), (length, context)):
                 if point in self.held_out:
                     self.held_out.remove(point)
@@ -48,9 +49,9 @@ class MeasurementGrid:
 
 
 def make_grid(seq_len: int, longest_slice: int, granularity: int) -> MeasurementGrid:
-    """Slice lengths, dense where slices are short, with every eighth of the sequence or so as context.
+    """Returns slice lengths, dense where slices are short, with contexts at about every eighth of the sequence.
 
-    All lengths but 1 are multiples of `granularity`, as far as the longest is. Held out is what lies between.
+    All lengths but 1 are multiples of `granularity`, as far as the longest is. Points in between are held out.
     """
     lengths = _lengths(longest_slice, granularity)
     contexts = (seq_len // 2, seq_len - longest_slice // 4, seq_len // 8, seq_len // 4, 3 * seq_len // 4)
@@ -69,7 +70,7 @@ def make_grid(seq_len: int, longest_slice: int, granularity: int) -> Measurement
 
 
 def _lengths(longest: int, granularity: int) -> list[int]:
-    """1, the first multiples of the granularity, then in equal ratios up to the longest."""
+    """Returns 1, the first multiples of the granularity, then lengths in equal ratios up to the longest."""
     lengths = [1, *range(granularity, _DENSE * granularity + 1, granularity)]
     while lengths[-1] < longest:
         lengths.append(max(round(lengths[-1] * _RATIO / granularity), 1) * granularity)
@@ -77,18 +78,18 @@ def _lengths(longest: int, granularity: int) -> list[int]:
 
 
 def _between(lengths: Sequence[int], granularity: int) -> list[int]:
-    """A length off the middle between each two neighbours that leave room for one."""
+    """Returns a length off the middle between any two neighbours that leave room for one."""
     room = [(a, b) for a, b in pairwise(lengths) if a > 1 and b - a > granularity]
     return [a + max(1, (b - a) * 2 // 5 // granularity) * granularity for a, b in room]
 
 
 def _scattered(count: int) -> list[int]:
-    """From 1 to 15, in no order of the lengths."""
+    """Returns numbers from 1 to 15 in an irregular order."""
     return [(5 * k + 3) % 15 + 1 for k in range(count)]
 
 
 def _extremes_first(points: Sequence[SlicePoint]) -> list[SlicePoint]:
-    """Last, first, and then the others from coarse to fine."""
+    """Returns the last point, the first, and then the others from coarse to fine."""
     order = sorted(range(len(points)), key=lambda k: -(k & -k) if k else 0)
     ends = [len(points) - 1, 0] if points else []
     return [points[k] for k in dict.fromkeys([*ends, *order])]

@@ -1,4 +1,4 @@
-"""What runs while it is active: floating-point operations, bytes that kernels move, storages that autograd saves."""
+"""Counts floating-point operations and the bytes that kernels move, while it is active."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OperationTally:
 
 @contextmanager
 def counted_operations(width: int) -> Iterator[OperationTally]:
-    """A tally that is complete when the block ends; tensors `width` wide count as wide."""
+    """Returns a tally that is complete when the block ends; tensors whose last dim is `width` count as wide."""
     tally = OperationTally()
     flops = FlopCounterMode(display=False, custom_mapping={_aten._grouped_mm: _grouped_flops})
     with _Traffic(tally, width), flops:
@@ -59,7 +59,7 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view or func._overloadpacket in _NO_KERNELS:
             return result
         tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
-        if func._overloadpacket in _GATHERS:  # reads as much as it writes, not all that it could
+        if func._overloadpacket in _GATHERS:  # reads as much as it writes, not its whole input
             tensors = [result, result]
         num_bytes = sum(each.numel() * each.element_size() for each in tensors)
         tally = self._tally
@@ -76,7 +76,7 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    """The shape of it, in any dtype: PyTorch's own meta function takes bfloat16 alone."""
+    """Returns an empty result of a grouped product in any dtype, as PyTorch's meta function only takes bfloat16."""
     if a.dim() == b.dim() == 2:
         assert offs is not None
         return a.new_empty(offs.numel(), a.shape[0], b.shape[1])
@@ -84,7 +84,7 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: An
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Experts' products: every token meets one expert's matrix, (N,K) x (E,K,M) -> (N,M), or the gradient of B."""
+    """Counts the flops of experts' products: (N,K) x (E,K,M) -> (N,M), one matrix per token, or the gradient of B."""
     if len(a) == len(b) == 2:
         return int(2 * a[0] * a[1] * b[1])
     return int(2 * math.prod(out_shape) * a[-1])

@@ -1,4 +1,4 @@
-"""Which hardware, which software and which model a profile is of."""
+"""Identifies the hardware, software and model that a profile belongs to."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from transformers import PretrainedConfig
 from slipstream.planner.costs import Hardware, ModelIdentity
 from slipstream.version import __version__
 
-# What a configuration says about where it came from and how it is loaded
+# Settings of a configuration that say where it came from and how it is loaded
 _ORIGIN = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
-# and what else changes no cost
+# Other settings that change no cost
 _FREE = {"bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict", "use_cache"}
 
 
 def identify_hardware(device: torch.device, num_processes: int = 1) -> Hardware:
-    """The present hardware, on which `num_processes` compute side by side."""
+    """Returns the present hardware, on which `num_processes` compute at the same time."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Hardware(name, _cpu(), os.cpu_count() or 1, torch.get_num_threads(), num_processes)
 
 
 def identify_model(config: PretrainedConfig) -> ModelIdentity:
-    """Shapes and hash of a transformers configuration; token ids and other names of things don't count."""
+    """Returns the shapes and the hash of a transformers configuration, ignoring token ids and other names."""
     text = config.get_text_config()
     settings = {key: value for key, value in without_origin(config.to_dict()).items() if key not in _FREE}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
@@ -40,12 +40,12 @@ def identify_model(config: PretrainedConfig) -> ModelIdentity:
 
 
 def without_origin(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a configuration that make it another model: not where it came from and how it is loaded."""
+    """Returns a configuration's settings, without those that say where it came from and how it is loaded."""
     return {key: value for key, value in settings.items() if key not in _ORIGIN}
 
 
 def versions() -> dict[str, str]:
-    """What computed."""
+    """Returns the versions of the software that computes."""
     found = {
         "slipstream": __version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""One stage on one slice with a context before it: the seconds of F, B, I and W, and the bytes F leaves."""
+"""Times one stage on one slice with a context before it: the seconds of F, B, I and W, and the bytes F leaves."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from slipstream.planner.costs import AttentionWindow, find_window
 from slipstream.schedule import Op
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-_PIECE = 1024  # tokens at once while the context is filled, so that the head's logits stay small
+_PIECE = 1024  # tokens of each step while the context is filled, so that the head's logits stay small
 
 
 class PrefilledStore(ContextStore):
     """A store with the keys and values of a whole sequence, where any slice can be run again after any context.
 
-    It is a token longer than the sequence, which no slice computes: so it is never complete, and nothing is freed.
+    It is one token longer than the sequence, and no slice computes that token: so it is never complete, and nothing is
+    freed.
     """
 
     def __init__(self, length: int) -> None:
         super().__init__(length + 1)
 
     def rewind(self, context: int) -> None:
-        """Forget the slices that ran, but for one that covers the first `context` tokens."""
+        """Forgets the slices that ran, except one that covers the first `context` tokens."""
         for each in self._contexts.values():
             each.slices = {0: StoredSlice(end=context, first=0)} if context else {}
 
@@ -39,9 +40,9 @@ class PrefilledStore(ContextStore):
 class StageBench:
     """Runs a stage's ops on slices of random tokens, as the executor runs them.
 
-    In a step a rank's other layers and slices come between two ops of a layer: its weights and gradients are not in the
-    caches any more, nor is the memory that it will write to. So on a CPU `others` are read before every op. Devices
-    have no caches so large.
+    In a step a rank's other layers and slices come between two ops of a layer: its weights and gradients are no longer
+    in the caches, nor is the memory that it will write to. So on a CPU `others` are read before every op. Other devices
+    don't have caches of this size.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class StageBench:
         self._fill()
 
     def run(self, length: int, context: int) -> dict[Op, float]:
-        """Seconds of F and B of the slice, then of F, I and W."""
+        """Returns the seconds of F and B of the slice, then of F, I and W."""
         forwards, seconds = [], dict[Op, float]()
         for splits in (False, True):
             forward, output, gradient = self._forward(length, context)
@@ -100,7 +101,7 @@ class StageBench:
         return found
 
     def context_bytes(self) -> tuple[int, int]:
-        """Bytes per token of the keys and values, and of their gradients."""
+        """Returns the bytes per token of the keys and values, and of their gradients."""
         self._store.free()
         self._fill()
         before = self._store.num_bytes
@@ -108,7 +109,7 @@ class StageBench:
         return before // self._store.length, (self._store.num_bytes - before) // self._store.length
 
     def windows(self) -> tuple[AttentionWindow, ...]:
-        """The distinct windows of the stage's attention calls."""
+        """Returns the distinct windows of the stage's attention calls."""
         last = self.seq_len - 1
         probes = {position: self._first_keys(position) for position in (last, max(0, last - 1), last // 2, last // 3)}
         probes |= {first - 1: self._first_keys(first - 1) for first in probes[last] if first > 0}
@@ -117,13 +118,13 @@ class StageBench:
 
     @torch.no_grad()
     def _first_keys(self, position: int) -> list[int]:
-        """What the query at a position sees first, in every attention call."""
+        """Returns the first key that the query at a position sees, in every attention call."""
         self._store.rewind(position)
         self._compute(1, position, self._input(1))
         return [self._store.reads(call)[-1][0] for call in self._store.calls]
 
     def _forward(self, length: int, context: int) -> tuple[float, Tensor, Tensor | None]:
-        """Seconds of F; its output and the gradient to come."""
+        """Returns the seconds of F, its output and its output's gradient."""
         self._store.rewind(context)
         hidden = self._input(length)
         outputs: list[Tensor] = []
@@ -131,7 +132,7 @@ class StageBench:
         return seconds, outputs[0], self._gradient(outputs[0])
 
     def _saving(self, length: int, shared: set[int]) -> tuple[SavedTensors, Tensor | None, Tensor]:
-        """A first slice's saved tensors, input and output."""
+        """Returns a first slice's saved tensors, input and output."""
         saved = SavedTensors(shared)
         self._store.rewind(0)
         hidden = self._input(length)
@@ -146,7 +147,7 @@ class StageBench:
         output = self.stage.forward(piece, hidden, self._store)
         if not self.stage.is_last:
             return output
-        total, _ = self._loss(output, ids)  # any labels will do
+        total, _ = self._loss(output, ids)  # any labels work
         return total / ids.numel()
 
     def _input(self, length: int) -> Tensor | None:
@@ -158,7 +159,7 @@ class StageBench:
         return None if output.dim() == 0 else self._hidden[:, : output.shape[1]].contiguous().to(output.dtype)
 
     def _fill(self) -> None:
-        """Keys and values of the whole sequence."""
+        """Computes keys and values of the whole sequence."""
         with torch.no_grad():
             for start in range(0, self.seq_len, _PIECE):
                 length = min(_PIECE, self.seq_len - start)
@@ -166,7 +167,7 @@ class StageBench:
                 self._compute(length, start, hidden)
 
     def _timed(self, work: Callable[[], object]) -> float:
-        """Seconds; on a GPU between two events, once it is idle."""
+        """Returns the seconds of `work`; on a GPU between two events, once it is idle."""
         if self._device.type != "cuda":
             if self._others is not None:
                 self._others.sum()

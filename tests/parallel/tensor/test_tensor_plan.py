@@ -122,7 +122,7 @@ def test_parts_cover_a_parameter_once(sizes: list[int], num_parts: int, copies: 
         (llama(intermediate_size=46), 4, None, r"mlp.gate_proj has 46 features to share, which 4 tensor ranks can't"),
         (llama(vocab_size=3), 4, None, r"model.embed_tokens has 3 rows, too few for 4 tensor ranks"),
         (ARCHITECTURES["gpt_oss"], 2, None, r"'gpt_oss' has no plan.*model.layers.\*.self_attn.q_proj.*tensor_plan="),
-        (ARCHITECTURES["llama4_text"], 2, None, r"in the style 'packed_rowwise', which isn't run here. Known are"),
+        (ARCHITECTURES["llama4_text"], 2, None, r"in the style 'packed_rowwise', which isn't supported. Supported are"),
         (llama(), 2, PLAN | {"model.layers.*.mlp.up": "colwise"}, r"tensor_plan names 'model.layers.\*.mlp.up', which"),
         (llama(), 2, PLAN | {"model.layers.*.mlp.up_proj": "columns"}, r"in the style 'columns'"),
         (llama(), 2, PLAN | {"model.norm": "colwise"}, r"must spread modules of one list of layers"),

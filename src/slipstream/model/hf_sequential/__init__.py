@@ -1,1 +1,1 @@
-"""Hugging Face models other than causal LMs as a sequence of layers."""
+"""Turns Hugging Face models other than causal LMs into an `nn.Sequential`."""

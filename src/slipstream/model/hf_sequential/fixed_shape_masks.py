@@ -1,6 +1,6 @@
-"""Attention masks whose shape doesn't depend on what is padded, so that a pipeline knows its messages beforehand.
+"""Makes attention masks of one shape whatever is padded, so that a pipeline knows its messages in advance.
 
-transformers leaves a mask out where no token of the batch is padding. In a pipeline some microbatches have padding.
+transformers omits the mask of a batch without padding. In a pipeline only some microbatches may have padding.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _PREFIX = "slipstream_whole_"
 
 
 def always_build_masks(model: PreTrainedModel) -> None:
-    """Let `model`'s own code build a mask wherever it is given what is padding. It attends as before elsewhere.
+    """Makes `model`'s own code build a mask whenever it is given an attention mask. Its attention stays the same.
 
-    Raises SlipstreamError for attention whose masks are no tensors of one shape.
+    Raises SlipstreamError for attention implementations whose masks aren't tensors of one shape.
     """
     configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
     for config in configs.values():
@@ -30,7 +30,9 @@ def always_build_masks(model: PreTrainedModel) -> None:
 def _whole(config: PretrainedConfig) -> str:
     name = str(config._attn_implementation or "eager")
     if "flash" in name or "flex" in name:
-        raise SlipstreamError(f"attn_implementation={name!r} has masks of its own kind. Use 'sdpa' or 'eager'.")
+        raise SlipstreamError(
+            f"attn_implementation={name!r} builds masks that aren't tensors of one shape. Use 'sdpa' or 'eager'."
+        )
     AttentionMaskInterface.register(_PREFIX + name, _never_skipping(ALL_MASK_ATTENTION_FUNCTIONS[name]))
     return _PREFIX + name
 

@@ -1,4 +1,4 @@
-"""A vision model or encoder-decoder of transformers as a sequence of layers, where its pipeline plan allows."""
+"""Turns a vision model or encoder-decoder of transformers into an nn.Sequential, where its pipeline plan allows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.hf_sequential.stack_connector import (
-    LayerCalls,
-    LayerStack,
-    ModelInputs,
-    StackConnector,
-    StackLayer,
-    main_output,
-)
+from slipstream.model.hf_sequential.stack_connector import ModelInputs, StackConnector, StackLayer, main_output
+from slipstream.model.hf_sequential.stack_placeholders import LayerStack
 from slipstream.model.hf_sequential.toy_inputs import toy_inputs, toy_of
 from slipstream.model.model_cutting import copy_with_shared_weights
 
-Plan = Mapping[str, Any]  # as transformers' base_model_pp_plan: module -> (inputs, outputs), in the order they run
+PipelinePlan = Mapping[
+    str, Any
+]  # as transformers' base_model_pp_plan: module -> (inputs, outputs), in the order they run
 SUPPORTED = (
     "Sequences are pipelined by microbatches only. Plans allow T5Gemma (encoder and decoder), EuroBERT, ESMC, "
     "UltraBERT and the vision encoder of DeepSeek-OCR-2. To a vision model without a plan give one, for ViT "
@@ -35,28 +31,32 @@ def sequence_of(
     model: PreTrainedModel,
     inputs: Sequence[str] = (),
     *,
-    plan: Plan | None = None,
+    plan: PipelinePlan | None = None,
     self_check: bool = True,
     **constants: Any,
 ) -> nn.Sequential:
-    """An nn.Sequential over the model's own modules, for microbatch pipelining only: its attention sees whole
-    sequences or images, so it takes no token slices.
+    """Returns an nn.Sequential over the model's own modules, to be pipelined by microbatches.
 
-    The sequence takes a tuple of the tensors named `inputs` (one tensor where there is one name) and gives what the
-    model's forward gives: its logits, or without a head the last hidden states. Between two layers go the hidden
-    states and what else the layers need (masks, positions, the encoder's output), made once by the model's own code.
-    Layers and weights are shared with `model`, which is taken over: don't use it elsewhere.
+    Its attention sees whole sequences or images, so it takes no token slices. The sequence takes a tuple of the tensors
+    named `inputs` (one tensor if there is one name) and returns what the model's forward returns: its logits or,
+    without a head, the last hidden states. Between two layers travel the hidden states and whatever else the layers
+    need (masks, positions, the encoder's output), which the model's own code computes once. The sequence shares layers
+    and weights with `model`: don't use the model elsewhere. Not collective.
 
     Args:
-        model: a model of transformers whose config, or those of its encoder and decoder, have a `base_model_pp_plan`.
-        inputs: names of its forward's tensors. Default: what it needs at least, and the attention mask.
-        plan: where the config has none: modules of the base model in the order in which they run, one of them the
-            list of layers.
+        model: a model of transformers whose config, or the configs of its encoder and decoder, have a
+            `base_model_pp_plan`.
+        inputs: the names of its forward's tensors; by default those it needs, and the attention mask.
+        plan: a plan for a model whose config has none: modules of the base model in the order in which they run, one of
+            them the list of layers, each with the names of its inputs and outputs.
         self_check: whether to compare the sequence with the model's own forward, at toy size in float64.
         constants: further arguments of the forward, the same for all batches.
 
+    Returns:
+        The sequence; `nn.Sequential` runs it on one device, and `slipstream.Pipeline` on several.
+
     Raises:
-        SlipstreamError: the plan doesn't describe what the model does, with the supported models.
+        SlipstreamError: the plan doesn't describe what the model does. The message names the supported models.
     """
     inputs = tuple(inputs) or default_inputs(model)
     if self_check:
@@ -65,7 +65,7 @@ def sequence_of(
 
 
 def default_inputs(model: PreTrainedModel) -> tuple[str, ...]:
-    """The main input; for tokens with their mask, and for an encoder-decoder with the decoder's tokens."""
+    """Returns the names of a model's inputs: its main input, with masks for tokens and the decoder's tokens."""
     main = str(model.main_input_name)
     if main != "input_ids":
         return (main,)
@@ -74,9 +74,9 @@ def default_inputs(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def check_sequence(
-    model: PreTrainedModel, inputs: Sequence[str], plan: Plan | None, constants: Mapping[str, Any]
+    model: PreTrainedModel, inputs: Sequence[str], plan: PipelinePlan | None, constants: Mapping[str, Any]
 ) -> None:
-    """Raise SlipstreamError unless a toy of the model gives, in float64, what its sequence gives."""
+    """Raises SlipstreamError unless a toy of the model returns, in float64, what its sequence returns."""
     find_stacks(model, plan)
     try:
         toy = toy_of(model)
@@ -92,8 +92,8 @@ def check_sequence(
         raise refusal(model, "its own forward does something between the modules of its plan that the plan leaves out")
 
 
-def find_stacks(model: PreTrainedModel, plan: Plan | None) -> list[LayerStack]:
-    """The model's stacks of layers in the order in which they run."""
+def find_stacks(model: PreTrainedModel, plan: PipelinePlan | None) -> list[LayerStack]:
+    """Returns the model's stacks of layers in the order in which they run; raises SlipstreamError without a plan."""
     parts = dict(_parts(model, plan))
     if not parts:
         raise refusal(model, "neither its config nor those of its parts have a base_model_pp_plan")
@@ -104,8 +104,8 @@ def find_stacks(model: PreTrainedModel, plan: Plan | None) -> list[LayerStack]:
     return [_stack(model, prefix, part_plan) for prefix, part_plan in parts.items()]
 
 
-def _parts(model: PreTrainedModel, plan: Plan | None) -> Iterator[tuple[str, Plan]]:
-    """(name, plan) of each part with a plan that it follows: a stack of layers and what is before and after it."""
+def _parts(model: PreTrainedModel, plan: PipelinePlan | None) -> Iterator[tuple[str, PipelinePlan]]:
+    """Yields the name and plan of each part of the model with a plan and a list of layers."""
     base = model.base_model
     if plan is not None:
         yield next(name for name, module in model.named_modules() if module is base), plan
@@ -119,7 +119,7 @@ def _parts(model: PreTrainedModel, plan: Plan | None) -> Iterator[tuple[str, Pla
                 yield name, own
 
 
-def _stack(model: PreTrainedModel, prefix: str, plan: Plan) -> LayerStack:
+def _stack(model: PreTrainedModel, prefix: str, plan: PipelinePlan) -> LayerStack:
     names = [f"{prefix}.{name}" if prefix else name for name in plan]
     have = [name for name in names if _has(model, name)]
     lists = [name for name in have if isinstance(model.get_submodule(name), nn.ModuleList)]
@@ -138,29 +138,26 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def _build(
-    model: PreTrainedModel, inputs: tuple[str, ...], plan: Plan | None, constants: Mapping[str, Any]
+    model: PreTrainedModel, inputs: tuple[str, ...], plan: PipelinePlan | None, constants: Mapping[str, Any]
 ) -> nn.Sequential:
-    """begin, the layers, end; or begin, the encoder's layers, middle, the decoder's layers, end."""
+    """Returns begin, layers, end; or begin, encoder's layers, middle, decoder's layers, end."""
     stacks = find_stacks(model, plan)
     trial = toy_inputs(model, inputs)
-    about = ModelInputs({name: tensor.shape[1:] for name, tensor in trial.items()})
+    described = ModelInputs({name: tensor.shape[1:] for name, tensor in trial.items()})
     tensors, behind = tuple(trial.values()), None
     sequence: dict[str, nn.Module] = {}
     for place, stack in enumerate(stacks):
-        between = StackConnector(copy_with_shared_weights(model), stacks, place, about, constants, behind)
+        connector = StackConnector(copy_with_shared_weights(model), stacks, place, described, constants, behind)
         with torch.no_grad(), torch.random.fork_rng():
-            tensors = between.measure(tensors)
-        behind = between.layout
-        sequence["middle" if place else "begin"] = between
+            tensors = connector.measure(tensors)
+        behind = connector.layer_calls
+        sequence["middle" if place else "begin"] = connector
         name = ("encoder", "decoder")[place] if len(stacks) == 2 else "layer"
-        sequence |= {f"{name}{i}": layer for i, layer in enumerate(_layers(model, stack, between.layout))}
-    sequence["end"] = StackConnector(copy_with_shared_weights(model), stacks, len(stacks), about, constants, behind)
+        layers = model.get_submodule(stack.layers).children()
+        calls = connector.layer_calls.arguments if connector.layer_calls else ()
+        sequence |= {f"{name}{i}": StackLayer(*each) for i, each in enumerate(zip(layers, calls, strict=True))}
+    sequence["end"] = StackConnector(copy_with_shared_weights(model), stacks, len(stacks), described, constants, behind)
     return nn.Sequential(OrderedDict(sequence))
-
-
-def _layers(model: PreTrainedModel, stack: LayerStack, layout: LayerCalls | None) -> list[StackLayer]:
-    layers = list(model.get_submodule(stack.layers).children())
-    return [StackLayer(layer, call) for layer, call in zip(layers, layout.arguments if layout else (), strict=True)]
 
 
 def refusal(model: PreTrainedModel, reason: str) -> SlipstreamError:

@@ -1,4 +1,4 @@
-"""A model of transformers at toy size, with encoder, decoder or vision parts, and inputs that fit it."""
+"""Builds models with encoder, decoder or vision parts at toy size, and random inputs that fit them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LENGTH = 12  # tokens
 
 
 def toy_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The same class with few small layers and random weights, in float64, in evaluation mode."""
+    """Returns a model of the same class with few small layers and random weights, in float64 and evaluation mode."""
     config = _shrunk(model.config)
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(0)
@@ -26,7 +26,7 @@ def toy_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def toy_inputs(model: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
-    """A random tensor for each name, two rows; the second row's last tokens are padding."""
+    """Returns a random tensor of two rows for each name; the last tokens of the second row are padding."""
     generator = torch.Generator().manual_seed(0)
     return {name: _input(model, name, generator).to(model.device) for name in names}
 

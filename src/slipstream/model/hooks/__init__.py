@@ -1,4 +1,4 @@
-"""What Slipstream registers with transformers, and what that code may ask about the current token slice."""
+"""Code that Slipstream registers with transformers, and what that code may read about the current token slice."""
 
 from __future__ import annotations
 

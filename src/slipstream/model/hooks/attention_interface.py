@@ -1,7 +1,7 @@
 """Slipstream's attention and mask functions, registered with transformers under the name 'slipstream'.
 
-A model whose attention goes through `AttentionInterface` calls these instead of its own, so its code stays untouched:
-the mask function answers with the range of keys each query of the slice sees, the attention function reads the keys
+A model whose attention goes through `AttentionInterface` calls these instead of its own, so its code stays unchanged:
+the mask function returns the range of keys that each query of the slice sees, and the attention function reads the keys
 and values of the slices before from the context store.
 """
 
@@ -21,7 +21,7 @@ NAME = "slipstream"
 
 
 def sliced_mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> KeyRanges | NotCausalError:
-    """What transformers passes to every layer as `attention_mask`."""
+    """Returns what transformers passes to every layer as `attention_mask`."""
     context = current_slice()
     if context.records_masks:
         context.tables.register(mask_function)
@@ -40,7 +40,7 @@ def sliced_attention(
     s_aux: Tensor | None = None,  # attention sinks, one logit a head
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one slice to itself and all slices before: (b, T, heads, d), as transformers expects it."""
+    """Returns the attention of one slice to itself and all slices before, (b, T, heads, d), as transformers expects."""
     if not isinstance(attention_mask, KeyRanges):
         raise SlipstreamError(
             f"{type(module).__name__} attends with {attention_mask or 'no mask of transformers'}, so what a slice may "
@@ -65,6 +65,6 @@ def sliced_attention(
 
 
 def register() -> None:
-    """Make `attn_implementation="slipstream"` known to transformers; calling it again changes nothing."""
+    """Makes `attn_implementation="slipstream"` known to transformers; calling it again changes nothing."""
     AttentionInterface.register(NAME, sliced_attention)
     AttentionMaskInterface.register(NAME, sliced_mask)

@@ -1,4 +1,4 @@
-"""Rotary tables whose frequencies depend on the longest position of the batch, made exact for a slice of it."""
+"""Makes rotary tables exact for a slice where their frequencies depend on the longest position of the batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def fix_length_dependent_rope(model: nn.Module) -> None:
-    """Give every rotary module of type dynamic or longrope the batch's largest position beside the slice's own.
+    """Gives every rotary module of type dynamic or longrope the batch's largest position in addition to the slice's.
 
-    A slice below the threshold would otherwise compute other frequencies than the whole sequence does. The extra
-    column decides the frequencies and is cut off again; the columns of the slice are computed element by element.
+    A slice below the threshold would otherwise compute other frequencies than the whole sequence does. The extra column
+    decides the frequencies and is removed from the output; the slice's columns are computed element by element.
     """
     for module in model.modules():
         if _is_length_dependent(getattr(module, "rope_type", None)):

@@ -1,13 +1,13 @@
-"""From the mask functions a model builds to the range of keys each query sees, exactly.
+"""Turns the mask functions that a model builds into the range of keys that each query sees, exactly.
 
-transformers describes a mask as a function of (batch, head, query, key). Slicing needs more structure than that: every
-causal mask in use lets query q see a contiguous range first(q)..q (plain causal: 0; a sliding window: q-w+1; llama4's
-blocks: the start of q's block). So each mask becomes one table `first`, found by evaluating the given function over all
-pairs, and a mask that is not such a range is refused as soon as a layer uses it, never approximated.
+transformers describes a mask as a function of (batch, head, query, key). Slicing needs more structure: every causal
+mask in use lets query q see a contiguous range first(q)..q (plain causal: 0; a sliding window: q-w+1; Llama 4's blocks:
+the start of q's block). So each mask becomes a table `first`, found by evaluating the given function over all pairs. A
+mask that is not such a range is refused as soon as a layer uses it, never approximated.
 
 Packed documents are separate sequences to transformers: windows and blocks count from the document's start, so a table
-is read at the position within the document and shifted by where the document starts. Older versions count blocks from
-the sequence's start; we do what the installed version does.
+is read at the position within the document and shifted by the document's start. Older versions count blocks from the
+sequence's start; the installed version decides.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from slipstream.attention import KeyRanges
 
 MaskFunction = Callable[..., Tensor]
 _COUNTS_WITHIN_DOCUMENTS = hasattr(masking_utils, "remap_positions_for_packed_sequence")
-_PAIRS_AT_ONCE = 1 << 24  # bounds the memory of an evaluation to about 100 MB
+_PAIRS_AT_ONCE = 1 << 24  # limits the memory of an evaluation to about 100 MB
 
 
 def first_keys(mask_function: MaskFunction, length: int, device: torch.device) -> Tensor:
-    """The first key each of `length` queries sees: (length,) int64 on the CPU.
+    """Returns the first key each of `length` queries sees: (length,) int64 on the CPU.
 
     Raises NotCausalError where what a query sees is not the contiguous range first(q)..q.
     """
@@ -49,7 +49,7 @@ def _first_keys(mask_function: MaskFunction, begin: int, end: int, device: torch
 
 
 class NotCausalError(Exception):
-    """A mask under which a query sees something else than the keys first(q)..q.
+    """A mask under which a query doesn't see exactly the keys first(q)..q.
 
     Models may build masks that no layer uses, so this travels in the mask's place and is raised by attention.
     """
@@ -59,7 +59,7 @@ class NotCausalError(Exception):
 
 
 class MaskTables:
-    """The masks of one stage's model, numbered in the order its forward asks for them."""
+    """The masks of one stage's model, numbered in the order in which its forward builds them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,12 +71,13 @@ class MaskTables:
         return len(self._functions)
 
     def register(self, mask_function: MaskFunction) -> None:
+        """Adds the next mask of the model's forward."""
         self._functions.append(mask_function)
 
     def ranges(
         self, mask: int, start: int, end: int, length: int, document_start: Tensor | None
     ) -> KeyRanges | NotCausalError:
-        """What queries [start, end) of a sequence see; document_start (b, end - start) or None."""
+        """Returns what queries [start, end) of a sequence see; document_start is (b, end - start) or None."""
         table = self._table(mask, length)
         if isinstance(table, NotCausalError):
             return table
@@ -90,7 +91,7 @@ class MaskTables:
         return self._ranges[mask, start, end]
 
     def _table(self, mask: int, length: int) -> Tensor | NotCausalError:
-        """The first keys for at least `length` queries: a longer sequence's begin with a shorter one's."""
+        """Returns the first keys for at least `length` queries: a longer sequence's begin with a shorter one's."""
         known = self._tables.get(mask)
         if known is None or (isinstance(known, Tensor) and len(known) < length):
             try:

@@ -1,4 +1,4 @@
-"""What the code inside a model's forward may ask about the token slice being computed."""
+"""The token slice that is being computed, for the code inside a model's forward."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class TokenSlice:
     document_start: Tensor | None  # (b, T) where each token's document begins; None: one document a sequence
     start: int
     length: int
-    max_position: int  # the largest position of the whole batch: rope of type dynamic and longrope reads it
+    max_position: int  # of the whole batch, which rope of type dynamic and longrope reads
     microbatch: int = 0
     index: int = 0
-    seed: int = 0  # of this step
+    seed: int = 0  # the step's seed
 
     @property
     def end(self) -> int:
@@ -43,42 +43,44 @@ class TokenSlice:
 
 @dataclass
 class SliceContext:
-    """The slice a stage's forward is computing, where its keys and values live, and how often each module attended."""
+    """The slice a stage's forward is computing, its context store, and how often each module attended."""
 
     token_slice: TokenSlice
     store: ContextStore
     tables: MaskTables
-    hidden: Tensor | None = None  # what the stage before sent: (b, T, hidden)
-    records_masks: bool = False  # the first forward of a stage notes which masks its model builds
-    tensor_rank: int = 0  # of those that share this stage's layers, each with heads of its own
-    layer: int = -1  # whose forward runs, counted over the whole model
+    hidden: Tensor | None = None  # (b, T, hidden), from the stage before
+    records_masks: bool = False  # true in the first forward of a stage, which learns what masks its model builds
+    tensor_rank: int = 0  # among the ranks that share this stage's layers, each with different heads
+    layer: int = -1  # the layer that runs, counted over the whole model
     calls_in_layer: int = 0
-    parts_of_layer: int = 0  # how often ranks that share it began or ended to compute on their own
+    parts_of_layer: int = 0  # how often its tensor ranks began or ceased to compute different things
     num_masks: int = 0
     calls: Counter[nn.Module] = field(default_factory=Counter)
-    output: Tensor | None = None  # of the last owned layer
+    output: Tensor | None = None  # the last owned layer's
 
     def next_call(self, module: nn.Module) -> tuple[nn.Module, int]:
-        """The store's key: a module may attend several times in one forward, so its name alone would collide."""
+        """Returns the store's key: the module alone is ambiguous, as it may attend several times in one forward."""
         self.calls[module] += 1
         self.calls_in_layer += 1
         return module, self.calls[module]
 
     def enter_layer(self, layer: int) -> None:
+        """Starts the next layer."""
         self.layer, self.calls_in_layer, self.parts_of_layer = layer, 0, 0
 
     def next_mask(self) -> KeyRanges | NotCausalError:
-        """The ranges of the next mask the model asks for; models ask for their masks in a fixed order."""
+        """Returns the key ranges of the model's next mask; models build their masks in a fixed order."""
         self.num_masks += 1
-        piece = self.token_slice
-        return self.tables.ranges(self.num_masks - 1, piece.start, piece.end, piece.length, piece.document_start)
+        tokens = self.token_slice
+        return self.tables.ranges(self.num_masks - 1, tokens.start, tokens.end, tokens.length, tokens.document_start)
 
     def attention_seed(self) -> int:
+        """Returns the seed of the next attention dropout."""
         place = (self.layer, "attention", self.calls_in_layer)
         return self.seed(*place, self.tensor_rank) if self.tensor_rank else self.seed(*place)
 
     def seed(self, *place: object) -> int:
-        """Random state is keyed by (step, place, microbatch, slice), so every split and schedule draws the same."""
+        """Returns a seed keyed by step, place, microbatch and slice, so every split and schedule draws the same."""
         return keyed_seed(self.token_slice.seed, place, self.token_slice.microbatch, self.token_slice.index)
 
 
@@ -88,21 +90,22 @@ def keyed_seed(*key: object) -> int:
 
 
 class RunningForward(Protocol):
-    """A stage's forward."""
+    """A stage's forward while it runs."""
 
-    layer: int  # that runs, counted over the whole model
+    layer: int  # the layer that runs, counted over the whole model
 
 
 _current: ContextVar[RunningForward | None] = ContextVar("slipstream_slice", default=None)
 
 
 def current_layer() -> int:
-    """The layer whose forward runs, counted over the whole model: -1 before the first, beyond all for the loss."""
+    """Returns the number of the layer whose forward runs: -1 before the first, beyond all for the loss."""
     context = _current.get()
     return sys.maxsize if context is None else context.layer
 
 
 def current_slice() -> SliceContext:
+    """Returns the slice that is being computed; raises RuntimeError outside a pipeline."""
     context = _current.get()
     if not isinstance(context, SliceContext):
         raise RuntimeError(
@@ -113,12 +116,13 @@ def current_slice() -> SliceContext:
 
 
 def current_forward() -> RunningForward | None:
-    """What runs a forward at the moment, if anything does."""
+    """Returns the forward that is running, or None."""
     return _current.get()
 
 
 @contextmanager
 def active_forward(context: RunningForward) -> Iterator[RunningForward]:
+    """Makes `context` the forward that is running."""
     token = _current.set(context)
     try:
         yield context
@@ -128,7 +132,7 @@ def active_forward(context: RunningForward) -> Iterator[RunningForward]:
 
 @contextmanager
 def keyed_random_state(enabled: bool) -> Iterator[None]:
-    """Let layers seed the random state for their dropout, and give the caller's own state back afterwards."""
+    """Restores the caller's random state afterwards if `enabled`, so that layers may seed it for their dropout."""
     if not enabled:
         yield
         return

@@ -1,4 +1,4 @@
-"""What autograd saves of a forward: kept, recomputed or offloaded, and weight gradients that wait for W."""
+"""Controls what autograd saves of a forward (kept, recomputed or offloaded) and when weight gradients are computed."""
 
 from __future__ import annotations
 

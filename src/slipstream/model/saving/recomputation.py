@@ -1,7 +1,7 @@
-"""Recomputation (rule 4): what a forward keeps, and the replay that brings back the rest just before the backward.
+"""Recomputation (rule 4): what a forward keeps, and the replay that restores the rest just before the backward.
 
-GPipe section 2.3 calls it re-materialization. Keys and values stay in the context store; a replay reads them there, so
-that recomputing a slice never recomputes the slices before it.
+GPipe section 2.3 calls it re-materialization. Keys and values stay in the context store, and a replay reads them there,
+so recomputing a slice never recomputes the slices before it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from slipstream.model.tensor_spec import Tensors
 class RecomputePolicy:
     """What R recomputes of a slice; F keeps the rest.
 
-    `full` is all that F does on the stage, head and loss included. A number is that of the stage's first layers, and
-    what comes before them; half a layer counts as one. `selective` keeps the outputs of matrix products and of
-    attention, and recomputes norms, activations, rotary embeddings, dropout and the loss, which cost memory but little
-    time.
+    `full` recomputes all that F does on the stage, head and loss included. A number recomputes that many of the stage's
+    first layers and what comes before them; half a layer counts as one. `selective` keeps the outputs of matrix
+    products and of attention, and recomputes norms, activations, rotary embeddings, dropout and the loss, which cost
+    memory but little time.
     """
 
-    num_layers: int | None = None  # None: everything
+    num_layers: int | None = None  # None: all of them
     keeps_products: bool = False
 
     @classmethod
     def parse(cls, setting: str | int, most_layers: int, besides: str = "") -> RecomputePolicy | None:
-        """From the Pipeline's setting; None for "none". `most_layers` are those of the largest stage; `besides` is what
-        else the caller knows."""
+        """Returns the policy of a Pipeline's setting; None for "none".
+
+        `most_layers` is the number of layers of the largest stage; `besides` lists further settings that the caller
+        accepts.
+        """
         if isinstance(setting, int) and not isinstance(setting, bool) and 1 <= setting <= most_layers:
             return cls(num_layers=setting)
         known = {"none": None, "selective": cls(keeps_products=True), "full": cls()}
@@ -53,7 +56,7 @@ class RecomputePolicy:
 
 
 class SliceReplay:
-    """One slice's forward on one stage that can be run again: `forward` once, `replay` once before the backward."""
+    """One slice's forward on one stage that can be repeated: `forward` once, `replay` once before the backward."""
 
     def __init__(
         self,
@@ -63,20 +66,18 @@ class SliceReplay:
         inputs: Tensors,
         needs_gradient: Sequence[bool],
     ) -> None:
-        """Of a stage with these layers; `inputs` are the forward's. `what` is None where nothing is recomputed, only
-        moved to the host."""
+        """`layers` are the stage's, `inputs` the forward's; `what` is None where nothing is recomputed, only moved to
+        the host."""
         self.saved = saved
         self._what = what
         self._layers = layers
         self._inputs = [] if what is None else [saved.hold(tensor) for tensor in inputs]
         self._needs_gradient = needs_gradient
-        self._products: list[
-            SavedTensorSlot | None
-        ] = []  # in the order in which they ran; None: changed in place, so not kept
+        self._products: list[SavedTensorSlot | None] = []  # in order; None: changed in place, so not kept
 
     @contextmanager
     def forward(self, store: ContextStore) -> Iterator[None]:
-        """Around F."""
+        """Surrounds F."""
         with ExitStack() as stack:
             products = None
             if self._what is not None and self._what.keeps_products:
@@ -88,7 +89,7 @@ class SliceReplay:
             self._products = products.kept
 
     def replay(self, run: Callable[[Tensors], object], store: ContextStore) -> None:
-        """R: `run` is F's own call on the inputs, under F's autocast and modes. Afterwards nothing is missing."""
+        """Runs R: `run` is F's own call on the inputs, under F's autocast and modes. Afterwards nothing is missing."""
         pairs = zip(self._inputs, self._needs_gradient, strict=True)
         inputs = tuple(_tensor(held).requires_grad_(needed) for held, needed in pairs)
         with ExitStack() as stack:
@@ -118,7 +119,7 @@ _Attended = tuple[Tensor, Tensor]  # output and log-sum-exp
 
 
 class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what matrix products and attention return, in order, beneath any code that calls them."""
+    """Keeps what matrix products and attention return, in order, whatever code calls them."""
 
     def __init__(self, saved: SavedTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,7 +132,7 @@ class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage_id(tensor) in self._places
 
     def attention(self, compute: Callable[[], _Attended]) -> _Attended:
-        """As one product, whatever it is made of."""
+        """Keeps the result of an attention as one product."""
         self._attends = True
         result = compute()
         for tensor in result:
@@ -153,7 +154,7 @@ class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept.append(self._saved.hold(_alias(tensor)))
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A product that is changed in place afterwards isn't what its replay must return: let it be computed again."""
+        """Forgets a product that is changed in place afterwards, so that the replay computes it again."""
         given = [*zip(func._schema.arguments, args, strict=False)]
         given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
         for argument, value in given:
@@ -194,6 +195,6 @@ def _tensor(kept: SavedTensorSlot) -> Tensor:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory without the autograd graph, which would otherwise keep itself alive through what it holds."""
+    """Returns a tensor over the same memory without the autograd graph, which would otherwise keep itself alive."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""What autograd saves in the forward of one slice: kept, dropped until it is recomputed, or moved to the host."""
+"""Holds what autograd saves in the forward of one slice: kept, dropped until it is recomputed, or moved to the host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slipstream.model.storages import storage_bytes, storage_id
 
 
 class RecomputationError(RuntimeError):
-    """A forward did not repeat itself, or a tensor is asked for that is not there: a mistake of model or schedule."""
+    """Raised where a forward did not repeat itself or a tensor is missing: a mistake of model or schedule."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SavedTensorSlot:
-    """Stands in the autograd graph for one saved tensor, and is freed with the node that saved it."""
+    """Represents one saved tensor in the autograd graph, and is freed with the node that saved it."""
 
     tensor: Tensor | None  # without grad_fn, or the graph would keep itself alive; None: dropped, or moved to the host
     shape: torch.Size
@@ -28,7 +28,7 @@ class SavedTensorSlot:
 
 @dataclass
 class _MovedTensor:
-    """A tensor whose storage is on the host: where to find it once the storage is back."""
+    """Where a tensor lies in its storage, while the storage is on the host."""
 
     slot: SavedTensorSlot
     block: int
@@ -60,8 +60,11 @@ class SavedTensors:
     def saving(
         self, keeps: Callable[[Tensor], bool], recompute: Callable[[], None] | None = None
     ) -> AbstractContextManager[object]:
-        """Around the forward: of what autograd saves, keep the tensors that `keeps` is true of. A backward that needs
-        another calls `recompute`, if that is given, which must `refill` them all."""
+        """Returns a context for the forward that keeps those saved tensors for which `keeps` is true, and drops the
+        others.
+
+        A backward that needs a dropped one calls `recompute`, if that is given, which must `refill` them all.
+        """
 
         def pack(tensor: Tensor) -> SavedTensorSlot:
             slot = SavedTensorSlot(tensor.detach() if keeps(tensor) else None, tensor.shape)
@@ -76,15 +79,15 @@ class SavedTensors:
         return saved_tensors_hooks(pack, unpack)
 
     def hold(self, tensor: Tensor) -> SavedTensorSlot:
-        """A slot of the caller's own, for a tensor that its replay needs: moved and counted like the graph's."""
+        """Returns a slot for a tensor that the caller needs for the replay: moved and counted like the graph's."""
         slot = SavedTensorSlot(tensor, tensor.shape)
         self._held.append(weakref.ref(slot))
         return slot
 
     def refill(self, run: Callable[[], object]) -> None:
-        """Repeat the forward by calling `run`, as far as it takes to fill every slot that was dropped.
+        """Repeats the forward by calling `run`, until every slot that was dropped is filled.
 
-        Raises RecomputationError where it saves other tensors than the first time.
+        Raises RecomputationError where it saves different tensors from the first time.
         """
         slots = [reference() for reference in self._slots]
         dropped = {i: slot for i, slot in enumerate(slots) if slot is not None and slot.tensor is None}
@@ -112,7 +115,7 @@ class SavedTensors:
         return storage_bytes((slot.tensor for slot in self._filled() if slot.tensor is not None), self._shared)
 
     def take_out(self) -> list[Tensor]:
-        """Let go of all tensors that aren't shared. Returns their storages, each once, as tensors of bytes."""
+        """Releases all tensors that aren't shared. Returns their storages, each once, as tensors of bytes."""
         blocks: list[Tensor] = []
         numbers: dict[int, int] = {}  # storage -> index in blocks
         for slot in self._filled():
@@ -131,7 +134,7 @@ class SavedTensors:
         return blocks
 
     def put_back(self, blocks: list[Tensor]) -> None:
-        """Undo `take_out`, given the same bytes in new storages."""
+        """Undoes `take_out`, given the same bytes in new storages."""
         for moved in self._moved:
             tensor = torch.empty(0, dtype=moved.dtype, device=blocks[moved.block].device)
             storage = blocks[moved.block].untyped_storage()

@@ -1,9 +1,9 @@
-"""Linear layers and embeddings that add their weight's gradient in place, at once or later: what I leaves to W.
+"""Linear layers and embeddings that add their weight's gradient in place, immediately or later: what I leaves to W.
 
 Autograd makes a new weight-sized tensor for every slice and adds it to `.grad`: several passes over memory where a
 matrix product that accumulates needs one, and an embedding touches a few rows. With short slices those passes cost as
-much as the arithmetic. They add in the dtype of the parameter's `grad_dtype`: its own, or float32 for one in bfloat16
-that has a float32 master.
+much as the arithmetic. Gradients are added in the parameter's `grad_dtype`: its own dtype, or float32 for a bfloat16
+parameter with a float32 master.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _deferred: list[WeightGradient] | None = None
 
 @contextmanager
 def defer_weight_gradients() -> Iterator[list[WeightGradient]]:
-    """A backward within it (I) leaves its weight gradients in the list; calling each of them is W."""
+    """Makes a backward (I) leave its weight gradients in the list; calling each of them is W."""
     global _deferred
     work: list[WeightGradient] = []
     _deferred = work
@@ -36,9 +36,9 @@ def defer_weight_gradients() -> Iterator[list[WeightGradient]]:
 
 
 def add_weight_gradients_in_place(model: nn.Module) -> None:
-    """Give every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below.
+    """Gives every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below.
 
-    Subclasses and what is inside a compiled module stay as they are; `undeferred_weights` lists them.
+    Subclasses and modules inside a compiled one stay as they are; `undeferred_weights` lists them.
     """
     for module in _splittable(model):
         original = _embedding if isinstance(module, nn.Embedding) else _linear
@@ -46,13 +46,15 @@ def add_weight_gradients_in_place(model: nn.Module) -> None:
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
-    """The names of modules that torch.compile runs: their backward is one piece, so it can't be split into I and W."""
+    """Returns the names of modules that torch.compile runs: their backward can't be split into I and W."""
     return [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
 
 
 def undeferred_weights(model: nn.Module) -> list[str]:
-    """Matrices and larger weights whose gradients I computes, W having nothing left to do: experts in one 3-D tensor,
-    subclasses of linear layers, compiled modules."""
+    """Returns the names of weights of two or more dimensions whose gradients I computes, so that nothing is left for W.
+
+    They are experts in one 3-D tensor, subclasses of linear layers, and compiled modules.
+    """
     split = {id(parameter) for module in _splittable(model) for parameter in module.parameters(recurse=False)}
     return [name for name, parameter in model.named_parameters() if parameter.dim() > 1 and id(parameter) not in split]
 
@@ -68,7 +70,7 @@ def _splittable(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By `module.compile()`, or wrapped by `torch.compile(module)`."""
+    """Returns whether `module.compile()` or `torch.compile(module)` compiled it."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
@@ -87,13 +89,13 @@ def _embedding(module: nn.Module, original: Callable[[Tensor], Tensor], ids: Ten
 
 
 def _is_ours(weight: Any) -> bool:
-    """Hooks on a weight must see its gradient, which then goes autograd's way."""
+    """Returns whether we may compute the gradient: hooks on a weight must see it, and then autograd computes it."""
     hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
     return torch.is_grad_enabled() and weight.requires_grad and not hooked
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b, or x W + b where the weight is kept transposed, as Conv1D does."""
+    """Computes y = x W^T + b, or x W + b where the weight is kept transposed, as in Conv1D."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -115,7 +117,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """y = W[ids]."""
+    """Computes y = W[ids]."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None) -> Tensor:
@@ -142,7 +144,7 @@ def _now_or_later(work: WeightGradient) -> None:
 
 @torch.no_grad()
 def _add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """weight.grad += left^T right, in one pass unless a GPU multiplies in another dtype than it adds in."""
+    """Adds left^T right to weight.grad, in one pass unless a GPU multiplies in a narrower dtype than it adds in."""
     dtype = weight.grad_dtype or left.dtype
     if left.dtype != dtype and not left.is_cuda:
         left, right = left.to(dtype), right.to(dtype)  # exact
@@ -155,13 +157,13 @@ def _add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left^T right, not rounded to the factors' dtype."""
+    """Returns left^T right, not rounded to the factors' dtype."""
     return left.t() @ right if left.dtype == dtype else torch.mm(left.t(), right, out_dtype=dtype)
 
 
 @torch.no_grad()
 def _add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
-    """weight.grad[ids] += rows; ids may repeat."""
+    """Adds rows to weight.grad[ids]; ids may repeat."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
     weight.grad.index_add_(0, ids, rows.to(weight.grad.dtype))

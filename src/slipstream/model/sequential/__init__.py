@@ -1,14 +1,9 @@
-"""Stages of an `nn.Sequential`: its layers, skip connections, token slices and batch norms."""
+"""Builds the stages of an `nn.Sequential`: its layers, skip connections, token slices and batch norms."""
 
 from __future__ import annotations
 
 from slipstream.model.sequential.cut_tokens import check_cut, find_cut
-from slipstream.model.sequential.layer_context import (
-    BatchSlice,
-    LayerValue,
-    as_tuple,
-    as_value,
-)
+from slipstream.model.sequential.layer_context import BatchSlice, LayerValue, as_tuple, as_value
 from slipstream.model.sequential.layer_list import (
     SequentialLayer,
     check_weights_on_one_stage,

@@ -1,4 +1,4 @@
-"""BatchNorm in a pipeline: microbatches are normalised one by one, moving averages take in the whole mini-batch.
+"""BatchNorm in a pipeline: each microbatch is normalised by itself, and moving averages take in the whole mini-batch.
 
 GPipe section 2.2: "the sufficient statistics of inputs during training are computed over each micro-batch and over
 replicas if necessary", and "the moving average of the sufficient statistics over the entire mini-batch" is for
@@ -19,16 +19,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-Gather = Callable[[Tensor], Tensor]  # of every replica, in order: (replicas, *shape)
+Gather = Callable[[Tensor], Tensor]  # returns every replica's tensor, in order: (replicas, *shape)
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a MiniBatch takes care of it."""
+    """Returns whether MiniBatchStatistics handles the module."""
     return type(module) in _KINDS
 
 
 def mixes_batch(module: nn.Module) -> str | None:
-    """Why a layer can't be in a pipeline, since what it does to a row depends on others; None where it can."""
+    """Returns why a layer can't be in a pipeline because it mixes the rows of a batch; None where it can."""
     name = type(module).__name__
     if isinstance(module, nn.SyncBatchNorm):
         return (
@@ -36,7 +36,7 @@ def mixes_batch(module: nn.Module) -> str | None:
             "the whole mini-batch, with batch_norm_over_replicas=True over all replicas."
         )
     if isinstance(module, _BatchNorm) and not is_batch_norm(module):
-        return f"{name} is a batch norm of its own kind. Use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d."
+        return f"{name} is not one of PyTorch's batch norms. Use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d."
     if isinstance(module, _BatchNorm) and module.running_mean is None:
         return (
             f"{name}(track_running_stats=False) normalises by the batch in evaluation too, which here is cut into "
@@ -48,7 +48,7 @@ def mixes_batch(module: nn.Module) -> str | None:
 
 
 class _Statistics(NamedTuple):
-    """Of one microbatch, per channel."""
+    """The statistics of one microbatch, per channel."""
 
     size: int  # values per channel
     mean: Tensor
@@ -58,26 +58,26 @@ class _Statistics(NamedTuple):
 class MiniBatchStatistics:
     """What the batch norms of some layers saw in a step: `begin`, forwards of the microbatches in any order, `update`.
 
-    Recomputing a microbatch notes the same again. Outside a step's forwards the modules are as they were.
+    Recomputing a microbatch records the same again. Outside a step's forwards the modules work as usual.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Every nn.BatchNorm1d, 2d and 3d of `modules` and of what is in them tells its statistics from now on."""
+        """From now on every nn.BatchNorm1d, 2d and 3d in `modules` reports its statistics."""
         found = dict.fromkeys(module for top in modules for module in top.modules() if is_batch_norm(module))
         self._modules = [cast(_BatchNorm, module) for module in found]
         self._seen: dict[nn.Module, dict[int, _Statistics]] = {}
-        self._microbatch: int | None = None  # whose forward runs
+        self._microbatch: int | None = None  # the one whose forward runs
         self._is_noting = True
         for module in self._modules:
             module.forward = partial(self._normalise, module, module.forward)  # type: ignore[method-assign]
 
     def begin(self) -> None:
-        """A step comes next; what one that failed has seen is forgotten."""
+        """Begins a step, and forgets the statistics of one that failed."""
         self._seen = {module: {} for module in self._modules}
 
     @contextmanager
     def seeing(self, microbatch: int, again: bool = False) -> Iterator[None]:
-        """Around a stage's training forward of this microbatch; `again`: of a part of it that ran already."""
+        """Surrounds a stage's training forward of this microbatch; `again` if this part of it ran before."""
         self._microbatch, self._is_noting = microbatch, not again
         try:
             yield
@@ -86,13 +86,15 @@ class MiniBatchStatistics:
 
     @torch.no_grad()
     def update(self, gather: Gather) -> None:
-        """The step's end: move every running mean and variance once, by the whole mini-batch, over the replicas that
-        `gather` asks. Collective over these."""
+        """Ends the step: moves every running mean and variance once, by the whole mini-batch.
+
+        Collective over the replicas whose statistics `gather` returns.
+        """
         if self._modules:
             _move(self._modules, _combined(gather(_combined(self._noted()))))
 
     def _normalise(self, module: _BatchNorm, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """F.batch_norm with averages that forget at once, which are then those of this microbatch."""
+        """Calls F.batch_norm with momentum 1 and separate averages, which are then the microbatch's own statistics."""
         if self._microbatch is None or not module.training:
             return original(x)
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
@@ -105,12 +107,13 @@ class MiniBatchStatistics:
         return output
 
     def _noted(self) -> Tensor:
-        """(microbatches in order, 3, channels of all modules): counts, means, sums of squared deviations."""
+        """Returns (microbatches in order, 3, channels of all modules): counts, means, sums of squared deviations."""
         microbatches = sorted({number for seen in self._seen.values() for number in seen})
         return torch.stack([self._row(number) for number in microbatches or [-1]])
 
     def _row(self, microbatch: int) -> Tensor:
-        """All modules' at once, as they have few channels each; count 0 where one saw nothing."""
+        """Returns the statistics of all modules in one tensor, as they have few channels each; count 0 where one saw
+        nothing."""
         of = [self._seen.get(module, {}).get(microbatch) or _nothing(module) for module in self._modules]
         mean, variance = (torch.cat(tensors).double() for tensors in ([s.mean for s in of], [s.variance for s in of]))
         counts = [torch.full((len(s.mean),), s.size, dtype=torch.float64) for s in of]
@@ -125,7 +128,7 @@ def _nothing(module: _BatchNorm) -> _Statistics:
 
 
 def _combined(rows: Tensor) -> Tensor:
-    """Of several groups of values (groups, 3, C) those of all: Chan, Golub and LeVeque 1979, pairwise to the mean."""
+    """Combines the statistics of groups of values, (groups, 3, C), by Chan, Golub and LeVeque 1979."""
     counts, means, squares = rows.unbind(1)
     count = _sum(counts)
     mean = _sum(counts * means) / count.clamp(min=1)
@@ -133,13 +136,16 @@ def _combined(rows: Tensor) -> Tensor:
 
 
 def _sum(groups: Tensor) -> Tensor:
-    """One group after the other: `Tensor.sum` adds in an order that depends on how many channels lie side by side, and
-    so on how layers are cut into stages."""
+    """Adds one group after the other.
+
+    `Tensor.sum` adds in an order that depends on how many channels lie side by side, and so on how layers are cut into
+    stages.
+    """
     return reduce(torch.add, groups.unbind())
 
 
 def _move(modules: Sequence[_BatchNorm], rows: Tensor) -> None:
-    """Towards (3, channels of all modules)."""
+    """Moves the running statistics towards those of the mini-batch, (3, channels of all modules)."""
     sizes = [module.num_features for module in modules]
     for module, (count, mean, squares) in zip(
         modules, (own.unbind() for own in torch.split(rows, sizes, dim=1)), strict=True

@@ -1,4 +1,4 @@
-"""Token slices of a sequence of layers: the layer where they begin, and the attention that looks across them."""
+"""Token slices of an nn.Sequential: the layer after which tokens are cut, and attention that sees earlier slices."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from slipstream.model.sequential.layer_list import SequentialLayer, SkipRoute
 
 
 class CutTokens(nn.Module):
-    """The layers after it work token by token, or look at earlier tokens by `causal_attention`: they can be sliced.
+    """Marks where token slices begin: later layers work token by token, or see earlier tokens by `causal_attention`.
 
         nn.Sequential(*encoder, slipstream.CutTokens(), *decoder)  # Pipeline(..., slices=4)
 
-    Takes and hands on (b, T, ...), of which a pipeline cuts T into slices, or a tuple that begins with it and whose
-    other tensors every slice sees whole, such as what the decoder's cross-attention reads. Layers before it run once
-    for each microbatch, with its first slice. Without slices, and outside a pipeline, it does nothing.
+    It takes and returns a tensor (b, T, ...), of which a pipeline cuts T into slices, or a tuple that begins with one.
+    Every slice sees the tuple's other tensors whole, such as what the decoder's cross-attention reads. Layers before it
+    run once for each microbatch, with its first slice. Without slices, and outside a pipeline, it returns its input.
     """
 
     def forward(self, inputs: LayerValue) -> LayerValue:
@@ -31,21 +31,21 @@ class CutTokens(nn.Module):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
-    """Attention of every token to itself and the tokens before it, those of earlier slices included.
+    """Returns the attention of every token to itself and all earlier tokens, including those of earlier slices.
 
-    Outside a pipeline, and without slices, it is PyTorch's scaled_dot_product_attention with is_causal.
+    Outside a pipeline, and without slices, it is PyTorch's scaled_dot_product_attention with is_causal. Not collective.
 
     Args:
         query: (b, heads, T, head width).
-        key: (b, heads, T, head width); or fewer heads, by which those of the queries can be divided.
+        key: (b, heads, T, head width), or with fewer heads, whose number divides the queries'.
         value: (b, key's heads, T, any width).
-        scale: what scores are multiplied by; default: 1 / sqrt(head width).
+        scale: the factor of the scores; default: 1 / sqrt(head width).
 
     Returns:
         (b, heads, T, value's width).
 
     Raises:
-        SlipstreamError: where T isn't that of the slice, or not the same for queries and keys.
+        SlipstreamError: T isn't the slice's number of tokens, or differs between queries and keys.
     """
     context = current_forward()
     tokens = context.tokens if isinstance(context, LayerContext) else None
@@ -79,7 +79,7 @@ def _causal(start: int, end: int) -> KeyRanges:
 
 
 def find_cut(layers: Sequence[SequentialLayer]) -> int | None:
-    """The number of the layer CutTokens. Raises SlipstreamError where there are two."""
+    """Returns the number of the layer CutTokens, or None. Raises SlipstreamError where there are two."""
     found = [number for number, layer in enumerate(layers) if isinstance(layer.module, CutTokens)]
     if len(found) > 1:
         raise SlipstreamError(f"{layers[found[1]]}: tokens are cut once, by {layers[found[0]]}. Leave one of them out.")
@@ -87,7 +87,8 @@ def find_cut(layers: Sequence[SequentialLayer]) -> int | None:
 
 
 def check_cut(layers: Sequence[SequentialLayer], routes: Sequence[SkipRoute], cut: int) -> None:
-    """Raises SlipstreamError for what can't be exact in slices and is seen without running it."""
+    """Raises SlipstreamError for layers and skips that can't be exact in slices, as far as that shows without running
+    them."""
     for route in routes:
         if route.stash < cut < route.pop:
             raise SlipstreamError(

@@ -1,4 +1,4 @@
-"""One microbatch of a sequence of layers or a token slice of it, and what runs of it."""
+"""The rows and tokens of a batch on which layers of an nn.Sequential work, and what they may read while they run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from slipstream.attention import ContextStore
 from slipstream.model.hooks import keyed_seed
 from slipstream.model.tensor_spec import Tensors
 
-LayerValue = Tensor | Tensors  # what a layer takes and returns
+LayerValue = Tensor | Tensors  # a layer's input or output
 
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """Rows of a batch: what the first layer is given. Of its token slices, if it has any, the first one runs the layers
-    before CutTokens."""
+    """One microbatch of a batch, or one token slice of it: the first layer's input.
+
+    Of the token slices, only the first runs the layers before CutTokens.
+    """
 
     value: LayerValue
     microbatch: int = 0
-    index: int = 0  # of its token slices
-    seed: int = 0  # of this step
-    tokens: range | None = None  # of the slice; None: it is in one piece, and CutTokens does nothing
-    num_tokens: int = 1  # of all slices
+    index: int = 0  # the number of the token slice
+    seed: int = 0  # the step's seed
+    tokens: range | None = None  # the slice's; None: the microbatch isn't sliced
+    num_tokens: int = 1  # of all slices together
 
     @property
     def tensors(self) -> Tensors:
@@ -37,21 +39,21 @@ class BatchSlice:
 
 @dataclass
 class LayerContext:
-    """A stage's forward of one microbatch or token slice."""
+    """A stage's forward of one microbatch or token slice while it runs."""
 
     piece: BatchSlice
-    tokens: range | None = None  # which of them the layers work on; None: all, as they come
-    store: ContextStore | None = None  # of the keys and values of the slices
-    layer: int = -1  # whose forward runs, counted over the whole sequence
-    calls: Counter[int] = field(default_factory=Counter)  # of attention, by layer
+    tokens: range | None = None  # those that the layers work on; None: all of the input
+    store: ContextStore | None = None  # keys and values of the microbatch's slices
+    layer: int = -1  # the layer that runs, counted over the whole sequence
+    calls: Counter[int] = field(default_factory=Counter)  # calls of attention, by layer
 
     def seed(self, layer: int) -> int:
-        """Random state is keyed by step, layer, microbatch and slice, so every split and schedule draws the same
-        (rule 10)."""
+        """Returns a seed keyed by step, layer, microbatch and slice, so every split and schedule draws the same (rule
+        10)."""
         return keyed_seed(self.piece.seed, layer, self.piece.microbatch, self.piece.index)
 
     def next_call(self) -> tuple[int, int]:
-        """The store's key: a layer may attend several times in one forward."""
+        """Returns the store's key: a layer may attend several times in one forward."""
         self.calls[self.layer] += 1
         return self.layer, self.calls[self.layer]
 

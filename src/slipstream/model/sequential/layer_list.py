@@ -1,4 +1,4 @@
-"""An nn.Sequential as a list of layers: flattened, its skip connections found and checked."""
+"""Turns an nn.Sequential into a list of layers: flattened, with its skip connections found and checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.model.sequential.skip_connections import Skip, SkipPop, SkipStas
 
 @dataclass(frozen=True)
 class SequentialLayer:
-    """One layer of the flattened sequence: `name` is its module's in the unsplit model, such as "3.1"."""
+    """One layer of the flattened sequence; `name` is its module's name in the unsplit model, such as "3.1"."""
 
     name: str
     module: nn.Module
@@ -26,7 +26,7 @@ class SequentialLayer:
 
 @dataclass(frozen=True)
 class SkipRoute:
-    """A skip's way: the numbers of the layers where it begins and ends."""
+    """The numbers of the layers where a skip connection begins and ends."""
 
     name: str
     stash: int
@@ -34,10 +34,10 @@ class SkipRoute:
 
 
 def flatten_layers(model: nn.Sequential) -> list[SequentialLayer]:
-    """The layers of nested sequences, in the order in which they run.
+    """Returns the layers of nested sequences, in the order in which they run.
 
-    A subclass with a forward of its own, or a sequence with hooks, is one layer. Raises SlipstreamError for what can't
-    be a layer of a pipeline, by its name.
+    A subclass with a different forward, or a sequence with hooks, is one layer. Raises SlipstreamError, naming the
+    layer, for what can't be a layer of a pipeline.
     """
     layers = list(_flattened(model, ""))
     if not layers:
@@ -51,7 +51,7 @@ def flatten_layers(model: nn.Sequential) -> list[SequentialLayer]:
 
 
 def is_plain_sequential(module: object) -> bool:
-    """Whether it is a sequence that does nothing but call its children one after the other."""
+    """Returns whether the module is a sequence that only calls its children one after the other."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return False
     return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or is_compiled(module))
@@ -67,7 +67,7 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[SequentialLayer]:
 
 
 def check_weights_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequence[range]) -> None:
-    """Raises SlipstreamError where a weight is in the layers of two stages."""
+    """Raises SlipstreamError where layers of two stages have the same weight."""
     first: dict[int, tuple[int, str]] = {}
     for number, stage in enumerate(stages):
         for index in stage:
@@ -81,7 +81,8 @@ def check_weights_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequen
 
 
 def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:
-    """The skip connections. Raises SlipstreamError where one lacks an end, or has them in the wrong order or twice."""
+    """Returns the skip connections. Raises SlipstreamError where one lacks an end, or its ends are reversed or
+    repeated."""
     stashed, popped = _ends(layers, SkipStash, "stashed"), _ends(layers, SkipPop, "popped")
     for name, number in stashed.items():
         if name not in popped:
@@ -105,7 +106,7 @@ def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:
 
 
 def _ends(layers: Sequence[SequentialLayer], kind: type[SkipStash] | type[SkipPop], what: str) -> dict[str, int]:
-    """The layer's number by the skip's name."""
+    """Returns the layer's number by the skip's name."""
     found: dict[str, int] = {}
     for number, layer in enumerate(layers):
         if isinstance(layer.module, kind):

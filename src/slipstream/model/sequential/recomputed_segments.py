@@ -1,7 +1,7 @@
 """Recomputation in segments: a stage keeps what enters each of them, and computes the rest again in its backward.
 
-Narayanan et al. 2021 (PTD-P), section 3.5: with c checkpoints in a stage of l layers, c A_input + l/c A_intermediate is
-held at most, least at c = sqrt(l A_intermediate / A_input).
+Narayanan et al. 2021 (PTD-P), section 3.5: with c checkpoints in a stage of l layers, at most c A_input + l/c
+A_intermediate is held, which is least at c = sqrt(l A_intermediate / A_input).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Outputs = TypeVar("_Outputs")
 
 
 def choose_segments(owned: range, trace: ShapeTrace) -> list[range]:
-    """The best number of segments of a stage's layers, each with about as many bytes that are computed again."""
+    """Returns the best number of segments of a stage's layers, each with about as many bytes to recompute."""
     inputs = [sum(spec.num_bytes for spec in trace.boundaries[index].specs) for index in owned]
     intermediate = [float(trace.work[index].saved_bytes) for index in owned]
     ratio = len(owned) * sum(intermediate) / max(sum(inputs), 1)  # l A_intermediate / A_input, of the mean layer
@@ -35,9 +35,10 @@ def choose_segments(owned: range, trace: ShapeTrace) -> list[range]:
 
 
 def recompute_in_backward(run: Callable[[Tensors, bool], _Outputs], inputs: Tensors) -> _Outputs:
-    """`run(inputs, False)`, of which only the inputs are kept: `run(inputs, True)` in the backward computes the rest.
+    """Returns `run(inputs, False)`, keeping only the inputs; `run(inputs, True)` computes the rest again in the
+    backward.
 
-    That is under the same autocast; random state is its own business.
+    The backward uses the same autocast. `run` is responsible for its random state.
     """
     return _Segment(run, inputs).forward()
 

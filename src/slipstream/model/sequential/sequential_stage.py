@@ -1,4 +1,4 @@
-"""One stage of a sequence of layers: consecutive ones, run on a microbatch or a token slice at a time."""
+"""Runs one stage of an nn.Sequential, some consecutive layers, on a microbatch or a token slice at a time."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ from slipstream.model.sequential.shared_tensors import SharedTensors
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages
 
-Skips = dict[str, Tensor]  # on their way, by name
+Skips = dict[str, Tensor]  # stashed and not yet popped, by name
 
 
 class SequentialStage:
-    """Layers `stages[number]` of a sequence. What comes in is what the layer before hands on, then the skips that end
-    here and began on other stages; what goes out likewise.
+    """Layers `stages[number]` of a sequence.
 
-    Of token slices, the first runs the layers before CutTokens, and brings what it hands on whole:
+    It receives the output of the layer before, then the skips that end here and began on other stages, and sends
+    likewise. Of token slices, the first runs the layers before CutTokens, and brings what CutTokens leaves whole:
 
         slice 0   encoder -> cut -> decoder        messages: all of a boundary
-        slice 1             tokens -> decoder      messages: of boundaries before the cut nothing, after it what isn't
-                                                   whole
+        slice 1             tokens -> decoder      messages: nothing before the cut; after it what isn't whole
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class SequentialStage:
         device: torch.device,
         has_checkpoints: bool = False,
     ) -> None:
-        """With `has_checkpoints` it keeps what enters some segments of its layers, and recomputes them in its
+        """With `has_checkpoints` it keeps only what enters some segments of its layers, and recomputes them in its
         backward."""
         self._owned, self._number, self._num_stages = stages[number], number, len(stages)
         self._names = [layers[index].name for index in self._owned]
@@ -83,16 +82,19 @@ class SequentialStage:
 
     @property
     def layers_here(self) -> range:
+        """The numbers of this stage's layers."""
         return self._owned
 
     def receives(self, piece: BatchSlice) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that come from other stages, in order."""
         return () if self.is_first else self._specs(self._owned.start, self._arrivals, piece)
 
     def sends(self, piece: BatchSlice) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that go to other stages, in order."""
         return () if self.is_last else self._specs(self._owned.stop, self._departures, piece)
 
     def compute(self, piece: BatchSlice, inputs: Tensors, store: ContextStore) -> Any:
-        """The layers' forward: what goes out, of the last stage what its last layer returns."""
+        """Runs the layers' forward and returns what is sent; the last stage returns its last layer's output."""
         num_regular = 0 if self.is_first else len(self._travelling(self._owned.start, piece))
         tensors = piece.tensors if self.is_first else inputs[:num_regular]
         names = [name for name, _ in self._travelling_skips(self._arrivals, piece)]
@@ -109,7 +111,7 @@ class SequentialStage:
     def _sliced(
         self, piece: BatchSlice, tensors: Tensors, skips: Skips, inputs: Tensors, store: ContextStore
     ) -> tuple[Tensors, Skips]:
-        """`_through` of a token slice: the layers before the cut, where it is the first, and those after it."""
+        """Runs `_through` for a token slice: the layers before the cut, for the first slice, and those after it."""
         before = range(self._owned.start, max(self._owned.start, min(self._owned.stop, self._cut)))
         if piece.index == 0:
             tensors, skips = self._through(before, tensors, skips, piece, store)
@@ -120,8 +122,10 @@ class SequentialStage:
         return self._through(after, tensors, skips, piece, store)
 
     def _with_shared(self, tensors: Tensors, inputs: Tensors, piece: BatchSlice, store: ContextStore) -> Tensors:
-        """What the first layer after the cut is given, or the stage's first: of all slices the first one brings what
-        they share, which stays here until its backward."""
+        """Returns the input of the first layer after the cut, or of the stage.
+
+        The first slice brings what all slices share, which stays here until its backward.
+        """
         assert piece.tokens is not None
         begins_here = self._owned.start <= self._cut
         boundary = self._trace(piece).boundaries[self._cut + 1 if begins_here else self._owned.start]
@@ -158,7 +162,7 @@ class SequentialStage:
     def _checkpointed(
         self, segment: range, tensors: Tensors, skips: Skips, piece: BatchSlice, store: ContextStore
     ) -> tuple[Tensors, Skips]:
-        """`_run`, of which is kept what comes in."""
+        """Runs `_run`, keeping only its inputs."""
         popped, num_tensors = [name for name in skips if self._pops[name] in segment], len(tensors)
 
         def run(inputs: Tensors, again: bool) -> tuple[Tensors, Skips]:
@@ -170,15 +174,9 @@ class SequentialStage:
         return outputs, {name: tensor for name, tensor in skips.items() if name not in popped} | stashed
 
     def _run(
-        self,
-        layers: range,
-        tensors: Tensors,
-        skips: Skips,
-        piece: BatchSlice,
-        store: ContextStore,
-        again: bool = False,
+        self, layers: range, tensors: Tensors, skips: Skips, piece: BatchSlice, store: ContextStore, again: bool = False
     ) -> tuple[Tensors, Skips]:
-        """These layers on what the one before hands on, and on skips; what they hand on, and skips that are left."""
+        """Runs these layers on the output of the one before and on skips; returns their output and the skips left."""
         trace = self._trace(piece)
         context = LayerContext(piece, piece.tokens if layers.start > self._cut else None, store)
         came, skips = trace.boundaries[layers.start], dict(skips)
@@ -203,7 +201,7 @@ class SequentialStage:
         return checked
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the unsplit model's names."""
+        """Yields the parameters under the unsplit model's names."""
         seen: set[int] = set()
         for name, layer in zip(self._names, self.layers, strict=True):
             for key, parameter in layer.named_parameters():
@@ -212,7 +210,7 @@ class SequentialStage:
                     yield f"{name}.{key}", parameter
 
     def state(self) -> dict[str, Tensor]:
-        """What of the unsplit model's state dict lives here, by its names."""
+        """Returns this stage's part of the unsplit model's state dict, by the same names."""
         named = zip(self._names, self.layers, strict=True)
         return {f"{name}.{key}": t.detach() for name, layer in named for key, t in layer.state_dict().items()}
 
@@ -220,7 +218,7 @@ class SequentialStage:
         return self._tracer.trace(piece, self.model.training)
 
     def _specs(self, number: int, skips: list[tuple[str, int]], piece: BatchSlice) -> tuple[TensorSpec, ...]:
-        """Of a boundary and of skips. Skips between neighbours go with the regular message."""
+        """Returns the tensors of a boundary and of skips. Skips between neighbours go with the regular message."""
         trace = self._trace(piece)
         regular = [trace.boundaries[number].specs[index] for index in self._travelling(number, piece)]
         ends = self._travelling_skips(skips, piece)
@@ -228,7 +226,7 @@ class SequentialStage:
         return (*regular, *(trace.skips[name][0]._replace(peer=peer) for name, peer in peers))
 
     def _travelling(self, number: int, piece: BatchSlice) -> list[int]:
-        """Which tensors of a boundary go from stage to stage: with the first slice all of them."""
+        """Returns which tensors of a boundary go from stage to stage: with the first slice all of them."""
         is_shared = self._trace(piece).boundaries[number].is_shared
         if piece.index == 0:
             return [*range(len(is_shared))]
@@ -244,18 +242,20 @@ def _shared(store: ContextStore) -> SharedTensors:
 
 
 def _in_order(number: int, ends: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """(skip, stage at its other end): first what goes with the regular message, then those of one stage together."""
+    """Sorts (skip, stage at its other end): first what goes with the regular message, then stage by stage."""
     return sorted(ends, key=lambda end: (abs(end[1] - number) > 1, end[1]))
 
 
 def _own(tensors: Tensors, changed: Sequence[bool]) -> Tensors:
-    """With copies of those that are changed in place: the others' memory is also a message's, or the caller's."""
+    """Returns the tensors, with copies of those changed in place: their memory may be a message's or the caller's."""
     return tuple(tensor.clone() if is_changed else tensor for tensor, is_changed in zip(tensors, changed, strict=True))
 
 
 def _stash(layer: SkipStash, value: LayerValue, skips: Skips, after: LayerBoundary) -> LayerValue:
-    """The skip and what goes on have gradients of their own, which are added in one place, wherever the skip ends: the
-    sum of more than two would depend on the split."""
+    """Gives the skip and the layer's output separate gradients, which are added here, wherever the skip ends.
+
+    The sum of more than two would depend on the split.
+    """
     tensors = list(as_tuple(value))
     kept = main = tensors[layer.index]
     if torch.is_grad_enabled() and main.requires_grad:
@@ -266,7 +266,7 @@ def _stash(layer: SkipStash, value: LayerValue, skips: Skips, after: LayerBounda
 
 
 class _Fork(torch.autograd.Function):
-    """One tensor as two."""
+    """Returns one tensor as two."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:

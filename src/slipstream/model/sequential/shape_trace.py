@@ -1,4 +1,4 @@
-"""A run of a sequence of layers without memory or arithmetic: what every layer takes, returns, changes and draws."""
+"""Runs an nn.Sequential without memory or arithmetic, to learn what every layer takes, returns, changes and draws."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.sequential.batch_norm import is_batch_norm
 from slipstream.model.sequential.cut_tokens import CutTokens
 from slipstream.model.sequential.layer_context import BatchSlice, LayerValue, as_tuple, as_value
 from slipstream.model.sequential.layer_list import SequentialLayer, SkipRoute
+from slipstream.model.sequential.layer_work import LayerWork, OperationCounter
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 from slipstream.model.storages import SavedStorages, storage_id
 from slipstream.model.tensor_spec import TensorSpec
@@ -27,35 +25,26 @@ from slipstream.model.tensor_spec import TensorSpec
 
 @dataclass(frozen=True)
 class LayerBoundary:
-    """What one layer hands to the next."""
+    """What one layer passes to the next."""
 
     specs: tuple[TensorSpec, ...]
     is_tuple: bool
-    changed: tuple[bool, ...]  # by a later layer, in place
-    is_shared: tuple[bool, ...]  # which are what CutTokens handed on whole, the same for every slice
-
-
-@dataclass(frozen=True)
-class LayerWork:
-    """What a layer's forward of a microbatch does."""
-
-    flops: int = 0
-    num_bytes: int = 0  # read and written by all its operations
-    saved_bytes: int = 0  # kept for its backward, parameters aside
-    is_random: bool = False
+    changed: tuple[bool, ...]  # whether a later layer changes it in place
+    is_shared: tuple[bool, ...]  # whether CutTokens leaves it whole, the same for every slice
 
 
 @dataclass(frozen=True)
 class ShapeTrace:
-    """Of all layers, for microbatches of one shape: `boundaries[j]` is what layer j takes, the last what comes out."""
+    """The shapes of all layers for one shape of microbatches: `boundaries[j]` is layer j's input, the last the
+    output."""
 
     boundaries: tuple[LayerBoundary, ...]
-    skips: dict[str, tuple[TensorSpec, bool]]  # what is stashed, and whether a layer after the pop changes it in place
+    skips: dict[str, tuple[TensorSpec, bool]]  # its tensor, and whether a layer after the pop changes it in place
     work: tuple[LayerWork, ...]
 
 
 class ShapeTracer:
-    """Traces microbatches, each shape once. Holds the layers without their memory, whoever owns them."""
+    """Traces microbatches, each shape once, with copies of all layers that take no memory."""
 
     def __init__(self, layers: Sequence[SequentialLayer], routes: Sequence[SkipRoute], device: torch.device) -> None:
         self._layers, self._routes = layers, routes
@@ -65,7 +54,10 @@ class ShapeTracer:
         self._traces: dict[object, ShapeTrace] = {}
 
     def trace(self, piece: BatchSlice, training: bool) -> ShapeTrace:
-        """Raises SlipstreamError that names the layer that can't run, or can't be exact in a pipeline."""
+        """Returns the trace of a microbatch's shape.
+
+        Raises SlipstreamError, naming the layer, for a layer that can't run or can't be exact in a pipeline.
+        """
         device = self._device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in piece.tensors)
@@ -78,7 +70,7 @@ class ShapeTracer:
 
 
 class _TraceRun:
-    """One of them."""
+    """One trace in the making."""
 
     def __init__(
         self,
@@ -88,7 +80,7 @@ class _TraceRun:
         training: bool,
         num_tokens: int | None,
     ) -> None:
-        """`num_tokens` are those of a slice; None: tokens aren't cut."""
+        """`num_tokens` is a slice's number of tokens; None: tokens aren't cut."""
         self._layers, self._copies, self._training, self._num_tokens = layers, copies, training, num_tokens
         self._pops = {route.name: route.pop for route in routes}
         self._values: list[tuple[LayerValue, list[int], tuple[bool, ...]]] = []  # at every boundary, with the tensors'
@@ -96,7 +88,7 @@ class _TraceRun:
         self._shared: set[int] = set()  # ids
         self._stashed: dict[str, Tensor] = {}
         self._popped: dict[str, tuple[Tensor, int]] = {}
-        self._fixed: list[tuple[Tensor, int, str]] = []  # what no later layer may change, and what it is
+        self._fixed: list[tuple[Tensor, int, str]] = []  # what no later layer may change, its version and description
         self._work: list[LayerWork] = []
         norms = dict.fromkeys(each for module in copies for each in module.modules() if is_batch_norm(each))
         self._counters = [(norm.num_batches_tracked, norm.num_batches_tracked._version) for norm in norms]
@@ -150,10 +142,10 @@ class _TraceRun:
     def _call(self, number: int, value: LayerValue) -> LayerValue:
         layer, module = self._layers[number], self._copies[number]
         before = _buffers(module) if self._training else {}
-        watch = _OperationCounter()
-        saved = SavedStorages((*module.parameters(), *module.buffers(), *as_tuple(value)))
+        counter = OperationCounter()
+        saved = SavedStorages([*module.parameters(), *module.buffers(), *as_tuple(value)])
         try:
-            with watch, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            with counter, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
                 output = module(value)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise SlipstreamError(
@@ -167,20 +159,20 @@ class _TraceRun:
         changed = [name for name, state in before.items() if _buffers(module)[name] != state]
         if changed:
             raise SlipstreamError(
-                f"{layer}: its buffer {changed[0]} changes in training, by each microbatch in turn and again when it "
-                "is recomputed. Only nn.BatchNorm1d, 2d and 3d may have such state."
+                f"{layer}: its buffer {changed[0]} changes in training, by each microbatch and again when it "
+                "is recomputed.  Only nn.BatchNorm1d, 2d and 3d may have such state."
             )
-        self._work.append(LayerWork(watch.flops, watch.num_bytes, saved.num_bytes, watch.is_random))
+        self._work.append(LayerWork(counter.flops, counter.num_bytes, saved.num_bytes, counter.is_random))
         checked: LayerValue = output
         return checked
 
     def _check_norms(self, layer: SequentialLayer) -> None:
-        """A batch norm counts its microbatches: one each."""
+        """Raises SlipstreamError where a batch norm counted more than one microbatch."""
         for counter, version in self._counters:
             if counter._version > version + 1:
                 raise SlipstreamError(
-                    f"{layer}: a batch norm runs twice in one forward, so its moving averages would be of two places "
-                    "at once. Use a module for each."
+                    f"{layer}: a batch norm runs twice in one forward, so its moving averages would mix two places. "
+                    "Use a module for each."
                 )
 
     def _check_output(self, layer: SequentialLayer, output: object) -> None:
@@ -202,7 +194,7 @@ class _TraceRun:
         storages = [storage_id(tensor) for tensor in tensors]
         for tensor, storage in zip(tensors, storages, strict=True):
             if storages.count(storage) > 1:
-                self._fixed.append((tensor, tensor._version, "another tensor beside it shares"))
+                self._fixed.append((tensor, tensor._version, "another tensor next to it shares"))
 
     def _check_fixed(self, number: int) -> None:
         for tensor, version, holder in self._fixed:
@@ -235,8 +227,10 @@ def _described(value: LayerValue) -> str:
 
 
 def _without_memory(modules: Sequence[nn.Module], mode: FakeTensorMode, device: torch.device) -> list[nn.Module]:
-    """Copies whose parameters and buffers only have shapes. Gradients reach all of them, frozen or not: that may
-    change from step to step."""
+    """Returns copies of the modules whose parameters and buffers only have shapes.
+
+    Gradients reach all parameters, frozen or not, since that may change from step to step.
+    """
     memo: dict[int, Any] = {}
     with mode:
         for module in modules:
@@ -249,45 +243,10 @@ def _without_memory(modules: Sequence[nn.Module], mode: FakeTensorMode, device: 
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """What tells whether the buffers of a layer, batch norms' aside, were changed."""
+    """Returns what shows whether a layer's buffers were changed, except those of batch norms."""
     return {
         f"{name}.{key}" if name else key: (id(buffer), buffer._version)
         for name, each in module.named_modules()
         if not is_batch_norm(each)
         for key, buffer in each.named_buffers(recurse=False)
     }
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Of (rows, heads, tokens, width). PyTorch counts none of the CPU's, and up to 2.11 refuses grouped heads."""
-    return query.shape[:-1].numel() * 2 * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
-_aten = torch.ops.aten
-_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu,
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_cudnn_attention,
-}
-
-
-class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of a layer, and notes whether any draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = self.num_bytes = 0
-        self.is_random = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
-        op = func.overloadpacket
-        count = _attention_flops if op in _ATTENTION else flop_registry.get(op)
-        if count is not None:
-            self.flops += int(count(*args, **kwargs, out_val=result))
-        if not func.is_view:
-            self.num_bytes += sum(t.nbytes for t in tree_iter((args, kwargs, result)) if isinstance(t, Tensor))
-        return result

@@ -14,10 +14,10 @@ from slipstream.model.tensor_spec import Tensors
 
 
 class SharedTensors:
-    """Some are cut, each slice reading its own tokens of dim 1; all slices read the whole of the others.
+    """Tensors of which each slice reads its tokens (dim 1), if they are cut, or the whole.
 
         forward    slice 0 brings them        slices 1, 2, ... read them
-        backward   slices ..., 2, 1 leave gradients        slice 0 takes the sums, and its backward goes on from there
+        backward   slices ..., 2, 1 leave gradients        slice 0 takes the sums, and its backward continues with them
 
     Sums are in float32, or in the tensors' dtype where that is wider.
     """
@@ -29,7 +29,7 @@ class SharedTensors:
         self._gradients: dict[int, Tensor] = {}
 
     def first(self, tensors: Tensors, tokens: range) -> Tensors:
-        """What slice 0 reads, joined to the graph of the tensors that it brings; again where it is recomputed."""
+        """Returns what slice 0 reads, connected to the graph of the tensors that it brings."""
         views = self._views(tokens)
         chosen = [tensors[number] for number in self._numbers]
         if chosen:
@@ -38,7 +38,7 @@ class SharedTensors:
         return tuple(views)
 
     def later(self, tokens: range) -> Tensors:
-        """What a later slice reads: a beginning of its graph."""
+        """Returns what a later slice reads, where its graph begins."""
         views = self._views(tokens)
         if self._numbers and torch.is_grad_enabled():
             token = torch.empty(0, requires_grad=True)
@@ -47,7 +47,7 @@ class SharedTensors:
         return tuple(views)
 
     def close(self) -> None:
-        """Raises ContextError where gradients were never taken: slice 0's backward didn't come by here."""
+        """Raises ContextError where gradients were never taken, because slice 0's backward didn't come here."""
         if self._gradients:
             raise ContextError(
                 "token slices left gradients for what the first of them brought, but its own loss depends on none of "
@@ -55,9 +55,11 @@ class SharedTensors:
             )
 
     def differentiable(self, tokens: range) -> Tensors:
+        """Returns the tensors that have a gradient, as a slice reads them."""
         return tuple(self._view(number, tokens) for number in self._numbers)
 
     def add(self, gradients: Sequence[Tensor | None], tokens: range) -> None:
+        """Adds a slice's gradients to the sums."""
         for number, gradient in zip(self._numbers, gradients, strict=True):
             if gradient is not None:
                 like = self._tensors[number]
@@ -67,7 +69,7 @@ class SharedTensors:
                 self._part(self._gradients[number], number, tokens).add_(gradient)
 
     def take(self) -> list[Tensor | None]:
-        """The sums, which are complete."""
+        """Returns the complete sums and forgets them."""
         sums = [self._gradients.pop(number, None) for number in self._numbers]
         dtypes = [self._tensors[number].dtype for number in self._numbers]
         return [None if sum_ is None else sum_.to(dtype) for sum_, dtype in zip(sums, dtypes, strict=True)]
@@ -76,7 +78,7 @@ class SharedTensors:
         return [self._view(number, tokens) for number in range(len(self._tensors))]
 
     def _view(self, number: int, tokens: range) -> Tensor:
-        """Contiguous where it is cut, as if it came in a message: layers may `view` it."""
+        """Returns a slice's view, contiguous where it is cut, as if it came in a message: layers may `view` it."""
         part = self._part(self._tensors[number], number, tokens)
         return part.contiguous() if self._is_cut[number] else part
 
@@ -89,7 +91,7 @@ class SharedTensors:
 
 
 class _First(torch.autograd.Function):
-    """All of them at once, so that what is left for one is taken wherever the slice's loss depends on any."""
+    """Connects all tensors at the same time, so that every sum is taken if the slice's loss depends on any of them."""
 
     @staticmethod
     def forward(ctx: Any, shared: SharedTensors, tokens: range, *tensors: Tensor) -> Tensors:

@@ -1,4 +1,4 @@
-"""Skip connections of a sequence of layers: a tensor leaves at one layer and comes back at a later one."""
+"""Skip connections of an nn.Sequential: a tensor leaves at one layer and comes back at a later one."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from slipstream.model.tensor_spec import Tensors
 
 
 class Skip:
-    """One connection. `stash` and `pop` make its two ends, each a layer that is used once:
+    """A skip connection. `stash` and `pop` make its two ends, each a layer that is used once.
 
         skip = Skip("residual")
         nn.Sequential(a, skip.stash(), b, skip.pop(), c)  # c gets (output of b, output of a)
 
-    The model is an ordinary `nn.Sequential`. In a pipeline the tensor goes from the stage of the one end to the stage
-    of the other, and no stage between them holds it.
+    The model remains an ordinary `nn.Sequential`. In a pipeline the tensor goes directly from the stage of one end to
+    the stage of the other, and no stage between them holds it.
     """
 
     def __init__(self, name: str) -> None:
-        """`name` is what errors and the timeline call it; unique in a model."""
+        """`name` identifies it in errors and in the timeline; it must be unique in a model."""
         self.name = name
         self.tensor: Tensor | None = None  # on its way from the stash to the pop
 
     def stash(self, index: int = 0) -> SkipStash:
-        """Where it begins: hands its input on, and keeps it, or of a tuple the element `index`."""
+        """Returns the layer where it begins, which passes on its input and keeps it, or element `index` of a tuple."""
         return SkipStash(self, index)
 
     def pop(self) -> SkipPop:
-        """Where it ends: hands on its input and, after that, what was stashed, as one tuple."""
+        """Returns the layer where it ends, which returns a tuple of its input and, after that, the stashed tensor."""
         return SkipPop(self)
 
 

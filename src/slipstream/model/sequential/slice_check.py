@@ -17,12 +17,12 @@ from slipstream.model.sequential.layer_context import BatchSlice, LayerContext, 
 from slipstream.model.sequential.layer_list import SequentialLayer
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 
-BOUND = 1e-10  # the largest difference, of the largest number there is
+BOUND = 1e-10  # the largest difference, relative to the largest number
 _MOST_TOKENS = 12
 
 
 def compare_slices(layers: Sequence[SequentialLayer], cut: int, example: LayerValue) -> None:
-    """Raises SlipstreamError by the name of the first layer whose outputs on slices aren't those on the whole.
+    """Raises SlipstreamError, naming the first layer whose outputs on slices differ from those on the whole.
 
     One row of `example` runs in evaluation mode, the layers after `cut` on its first 12 tokens, in three unequal
     slices. Each layer is copied to float64 while it runs.
@@ -41,8 +41,10 @@ def compare_slices(layers: Sequence[SequentialLayer], cut: int, example: LayerVa
 
 @dataclass
 class _SliceComparison:
+    """The values of the whole and of every slice, from layer to layer."""
+
     whole: LayerValue
-    parts: list[LayerValue] = field(default_factory=list)  # the same of every slice
+    parts: list[LayerValue] = field(default_factory=list)  # each slice's value
     tokens: list[range] = field(default_factory=list)
     skips: dict[str, Tensor] = field(default_factory=dict)
     skips_of_parts: list[dict[str, Tensor]] = field(default_factory=list)
@@ -104,17 +106,17 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _is_same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether each slice has all of it."""
+    """Returns whether each slice has all of it."""
     return all(_equal(whole, part) for part in parts)
 
 
 def _is_cut(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether each slice has its own tokens of it, along whatever dim they are."""
+    """Returns whether each slice has its tokens of it, along whichever dim they are."""
     return any(_fits(whole, parts, dim) and _equal(whole, torch.cat([*parts], dim)) for dim in range(whole.dim()))
 
 
 def _fits(whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:
-    """Whether the slices' shapes are that of the whole, but for one dim."""
+    """Returns whether the slices' shapes equal the whole's, except for one dim."""
     shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
     return shapes == {(*whole.shape[:dim], *whole.shape[dim + 1 :])} and {p.dim() for p in parts} == {whole.dim()}
 

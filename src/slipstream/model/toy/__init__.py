@@ -1,4 +1,4 @@
-"""A model at toy size and its unsliced reference, for the self-checks."""
+"""Builds a model at toy size and its unsliced reference, for the self-checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unsliced model to compare with: its own eager attention, without the rounding to float32 inside."""
+"""The unsliced model's attention for comparisons: its own eager code, without the rounding to float32 inside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _attending: ContextVar[list[nn.Module] | None] = ContextVar("slipstream_attendin
 
 @contextmanager
 def recorded_attention() -> Iterator[list[nn.Module]]:
-    """The modules that attend through the interface meanwhile, in order."""
+    """Collects the modules that attend through the interface, in order."""
     modules: list[nn.Module] = []
     token = _attending.set(modules)
     try:
@@ -33,13 +33,13 @@ def recorded_attention() -> Iterator[list[nn.Module]]:
 
 
 def register() -> None:
-    """Make `attn_implementation="slipstream_reference"` known to transformers."""
+    """Makes `attn_implementation="slipstream_reference"` known to transformers."""
     AttentionInterface.register(NAME, _reference_attention)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def _reference_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """What the model's own file calls eager attention, so that every switch of it that we might miss takes part."""
+    """Calls what the model's own file calls eager attention, so that it applies every switch that we might miss."""
     attending = _attending.get()
     if attending is not None:
         attending.append(module)
@@ -50,7 +50,7 @@ def _reference_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Float64 stays float64 where models' own code rounds to float32: softmax of attention and router, some norms.
+    """Keeps float64 where models' own code rounds to float32: softmax of attention and router, some norms.
 
     Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
     """

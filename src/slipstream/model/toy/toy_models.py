@@ -1,4 +1,4 @@
-"""The same architecture at toy size: what the self-check runs, and what shows in which order its parts run."""
+"""Builds an architecture at toy size, for the self-check and to see in which order its parts run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LAYER_INDICES = ("moe_layers", "mlp_only_layers")
 
 
 def toy_config(config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with few small layers of every kind it has, and windows and rope thresholds inside TOY_LENGTH.
+    """Returns `config` with few small layers of every kind it has, and windows and rope thresholds below TOY_LENGTH.
 
     Head size, rope type and all switches stay as they are.
     """
@@ -62,27 +62,27 @@ def toy_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def toy_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """The architecture at toy size, as `reference_model` makes it."""
+    """Returns a reference model of the architecture at toy size."""
     return reference_model(toy_config(config), seed)
 
 
 def reference_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """In float64 on the CPU, with the model's own eager attention, in evaluation mode: no dropout or jitter."""
+    """Returns a model in float64 on the CPU, with the model's own eager attention, in evaluation mode."""
     reference_attention.register()
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),  # into which the dtype is written
-            dtype=torch.float64,  # of the parameters; rope's tables stay float32, as the models compute them
+            copy.deepcopy(config),  # from_config writes the dtype into it
+            dtype=torch.float64,  # of the parameters; rope's tables stay float32
             attn_implementation=reference_attention.NAME,
-            experts_implementation="eager",  # grouped matrix products know no float64
+            experts_implementation="eager",  # grouped matrix products don't support float64
         )
     small: PreTrainedModel = model.eval()
     return small
 
 
 def perturb_parameters(model: nn.Module) -> None:
-    """Add a little noise to every parameter: a scale of 1 and a bias of 0, with which models begin, hide mistakes."""
+    """Adds a little noise to every parameter: initial scales of 1 and biases of 0 would hide mistakes."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -91,7 +91,7 @@ def perturb_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' notes and progress bars about steps the user did not ask for."""
+    """Suppresses transformers' messages and progress bars about steps the user did not ask for."""
     verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -104,13 +104,14 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def toy_tokens(config: PretrainedConfig, seed: int = 0) -> torch.Tensor:
+    """Returns random token ids (2, TOY_LENGTH) for a toy of `config`."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = toy_config(config).get_text_config().vocab_size
     return torch.randint(1, vocabulary, (2, TOY_LENGTH), generator=generator)
 
 
 def _shrink_heads(toy: PretrainedConfig) -> None:
-    """Fewer heads of the same size: rope tables and scalings depend on the head size alone."""
+    """Reduces the number of heads, not their size: rope tables and scalings depend on the head size alone."""
     heads = _first(toy, _HEAD_COUNTS)
     width = _first(toy, _WIDTHS)
     if heads is None or width is None:
@@ -126,7 +127,7 @@ def _shrink_heads(toy: PretrainedConfig) -> None:
 
 
 def _shrink_layers(toy: PretrainedConfig) -> None:
-    """As many layers as show every kind twice, so that kinds meet across slices and stages."""
+    """Keeps as many layers as show every kind twice, so that kinds meet across slices and stages."""
     name = _first(toy, _LAYER_COUNTS)
     if name is None:
         return
@@ -149,7 +150,7 @@ def _first_seen(lists: list[list[Any]], kind: tuple[Any, ...]) -> int:
 
 
 def _shrink_positions(toy: PretrainedConfig) -> None:
-    """Rope types that change beyond a trained length change within the toy's: after its first slice."""
+    """Lets rope types that change beyond a trained length change within the toy: after its first slice."""
     threshold = TOY_LENGTH // 2
     rope = getattr(toy, "rope_parameters", None) or {}
     for parameters in [rope, *(v for v in rope.values() if isinstance(v, dict))]:

@@ -7,9 +7,4 @@ from slipstream.parallel.replicas.loss_scale import LossScale
 from slipstream.parallel.replicas.master_parameters import MasterParameters
 from slipstream.parallel.replicas.sharded_parameters import ShardedParameters
 
-__all__ = [
-    "GradientReduction",
-    "LossScale",
-    "MasterParameters",
-    "ShardedParameters",
-]
+__all__ = ["GradientReduction", "LossScale", "MasterParameters", "ShardedParameters"]

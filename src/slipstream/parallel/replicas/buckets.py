@@ -1,7 +1,7 @@
 """Buckets: tensors of several parameters in one flat buffer, so that one collective exchanges them all.
 
-A parameter's rows (dim 0; a scalar is one row) are spread over replicas as evenly as can be, the first ones having one
-more where they don't divide.
+A parameter's rows (dim 0; a scalar is one row) are spread over replicas as evenly as possible; where they don't divide,
+the first replicas have one more.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ NamedParameter = tuple[str, nn.Parameter]
 
 @dataclass(frozen=True)
 class PendingReduction:
-    """A collective over the replicas that runs: what it fills, of which parameters' gradients."""
+    """A running collective over the replicas: what it sends and fills, and the parameters of these gradients."""
 
     bucket: list[NamedParameter]
     sent: Tensor
-    result: Tensor  # all of it, or of a scatter this replica's rows
+    result: Tensor  # the whole sum or, of a scatter, this replica's rows
     work: dist.Work | None
 
 
 def in_buckets(
     parameters: Iterable[NamedParameter], dtype_of: Callable[[nn.Parameter], torch.dtype], bucket_bytes: int
 ) -> list[list[NamedParameter]]:
-    """The parameters in order, those of each dtype in buckets of at most `bucket_bytes`; a larger one has its own."""
+    """Returns the parameters in order, those of each dtype in buckets of at most `bucket_bytes`.
+
+    A larger parameter has a bucket for itself.
+    """
     buckets: list[list[NamedParameter]] = []
     filling: dict[torch.dtype, list[NamedParameter]] = {}
     for name, parameter in parameters:
@@ -47,14 +50,14 @@ def in_buckets(
 
 
 def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """One after the other in a new tensor of one dimension; a single one as it is."""
+    """Returns the tensors in one tensor of one dimension: a new one, or a view of a single one."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def unflatten_tensors(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
-    """Views of these shapes, one after the other; what is left at the end is padding."""
+    """Returns views of these shapes, one after the other; what is left at the end is padding."""
     views, position = [], 0
     for shape in shapes:
         views.append(flat[position : position + prod(shape)].view(tuple(shape)))
@@ -62,37 +65,46 @@ def unflatten_tensors(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Ten
     return views
 
 
+def take_gradients(bucket: Sequence[NamedParameter]) -> list[Tensor]:
+    """Moves the gradients of a bucket's parameters out of `.grad` and returns them, zeros where there is none."""
+    gradients = []
+    for _, parameter in bucket:
+        gradient, parameter.grad = parameter.grad, None
+        gradients.append(torch.zeros_like(parameter, dtype=parameter.grad_dtype) if gradient is None else gradient)
+    return gradients
+
+
 def rows_of(tensor: Tensor, owner: int, num_owners: int) -> range:
-    """The rows of `tensor` that belong to one of several owners."""
+    """Returns the rows of `tensor` that belong to one of several owners."""
     return range(*part_bounds(tensor.shape[0] if tensor.ndim else 1, num_owners, owner))
 
 
 def take_rows(tensor: Tensor, rows: range) -> Tensor:
-    """A view of these rows; of a scalar itself or, with no rows, nothing."""
+    """Returns a view of these rows; for a scalar itself or, with no rows, nothing."""
     if tensor.ndim:
         return tensor[rows.start : rows.stop]
     return tensor if rows else tensor.reshape(1)[:0]
 
 
 def pack_rows(tensors: Sequence[Tensor], num_owners: int) -> Tensor:
-    """Each owner's rows of all tensors in one line, ended by zeros where others have more: (num_owners, width)."""
+    """Returns each owner's rows of all tensors in one line, padded with zeros: (num_owners, width)."""
     pieces = [piece for owner in range(num_owners) for piece in _line(tensors, owner, num_owners)]
     return torch.cat(pieces).view(num_owners, sum(piece.numel() for piece in pieces) // num_owners)
 
 
 def pack_line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> Tensor:
-    """One line of `pack_rows`: (width,)."""
+    """Returns one line of `pack_rows`: (width,)."""
     return torch.cat(_line(tensors, owner, num_owners))
 
 
 def unpack_rows(line: Tensor, tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:
-    """Undo `pack_rows` for one owner: views of its rows, in the shapes they have in `tensors`."""
+    """Undoes `pack_rows` for one owner: returns views of its rows, in the shapes they have in `tensors`."""
     shapes = [take_rows(tensor, rows_of(tensor, owner, num_owners)).shape for tensor in tensors]
     return unflatten_tensors(line, shapes)
 
 
 def _line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:
-    """An owner's rows of every tensor, and zeros up to the length of the first owner's: none has more than that."""
+    """Returns an owner's rows of every tensor, and zeros up to the first owner's length, which is the largest."""
     first, mine = (
         [take_rows(tensor, rows_of(tensor, each, num_owners)).reshape(-1) for tensor in tensors] for each in (0, owner)
     )

@@ -1,4 +1,4 @@
-"""What becomes of a step's gradients: summed over tensor ranks where they are partial, then over the replicas."""
+"""Reduces a step's gradients: first over tensor ranks where they are partial, then over the replicas."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from slipstream.parallel.replicas.buckets import (
     flatten_tensors,
     in_buckets,
     pack_rows,
+    take_gradients,
     unflatten_tensors,
     unpack_rows,
 )
@@ -36,10 +37,11 @@ class _StageCollectives:
 
 
 class GradientReduction:
-    """Around every step: `begin`, `reduce` of each stage after its last backward, `finish`; then `.grad` is complete.
+    """Sums gradients over the ranks: `begin`, `reduce` of each stage after its last backward, `finish` complete
+    `.grad`.
 
-    The loss is divided by the tokens of the whole batch, so replicas' gradients are summed up, never averaged: buckets
-    of several parameters are all-reduced, or with sharded masters reduce-scattered, so that a replica gets its rows
+    The loss is divided by the tokens of the whole batch, so replicas' gradients are summed, never averaged: buckets of
+    several parameters are all-reduced or, with sharded masters, reduce-scattered, so that a replica gets its rows
     (ZeRO-1: Rajbhandari et al. 2020, "ZeRO", section 5.1). That runs while other stages still work, and `finish` waits
     for it. Every trained parameter takes part, with zeros where a backward left it no gradient, so that all ranks call
     the same collectives in the same order. With one replica and nothing partial, gradients stay where backward leaves
@@ -59,14 +61,14 @@ class GradientReduction:
         """Collective.
 
         Args:
-            stages: what each of this rank's stages leaves gradients in, under the model's names. One that two stages
-                hold is reduced with the first of them, whose backward ends last.
+            stages: the parameters in which each of this rank's stages leaves gradients, under the model's names. One
+                that two stages hold is reduced with the first of them, whose backward ends last.
             data: the replicas.
             tensor: the ranks that share every layer.
-            added_over: those of them whose gradients of a parameter are to be added up first; () where none are.
-            masters: what gradients are delivered to, in its dtype.
+            added_over: returns the tensor ranks over which a parameter's gradients are summed first; () for none.
+            masters: receive the gradients, in their dtype.
             whole: names whose gradients `finish` leaves in `.grad`, of this step alone and with all rows, until
-                `deliver` takes their place: tied weights, whose two gradients are to be added up first.
+                `deliver` replaces them: tied weights, whose two gradients must be added first.
             bucket_bytes: about how much one collective exchanges.
         """
         self._stages = _each_once(stages)
@@ -77,7 +79,7 @@ class GradientReduction:
         for parameters in self._stages.values():
             for _, parameter in parameters:
                 if parameter.requires_grad:
-                    parameter.grad_dtype = masters.dtype_of(parameter)  # of every slice's addition
+                    parameter.grad_dtype = masters.dtype_of(parameter)  # in which every slice's gradient is added
         self._plans: dict[int, _StageCollectives] = {}
         self._missing: set[int] = set()
         self._earlier: dict[int, Tensor | None] = {}
@@ -85,7 +87,7 @@ class GradientReduction:
         self._scale = 1.0
 
     def begin(self, scale: float = 1.0) -> None:
-        """Before a step, whose losses will be multiplied by `scale` (see LossScale), and its gradients divided by it.
+        """Begins a step whose losses are multiplied by `scale` (see LossScale), by which its gradients are divided.
 
         Gradients of earlier steps are set aside, so that only this step's are reduced. Raises SlipstreamError where a
         parameter was frozen too late.
@@ -103,24 +105,24 @@ class GradientReduction:
 
     @torch.no_grad()
     def reduce(self, stage: int) -> None:
-        """No backward of the stage comes any more in this step: start the reduction of its gradients."""
+        """Starts the reduction of a stage's gradients, after its last backward in this step. Collective."""
         plan = self._plans[stage]
         self._missing.discard(stage)
         for group, bucket in plan.partial:
-            flat = group.sum(flatten_tensors(_taken(bucket)))
+            flat = group.sum(flatten_tensors(take_gradients(bucket)))
             totals = unflatten_tensors(flat, (parameter.shape for _, parameter in bucket))
             for (_, parameter), total in zip(bucket, totals, strict=True):
                 parameter.grad = total
         for bucket in plan.summed:
-            flat = flatten_tensors(_taken(bucket))
+            flat = flatten_tensors(take_gradients(bucket))
             self._started.append(PendingReduction(bucket, flat, flat, self._data.start_sum(flat)))
         for bucket in plan.scattered:
-            packed = pack_rows(_taken(bucket), self._data.size)
+            packed = pack_rows(take_gradients(bucket), self._data.size)
             self._started.append(PendingReduction(bucket, packed, *self._data.start_reduce_scatter(packed)))
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all reductions; add this step's gradients to the earlier ones, in the masters' `.grad`.
+        """Waits for all reductions and adds this step's gradients to the earlier ones, in the masters' `.grad`.
 
         The parameters' own `.grad` are then None, unless they are their own masters or in `whole`.
         """
@@ -135,14 +137,15 @@ class GradientReduction:
 
     @torch.no_grad()
     def deliver(self, name: str, total: Tensor) -> None:
-        """After `finish`: the gradient of a parameter of `whole`, with all rows, of this step. It is taken over."""
+        """Adds this step's gradient, with all rows, of a parameter in `whole`, after `finish`. It takes the tensor
+        over."""
         for other, parameter in self._handled():
             if other == name:
                 parameter.grad = self._earlier.pop(id(parameter), None)
         self._masters.add_whole(name, self._unscaled(total))
 
     def _reduced(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """This replica's part of every gradient, in the order in which reductions end."""
+        """Yields this replica's part of every gradient, in the order in which reductions end."""
         if self._data.size == 1:
             handled = [(name, parameter, parameter.grad) for name, parameter in self._handled()]
             yield from ((name, parameter, gradient) for name, parameter, gradient in handled if gradient is not None)
@@ -177,7 +180,7 @@ class GradientReduction:
         return in_buckets(parameters, self._masters.dtype_of, self._bucket_bytes)
 
     def _handled(self) -> Iterator[NamedParameter]:
-        """Those whose gradients don't simply stay where backward leaves them."""
+        """Yields the parameters whose gradients don't simply stay where backward leaves them."""
         everything = self._data.size > 1 or self._scale != 1
         for parameters in self._stages.values():
             for name, parameter in parameters:
@@ -196,19 +199,10 @@ def _each_once(stages: Mapping[int, Sequence[NamedParameter]]) -> dict[int, list
 
 
 def _subgroup(tensor: RankGroup, ranks: tuple[int, ...]) -> RankGroup:
-    """Some of the tensor ranks; what they exchange counts as the axis's."""
+    """Returns a group of some tensor ranks; what they exchange is counted for the axis."""
     if len(ranks) == tensor.size:
         return tensor
     members = [tensor.global_ranks[rank] for rank in ranks]
     group = RankGroup(dist.new_group(members, use_local_synchronization=True))
     group.calls, group.payload = tensor.calls, tensor.payload
     return group
-
-
-def _taken(bucket: Sequence[NamedParameter]) -> list[Tensor]:
-    """The gradients of a bucket's parameters, zeros for those that have none; they are no longer in `.grad`."""
-    gradients = []
-    for _, parameter in bucket:
-        gradient, parameter.grad = parameter.grad, None
-        gradients.append(torch.zeros_like(parameter, dtype=parameter.grad_dtype) if gradient is None else gradient)
-    return gradients

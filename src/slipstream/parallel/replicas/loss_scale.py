@@ -1,4 +1,4 @@
-"""What a gradient that isn't finite leads to: every rank skips the same step, and float16's losses are scaled anew."""
+"""Skips steps with gradients that aren't finite, on every rank, and adjusts the scale of float16's losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream.errors import SlipstreamError
 
 
 class LossScaleState(TypedDict):
-    """What a checkpoint keeps of a LossScale."""
+    """The state of a LossScale in a checkpoint."""
 
     scale: float
     num_good: int
@@ -17,13 +17,13 @@ class LossScaleState(TypedDict):
 
 
 class LossScale:
-    """The factor of a loss that keeps small gradients above float16's smallest number, found as training goes.
+    """A factor of the loss that keeps small gradients above float16's smallest number, adjusted during training.
 
     Micikevicius et al. 2018, "Mixed Precision Training", section 3.2: the loss is multiplied by `scale` and every
-    gradient divided by it. A step with a gradient that isn't finite is skipped, and counted, and the scale falls; after
+    gradient divided by it. A step with a gradient that isn't finite is skipped and counted, and the scale falls; after
     `growth_interval` good steps in a row it grows. Powers of two change no digit of a gradient.
 
-    With bfloat16 or float32, where nothing needs a scale, `LossScale.fixed()` skips and counts all the same.
+    bfloat16 and float32 need no scale; there `LossScale.fixed()` still skips and counts.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LossScale:
         growth_interval: int = 2000,
         max_bad: int = 20,
     ) -> None:
-        """`max_bad` is how many steps in a row may be bad before training is given up."""
+        """`max_bad` is the number of bad steps in a row after which training stops with an error."""
         if not (scale > 0 and growth >= 1 and 0 < backoff <= 1 and growth_interval >= 1 and max_bad >= 1):
             raise SlipstreamError(
                 f"a loss scale of {scale} that grows by {growth} every {growth_interval} good steps, falls by "
@@ -42,21 +42,21 @@ class LossScale:
                 "backoff in (0, 1], and counts of at least 1."
             )
         self.scale = scale
-        self.num_skipped = 0  # of all steps
+        self.num_skipped = 0  # in the whole run
         self._growth, self._backoff, self._growth_interval, self._max_bad = growth, backoff, growth_interval, max_bad
         self._num_good = 0  # in a row
         self._num_bad = 0  # in a row
 
     @classmethod
     def fixed(cls, scale: float = 1.0, max_bad: int = 20) -> LossScale:
-        """A scale that stays; by default none."""
+        """Returns a scale that never changes; by default 1."""
         return cls(scale, growth=1.0, backoff=1.0, max_bad=max_bad)
 
     def update(self, finite: bool) -> None:
-        """After a step's gradients are known, the same on every rank: `finite` is all of them, as their norm is then,
-        which `Pipeline.clip_grad_norm_` returns.
+        """Adjusts the scale after a step; `finite` says whether all gradients are finite, the same on every rank.
 
-        Where it is False the optimizer must not step. Raises SlipstreamError after `max_bad` such steps in a row.
+        All are finite if their norm is, which `Pipeline.clip_grad_norm_` returns. If not, the optimizer must not step.
+        Raises SlipstreamError after `max_bad` such steps in a row.
         """
         if finite:
             self._num_bad = 0
@@ -76,7 +76,7 @@ class LossScale:
             )
 
     def state_dict(self) -> LossScaleState:
-        """What resuming needs; plain numbers."""
+        """Returns what resuming needs, as plain numbers."""
         return {
             "scale": self.scale,
             "num_good": self._num_good,
@@ -85,6 +85,6 @@ class LossScale:
         }
 
     def load_state_dict(self, state: LossScaleState) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continues from the state that `state_dict` returned."""
         self.scale, self.num_skipped = state["scale"], state["num_skipped"]
         self._num_good, self._num_bad = state["num_good"], state["num_bad"]

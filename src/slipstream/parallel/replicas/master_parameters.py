@@ -21,13 +21,13 @@ from slipstream.parallel.replicas.buckets import (
 
 
 class MasterParameters:
-    """For every parameter its master, which goes to the optimizer; after its step `publish` brings them back.
+    """Every parameter's master, which the optimizer updates; after its step `publish` updates the parameters.
 
     Without sharding and another dtype the masters are the parameters. With a wider `dtype` they are copies, which keep
-    updates that are too small for the parameters' own (Micikevicius et al. 2018, "Mixed Precision Training", section
+    updates that are too small for the parameters' dtype (Micikevicius et al. 2018, "Mixed Precision Training", section
     3.1). Sharded (ZeRO-1: Rajbhandari et al. 2020, "ZeRO", P_os), a replica's masters are its rows (dim 0) of each:
     views of the parameters, or copies where the dtype differs, so that the optimizer's state is spread over replicas
-    too. A parameter of fewer rows than replicas has no master on some. Frozen parameters are always masters themselves.
+    too. A parameter of fewer rows than replicas has no master on some. Frozen parameters are always their own masters.
     """
 
     def __init__(
@@ -58,30 +58,30 @@ class MasterParameters:
         )
 
     def named_parameters(self) -> Iterator[NamedParameter]:
-        """What goes to the optimizer, under the parameters' names and with their number of dimensions."""
+        """Yields what the optimizer updates, under the parameters' names and with their number of dimensions."""
         return iter(self._masters.items())
 
     def rows(self, name: str) -> range:
-        """Which rows (dim 0; a scalar is one) of the rank's parameter this replica updates."""
+        """Returns the rows (dim 0; a scalar is one) of the rank's parameter that this replica updates."""
         parameter = self._parameters[name]
         if not self.is_sharded or name not in self._trained:
             return rows_of(parameter, 0, 1)
         return rows_of(parameter, self._data.rank, self._data.size)
 
     def is_spread(self, name: str) -> bool:
-        """Whether each replica has other rows of it: those that aren't frozen."""
+        """Returns whether each replica has different rows of it, as of parameters that aren't frozen."""
         return self.is_sharded and name in self._trained
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Of the parameter's master, and so of its gradients."""
+        """Returns the dtype of the parameter's master, and so of its gradients."""
         return self._dtype or parameter.dtype
 
     def updates(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer updates this very parameter."""
+        """Returns whether the optimizer updates this parameter itself."""
         return self._masters.get(name) is parameter
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add to the master's `.grad`, given the gradient of this replica's `rows`, which is taken over."""
+        """Adds the gradient of this replica's `rows` to the master's `.grad`; it takes the tensor over."""
         master = self._masters.get(name)
         if master is None:
             return
@@ -91,14 +91,14 @@ class MasterParameters:
             master.grad.add_(gradient)
 
     def add_whole(self, name: str, gradient: Tensor) -> None:
-        """`add`, given the gradient of all rows."""
+        """Adds the gradient of all rows like `add`."""
         if self.is_sharded:
-            gradient = take_rows(gradient, self.rows(name)).clone()  # so that the other rows' memory is free
+            gradient = take_rows(gradient, self.rows(name)).clone()  # a copy, so that the other rows' memory is freed
         self.add(name, gradient)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """What an optimizer did to the masters is done to the parameters. Collective over the replicas when sharded."""
+        """Copies the masters to the parameters after an optimizer's step. Collective over the replicas when sharded."""
         if self.is_sharded:
             for bucket in self._buckets:
                 self._gather(bucket)
@@ -108,7 +108,7 @@ class MasterParameters:
                     self._parameters[name].copy_(self._masters[name])
 
     def check_trained(self) -> None:
-        """Raises SlipstreamError where what is trained has changed since the masters were made."""
+        """Raises SlipstreamError where parameters were frozen or unfrozen since the masters were made."""
         for name, parameter in self._parameters.items():
             master = self._masters.get(name, parameter)
             is_made = self.is_sharded or self.dtype_of(parameter) != parameter.dtype
@@ -123,12 +123,12 @@ class MasterParameters:
         if not parameter.requires_grad or (dtype == parameter.dtype and not self.is_sharded):
             return parameter
         rows = rows_of(parameter, self._data.rank, self._data.size) if self.is_sharded else rows_of(parameter, 0, 1)
-        # With a version of its own, by which a save that reads the master sees changes: `publish` makes none, though it
+        # Its separate version counter lets a save that reads the master see changes: `publish` makes none, though it
         # writes to the parameter.
         return nn.Parameter(take_rows(parameter.data, rows).to(dtype)) if rows else None
 
     def _gather(self, bucket: Sequence[NamedParameter]) -> None:
-        """Every replica's rows of a bucket's parameters, in these parameters' dtype."""
+        """Copies every replica's rows to a bucket's parameters, in these parameters' dtype."""
         parameters, size = [parameter for _, parameter in bucket], self._data.size
         for name, parameter in bucket:
             if name in self._masters:

@@ -1,4 +1,4 @@
-"""Parameters that are spread over the replicas between steps (ZeRO-3), each gathered once a step: FSDP2's shards."""
+"""Parameters that are spread over the replicas between steps (ZeRO-3) by FSDP2, each gathered once a step."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from slipstream.parallel.replicas.buckets import (
     NamedParameter,
     PendingReduction,
     in_buckets,
+    take_gradients,
     unflatten_tensors,
 )
 
 
 class ShardedParameters:
-    """Shards parameters, gradients and optimizer state over the replicas, with the methods of
-    GradientReduction and MasterParameters.
+    """Shards parameters, gradients and optimizer state over the replicas; has the methods of GradientReduction and
+    MasterParameters.
 
-    Every step calls `begin`, then `reduce` for each stage after its last backward, then `finish`.
-
-    Rajbhandari et al. 2020, "ZeRO", P_os+g+p (section 5.3), with the gathers of a whole step made into one. A replica
-    keeps its rows (dim 0) of every parameter, its gradient and its optimizer's state:
+    Every step calls `begin`, then `reduce` for each stage after its last backward, then `finish`. Rajbhandari et al.
+    2020, "ZeRO", P_os+g+p (section 5.3), with the gathers of a whole step merged into one. A replica keeps its rows
+    (dim 0) of every parameter, its gradient and its optimizer's state:
 
         begin      all-gather: the stages' modules hold whole, plain tensors; every slice's F, I and W is as ever
-        reduce     reduce-scatter of the stage's summed gradients; its whole tensors are let go of
+        reduce     reduce-scatter of the stage's summed gradients; its whole tensors are released
         finish     the rows' gradients are in `.grad` of what `named_parameters` yields
 
     A step of any number of slices thus sends 2 (n-1)/n of the parameters' bytes on each of n replicas, as ZeRO-1 does;
     gathering for each slice's pass instead would send that as often as there are passes. The price is that a stage's
     weights are whole, with whole gradients, from `begin` to its `reduce`: what is saved is memory between steps, and
-    that of optimizer and its rows. FSDP2 shards, gathers and lets go; its reductions stay off.
+    that of the optimizer and its rows. FSDP2 shards, gathers and releases; its reductions stay off.
 
     Gradients are summed, never averaged: the loss is divided by the tokens of the whole batch.
     """
@@ -78,30 +78,33 @@ class ShardedParameters:
         self._scale = 1.0
 
     def named_parameters(self) -> Iterator[NamedParameter]:
-        """What goes to the optimizer, under the parameters' names: this replica's rows, views of FSDP2's shards.
+        """Yields what the optimizer updates, under the parameters' names: this replica's rows, views of FSDP2's shards.
 
         A parameter of fewer rows than replicas has none on some.
         """
         return iter(self._masters.items())
 
     def rows(self, name: str) -> range:
-        """Which rows (dim 0) of the parameter this replica has: as torch.chunk deals them."""
+        """Returns the rows (dim 0) of the parameter that this replica has, as torch.chunk distributes them."""
         num_rows = self._shapes[name][0]
         most = _most_rows(self._shapes[name], self._data.size)
         return range(min(most * self._data.rank, num_rows), min(most * (self._data.rank + 1), num_rows))
 
     def is_spread(self, name: str) -> bool:
-        """Whether each replica has other rows of it: of every parameter, frozen ones too."""
+        """Returns whether each replica has different rows of it: true of every parameter, including frozen ones."""
         return name in self._shapes
 
     def publish(self) -> None:
-        """Let go of what was gathered: after an evaluation, and wherever an optimizer may have updated the shards."""
+        """Releases what was gathered: after an evaluation, and wherever an optimizer may have updated the shards."""
         for modules in self._modules.values():
             _reshard(modules)
 
     def begin(self, scale: float = 1.0) -> None:
-        """Before a step, whose losses will be multiplied by `scale`, and its gradients divided by it. Collective over
-        the replicas: every parameter is gathered. Raises SlipstreamError where one was frozen too late."""
+        """Begins a step whose losses are multiplied by `scale`, by which its gradients are divided; gathers all
+        parameters.
+
+        Collective over the replicas. Raises SlipstreamError where one was frozen too late.
+        """
         self._check_trained()
         self._scale, self._started, self._missing = scale, [], set(self._modules)
         self.publish()
@@ -116,18 +119,18 @@ class ShardedParameters:
 
     @torch.no_grad()
     def reduce(self, stage: int) -> None:
-        """No backward of the stage comes any more in this step: start the reduction of its gradients, and let go of its
-        whole parameters."""
+        """Starts the reduction of a stage's gradients, after its last backward, and releases its whole parameters.
+        Collective."""
         self._missing.discard(stage)
         trained = [named for named in self._models[stage].named_parameters() if named[0] in self._trained]
         for bucket in in_buckets(trained, lambda parameter: parameter.dtype, self._bucket_bytes):
-            packed = torch.cat([_in_parts(_taken(parameter), self._data.size) for _, parameter in bucket], 1)
+            packed = torch.cat([_in_parts(gradient, self._data.size) for gradient in take_gradients(bucket)], 1)
             self._started.append(PendingReduction(bucket, packed, *self._data.start_reduce_scatter(packed)))
         _reshard(self._modules[stage])
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all reductions; add this step's gradients to the earlier ones, in the rows' `.grad`."""
+        """Waits for all reductions; adds this step's gradients to the earlier ones, in the rows' `.grad`."""
         if self._missing:
             raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
         for started in self._started:
@@ -171,8 +174,8 @@ def _check_can_be_sharded(model: nn.Module) -> None:
         other = storages.setdefault(storage_id(parameter), name)
         if other != name:
             raise SlipstreamError(
-                f"shard_parameters: {other} and {name} are one tied weight, whose shards would be updated apart. Use "
-                "shard_optimizer=True instead, or a model with tie_word_embeddings=False."
+                f"shard_parameters: {other} and {name} are one tied weight, whose shards would be updated separately. "
+                "Use shard_optimizer=True instead, or a model with tie_word_embeddings=False."
             )
 
 
@@ -182,7 +185,7 @@ def _mesh(data: RankGroup, model: nn.Module) -> DeviceMesh:
 
 
 def _shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> list[FSDPModule]:
-    """FSDP2's modules, which neither reduce gradients nor let go of what they gathered until told to."""
+    """Returns FSDP2's modules, which neither reduce gradients nor release what they gathered until asked to."""
     modules = []
     for module in _units(model, layers):
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
@@ -194,8 +197,11 @@ def _shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> l
 
 
 def _units(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """The layers, and what has parameters outside of them, inner modules first. Not simply the model: on a stage that
-    isn't the last one its output is a placeholder's, of which FSDP2 would warn."""
+    """Yields the layers, and what has parameters outside of them, inner modules first.
+
+    It doesn't yield the model: on a stage that isn't the last one its output is a placeholder's, about which FSDP2
+    would warn.
+    """
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if id(module) not in in_layers]
     yield from (layer for layer in layers if next(layer.parameters(), None) is not None)
@@ -207,12 +213,12 @@ def _reshard(modules: Sequence[FSDPModule]) -> None:
         module.reshard()
     for module in modules:
         left = [name for name, p in cast(nn.Module, module).named_parameters() if not isinstance(p, DTensor)]
-        if left:  # the next step would compute with weights from before the optimizer's
+        if left:  # the next step would compute with weights from before the optimizer's step
             raise RuntimeError(f"{left[0]} is still whole: a forward that failed has left FSDP2 in the middle of it")
 
 
 def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
-    """A view of a shard: the optimizer updates FSDP2's own memory."""
+    """Returns a view of a shard: the optimizer updates FSDP2's own memory."""
     assert isinstance(parameter, DTensor)
     return nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
 
@@ -221,14 +227,8 @@ def _most_rows(shape: Sequence[int], size: int) -> int:
     return -(-shape[0] // size)
 
 
-def _taken(parameter: nn.Parameter) -> Tensor:
-    """Its gradient, zeros where no backward left one; no longer in `.grad`."""
-    gradient, parameter.grad = parameter.grad, None
-    return torch.zeros_like(parameter) if gradient is None else gradient
-
-
 def _in_parts(gradient: Tensor, size: int) -> Tensor:
-    """(size, numel of the largest part): each replica's rows in a line, ended by zeros where others have more."""
+    """Returns (size, numel of the largest part): each replica's rows in a line, padded with zeros."""
     missing = _most_rows(gradient.shape, size) * size - gradient.shape[0]
     padded = functional.pad(gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None], (0, 0, 0, missing))
     return padded.reshape(size, -1)

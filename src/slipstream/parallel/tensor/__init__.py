@@ -7,10 +7,4 @@ from slipstream.parallel.tensor.tensor_parallel import TensorParallel
 from slipstream.parallel.tensor.tensor_plan import TensorPlan, find_tensor_plan
 from slipstream.parallel.tensor.vocabulary_parallel import vocabulary_cross_entropy
 
-__all__ = [
-    "TensorParallel",
-    "TensorPlan",
-    "find_tensor_plan",
-    "part_bounds",
-    "vocabulary_cross_entropy",
-]
+__all__ = ["TensorParallel", "TensorPlan", "find_tensor_plan", "part_bounds", "vocabulary_cross_entropy"]

@@ -1,11 +1,11 @@
-"""The operators of one region of a layer, as hooks: they compose with whatever runs the linear layers inside.
+"""The operators of one region of a layer, as hooks: they work with whatever runs the linear layers inside.
 
     replicated tokens                        spread tokens (sequence parallelism)
     x ─ f ─ column ─ row ─ g ─ y             x ─ all-gather ─ column ─ row ─ reduce-scatter ─ y
 
-Inside a region only what feeds a column goes through f, once for every tensor: what else sees the region's input, such
-as a router, computes the same on all ranks, and so its gradient, too, is whole on all. A region where something else
-has parameters exchanges the tokens at its ends and has f and g inside.
+Inside a region only the input of a column goes through f, once for every tensor: what else reads the region's input,
+such as a router, computes the same on all ranks, so its gradient is whole on all. A region where something else has
+parameters exchanges the tokens at its ends and has f and g inside.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ TOKENS = 1  # the dimension: hidden states are (b, T, features)
 
 
 class ReplicationTracker:
-    """Tells the caller where computing becomes a rank's own (`enter`) and where it is the same on all (`leave`).
+    """Calls `enter` where the ranks begin to compute different things, and `leave` where they compute the same again.
 
-    Each change is told once. Between regions it is as `is_own` says at first: a rank's own where tokens are spread.
+    Each change is reported once. Between regions the state is the initial `is_own`: different where tokens are spread.
     """
 
     def __init__(self, enter: Callable[[], None], leave: Callable[[], None], is_own: bool) -> None:
@@ -36,17 +36,19 @@ class ReplicationTracker:
         self._is_own = self._at_rest = is_own
 
     def own(self) -> None:
+        """Notes that from here on the ranks compute different things."""
         if not self._is_own:
             self._is_own = True
             self._enter()
 
     def same(self) -> None:
+        """Notes that from here on the ranks compute the same."""
         if self._is_own:
             self._is_own = False
             self._leave()
 
     def rest(self) -> None:
-        """Between regions."""
+        """Notes that a region ends."""
         if self._at_rest:
             self.own()
         else:
@@ -54,7 +56,8 @@ class ReplicationTracker:
 
 
 class RegionHooks:
-    """f, g and their kin in one region of one model. `length()` is the number of tokens, when they are spread."""
+    """Puts f, g and the other operators into one region of one model. `length()` is the number of tokens if they are
+    spread."""
 
     def __init__(
         self,
@@ -67,13 +70,13 @@ class RegionHooks:
         self._region = region
         self._group = group
         self._spreads = sequence
-        self._scatters = sequence and region.is_direct  # at its row: nothing inside needs the whole sum
+        self._scatters = sequence and region.is_direct  # at its row, as nothing inside needs the whole sum
         self._length = length
         self._whose = whose
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> itself and f of it, in this forward
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> the tensor and f of it, in this forward
 
     def install(self, modules: dict[str, nn.Module]) -> None:
-        """Onto the modules of a model by name, whose weights are this rank's share already."""
+        """Installs the hooks on the modules of a model, given by name, whose weights are already this rank's share."""
         module = modules[self._region.name]
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         for name, style in self._region.styles.items():
@@ -92,7 +95,7 @@ class RegionHooks:
             _Row(self, splits_input=style is TensorStyle.SPLIT_ROW).install(module)
 
     def reduce(self, output: Tensor) -> Tensor:
-        """g: each rank's part of a row's output becomes the sum, or this rank's tokens of it."""
+        """Applies g: returns the sum of the ranks' parts of a row's output, or this rank's tokens of it."""
         if self._scatters:
             self._whose.own()
             return sum_and_split(output, self._group, TOKENS)
@@ -101,7 +104,7 @@ class RegionHooks:
         return total
 
     def split_features(self, features: Tensor) -> Tensor:
-        """This rank's, of features that all ranks have."""
+        """Returns this rank's part of features that all ranks have."""
         own = split(features, self._group, features.dim() - 1)
         self._whose.own()
         return own
@@ -115,7 +118,7 @@ class RegionHooks:
         return with_first_tensor(partial(self._gather_tokens, is_partial=self._scatters), args, kwargs)
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """`output` is None where the forward raised, as a replay does that has what it needs."""
+        """Ends the region. `output` is None where the forward raised, as in a replay that ends early."""
         self._copies.clear()
         if output is not None and self._spreads and not self._scatters:
             hidden, *others = output if isinstance(output, tuple) else (output,)
@@ -146,7 +149,8 @@ class RegionHooks:
     def _before_experts(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hidden states and the router's weights: gradients of both are sums over the ranks' parts of the experts."""
+        """Applies f to hidden states and router weights: gradients of both are sums over the ranks' parts of the
+        experts."""
         found = tuple(map(self._copy, args)), {key: self._copy(value) for key, value in kwargs.items()}
         self._whose.own()
         return found
@@ -155,7 +159,7 @@ class RegionHooks:
         return self.reduce(output)
 
     def _copy(self, value: Any) -> Any:
-        """f, once for each tensor, as query, key and value take the same."""
+        """Applies f, once for each tensor, as query, key and value take the same one."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         if id(value) not in self._copies:
@@ -164,7 +168,7 @@ class RegionHooks:
 
 
 class _Row:
-    """A linear layer whose input features are a rank's own: its bias is added once, after g."""
+    """A linear layer whose input features differ between ranks: its bias is added once, after g."""
 
     def __init__(self, operators: RegionHooks, splits_input: bool) -> None:
         self._operators = operators
@@ -195,7 +199,7 @@ class _Row:
 def with_first_tensor(
     change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A module's arguments with its hidden states changed: the first of them, by position or by name."""
+    """Returns a module's arguments with its hidden states changed."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))

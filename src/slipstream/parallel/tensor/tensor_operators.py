@@ -1,9 +1,9 @@
-"""What tensor parallelism puts around local linear layers: f, g and their kin, each the other's backward.
+"""The operators that tensor parallelism puts around local linear layers: f, g and others, each another's backward.
 
-PTD-P section 2.3 (figure 5): f is the identity forward and an all-reduce backward, g the other way round. With sequence
+PTD-P section 2.3 (figure 5): f is the identity forward and an all-reduce backward, g the reverse. With sequence
 parallelism (Korthikanti et al. 2022, figure 5) they become an all-gather and a reduce-scatter over the tokens. Between
-them a tensor is a rank's own; outside it is the same on all ranks, and so is its whole gradient, unless it is said to
-be spread: then each rank has its tokens.
+them each rank has a different tensor; outside them all ranks have the same tensor and the same whole gradient, unless
+the tokens are spread: then each rank has its tokens.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from slipstream.parallel.rank_group import RankGroup
 
 
 def copy_to_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
-    """f: what all ranks have becomes each one's own; the gradients of its uses are added up."""
+    """Applies f: what all ranks have is used by each separately; the gradients of these uses are summed. Collective."""
     copied: Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
     return copied
 
 
 def sum_over_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
-    """g: each rank's part of a sum becomes the sum, which all have."""
+    """Applies g: returns the sum of the ranks' tensors, on all ranks. Collective."""
     total: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
     return total
 
 
 def gather(tensor: Tensor, group: RankGroup, dim: int, length: int, is_partial: bool = False) -> Tensor:
-    """Parts along `dim`, `length` in all, become the whole, which all ranks have; what is beyond it was padding.
+    """Joins parts along `dim`, `length` in all, to the whole on all ranks; what is beyond it was padding. Collective.
 
-    Backward takes this rank's part: of the gradient, where all have the whole one, or, where `is_partial`, of the sum
-    of the ranks' gradients (a reduce-scatter: f with sequence parallelism).
+    Backward returns this rank's part of the gradient, where all have the whole one, or, if `is_partial`, of the sum of
+    the ranks' gradients (a reduce-scatter: f with sequence parallelism).
     """
     whole: Tensor = _Gather.apply(tensor, group, dim, length, is_partial)  # type: ignore[no-untyped-call]
     return whole
 
 
 def split(tensor: Tensor, group: RankGroup, dim: int) -> Tensor:
-    """This rank's part along `dim` of what all have, padded with zeros to equal lengths; backward gathers."""
+    """Returns this rank's part along `dim`, padded with zeros to equal lengths; backward gathers. Collective."""
     part: Tensor = _Split.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
     return part
 
 
 def sum_and_split(tensor: Tensor, group: RankGroup, dim: int) -> Tensor:
-    """g with sequence parallelism: this rank's part along `dim` of the sum over the ranks; backward gathers."""
+    """Applies g with sequence parallelism: returns this rank's part along `dim` of the ranks' sum; backward gathers."""
     part: Tensor = _SumAndSplit.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
     return part
 
 
 def part_length(length: int, num_parts: int) -> int:
-    """Of each of so many equal parts, the last ones padded."""
+    """Returns the length of each of `num_parts` equal parts, the last ones padded."""
     return ceil(length / num_parts)
 
 
@@ -107,25 +107,20 @@ class _Split(torch.autograd.Function):
         return _join(ctx.group.all_gather(gradient), ctx.dim, ctx.length), None, None
 
 
-class _SumAndSplit(torch.autograd.Function):
+class _SumAndSplit(_Split):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: RankGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.length = group, dim, tensor.shape[dim]
         return group.reduce_scatter(_cut(tensor, dim, group.size))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _join(ctx.group.all_gather(gradient), ctx.dim, ctx.length), None, None
-
 
 def _sum(tensor: Tensor, group: RankGroup) -> Tensor:
-    """In memory of its own: a recomputation may have kept the tensor that goes in."""
+    """Returns the sum in new memory: a recomputation may have kept the tensor that goes in."""
     return group.sum(tensor.clone(memory_format=torch.contiguous_format))
 
 
 def _cut(tensor: Tensor, dim: int, num_parts: int) -> Tensor:
-    """(..., length, ...) -> (num_parts, ..., part_length, ...), the end padded with zeros."""
+    """Turns (..., length, ...) into (num_parts, ..., part_length, ...), the end padded with zeros."""
     length = part_length(tensor.shape[dim], num_parts)
     missing = num_parts * length - tensor.shape[dim]
     if missing:
@@ -136,7 +131,7 @@ def _cut(tensor: Tensor, dim: int, num_parts: int) -> Tensor:
 
 
 def _join(parts: Tensor, dim: int, length: int) -> Tensor:
-    """The inverse of `_cut`: in memory of its own, since models may change it in place."""
+    """Undoes `_cut`, in new memory, since models may change the result in place."""
     each = parts.shape[dim + 1]
     lengths: Sequence[int] = [min(each, max(0, length - index * each)) for index in range(len(parts))]
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)

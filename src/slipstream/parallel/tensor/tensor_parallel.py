@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model whose layers several ranks compute together, each with its share of the weights.
+"""Tensor parallelism: several ranks compute every layer together, each with its share of the weights.
 
 PTD-P section 2.3 (Megatron-LM): two all-reduces of (b, T, hidden) in the forward of a layer of attention and MLP and
 two in its backward. With sequence parallelism (Korthikanti et al. 2022) each is an all-gather or a reduce-scatter, and
@@ -25,10 +25,10 @@ from slipstream.parallel.tensor.vocabulary_parallel import VocabularyEmbedding
 class TensorParallel:
     """This rank's part of a plan.
 
-    `shard` once, `install` on every skeleton over the parameters, `begin` before every forward. With `sequence` the
+    Call `shard` once, `install` on every copy of the modules, and `begin` before every forward. With `sequence` the
     residual stream is (b, local_length(T), hidden) from the first layer to the last, padded where T doesn't divide.
 
-    Raises SlipstreamError where `sequence` is asked of a model with more than a norm between its layers and its head.
+    Raises SlipstreamError for `sequence` and a model with more than a norm between its layers and its head.
     """
 
     def __init__(self, plan: TensorPlan, group: RankGroup, sequence: bool) -> None:
@@ -46,15 +46,15 @@ class TensorParallel:
 
     @property
     def rank(self) -> int:
-        """This process's place among those that share its layers."""
+        """This process's number among those that share its layers."""
         return self.group.rank
 
     def begin(self, length: int) -> None:
-        """The next forwards are of `length` tokens."""
+        """Announces forwards of `length` tokens."""
         self._length = length
 
     def shard(self, model: nn.Module) -> None:
-        """Leave of every parameter of `model` this rank's share, in place. Tied weights stay one parameter."""
+        """Keeps this rank's share of every parameter of `model`, in place. Tied weights stay one parameter."""
         done: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in done:
@@ -62,11 +62,11 @@ class TensorParallel:
                 parameter.data = self.share(name).take(parameter.data)
 
     def install(self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-        """Put the operators around what is there of `model`, which `shard` has been at, and adjust its sizes.
+        """Puts the operators around the modules that are here, after `shard`, and adjusts their sizes.
 
-        To be called before other hooks are on it: one that gives the first layer another input gives one that is split.
-        `enter` is called where computing becomes this rank's own, `leave` where it is the same on all ranks again, in
-        turn. Between regions it is the same on all ranks; with sequence parallelism it is the rank's own from the
+        Call it before installing other hooks: one that replaces the first layer's input provides an input that is
+        already split. `enter` is called where the ranks begin to compute different things, `leave` where they compute
+        the same again. Between regions they compute the same; with sequence parallelism each has its tokens from the
         first layer to the last, so there the first call is `leave`.
         """
         every = dict(model.named_modules())
@@ -86,17 +86,18 @@ class TensorParallel:
             modules[self.plan.head].register_forward_pre_hook(self._before_head)
 
     def share(self, name: str) -> ParameterShare:
-        """What this rank has of the parameter that the whole model calls `name`, or ties to another of that name."""
+        """Returns this rank's share of the parameter that the whole model calls `name`, or ties to another of that
+        name."""
         cut = self.plan.cuts.get(name)
         if cut is None:
             return ParameterShare.whole(self.plan.shapes[name], copy=self.group.rank)
         return cut.share(self.group.rank, self.group.size)
 
     def added_over(self, name: str) -> tuple[int, ...]:
-        """The tensor ranks, itself among them, whose gradients of this parameter must be added up; () for none.
+        """Returns the tensor ranks, including this one, whose gradients of a parameter must be summed; () for none.
 
-        All of them where a whole parameter is applied to a rank's own heads, or its own tokens; those that have the
-        same key and value heads.
+        They are all ranks where a whole parameter is applied to different heads or tokens on each rank, and else those
+        that have the same key and value heads.
         """
         everyone = tuple(range(self.group.size))
         cut = self.plan.cuts.get(name)
@@ -112,7 +113,7 @@ class TensorParallel:
         return self._first_row(self.plan.head) if f"{self.plan.head}.weight" in self.plan.cuts else 0
 
     def local_length(self, length: int) -> int:
-        """Of `length` tokens those that this rank has in the residual stream, padding included."""
+        """Returns how many of `length` tokens this rank has in the residual stream, including padding."""
         return part_length(length, self.group.size) if self.sequence else length
 
     @property
@@ -120,7 +121,7 @@ class TensorParallel:
         return f"{self.plan.layers}.0"
 
     def _embeds(self, modules: dict[str, nn.Module]) -> bool:
-        """Not where the embedding is there for the sake of a head that has its weight."""
+        """Returns whether the embedding is used, and not only there for a head that has its weight."""
         is_read = self._first_layer in modules or self.plan.head not in modules
         return self.plan.embedding in modules and is_read
 
@@ -140,7 +141,7 @@ class TensorParallel:
                 setattr(modules[name], attribute, size)
 
     def _install_ends(self, every: dict[str, nn.Module], modules: dict[str, nn.Module]) -> None:
-        """Where tokens are spread and gathered again: the first layer, and the norm before the head."""
+        """Splits the tokens before the first layer, and gathers them after the norm before the head."""
         if self._embeds(modules):
             every[self._first_layer].register_forward_pre_hook(
                 lambda _module, args, kwargs: with_first_tensor(self._split_tokens, args, kwargs), with_kwargs=True
@@ -161,9 +162,9 @@ class TensorParallel:
         return split(hidden, self.group, TOKENS)
 
     def _gather_tokens(self, hidden: Tensor) -> Tensor:
-        """f before the head: the norm before it is applied to a rank's own tokens."""
+        """Applies f before the head: the norm before it is applied to each rank's tokens."""
         return gather(hidden, self.group, TOKENS, self._length, is_partial=True)
 
     def _as_long_as_gathered(self, hidden: Tensor) -> Tensor:
-        """On stages without the head nobody reads what follows the layers, but GPT-2's code reshapes it."""
+        """Returns a placeholder: on stages without the head nothing reads this output, but GPT-2's code reshapes it."""
         return hidden.new_zeros(()).expand(len(hidden), self._length, hidden.shape[-1])

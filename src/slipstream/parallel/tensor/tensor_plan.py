@@ -1,6 +1,6 @@
-"""Which parts of a model are spread over the tensor ranks, and how: the model's own plan, resolved and checked.
+"""Finds which parts of a model are spread over the tensor ranks, and how: the model's plan, resolved and checked.
 
-Transformers' configs carry the plan (`base_model_tp_plan`): a style for every linear layer that is cut, in pairs, by
+Transformers' configs contain the plan (`base_model_tp_plan`): a style for every linear layer that is cut, in pairs, by
 columns and then by rows, so that nothing is exchanged between the two (PTD-P section 2.3). Embedding and head are cut
 by rows of the vocabulary in every model.
 """
@@ -23,15 +23,15 @@ from slipstream.parallel.tensor.weight_cutting import cut_experts, cut_linear, c
 
 
 class TensorStyle(Enum):
-    """How a module is spread, by transformers' names."""
+    """The way a module is spread, by transformers' names."""
 
-    COLUMN = "colwise"  # f before it; output features are this rank's own
+    COLUMN = "colwise"  # f before it; each rank has different output features
     PACKED_COLUMN = "packed_colwise"  # the same for several matrices in one weight
-    GATHERED_COLUMN = "colwise_gather_output"  # and its output is gathered, as the model's code needs all of it
-    ROW = "rowwise"  # input features are this rank's own; g after it
-    SPLIT_ROW = "rowwise_split_input"  # its input is the same on all ranks, and split first
+    GATHERED_COLUMN = "colwise_gather_output"  # the same, and its output is gathered
+    ROW = "rowwise"  # each rank has different input features; g after it
+    SPLIT_ROW = "rowwise_split_input"  # the same, with an input that all ranks have and that is split first
     EXPERTS = "moe_tp_experts"  # f before all experts together, g after them
-    PER_HEAD = "replicated_with_grad_allreduce"  # whole, but each rank applies it to its own heads
+    PER_HEAD = "replicated_with_grad_allreduce"  # whole, but each rank applies it to different heads
 
 
 COLUMNS = (TensorStyle.COLUMN, TensorStyle.PACKED_COLUMN, TensorStyle.GATHERED_COLUMN)
@@ -39,7 +39,7 @@ ROWS = (TensorStyle.ROW, TensorStyle.SPLIT_ROW)
 _ALSO_CALLED = {"colwise_rep": TensorStyle.GATHERED_COLUMN, "rowwise_rep": TensorStyle.SPLIT_ROW}
 _WITHOUT_STYLE = {"replicate"}
 _VOCABULARY_STYLES = {"embedding_rowwise", "colwise", "colwise_gather_output", "colwise_rep"}
-_OWN_PLANS = {  # of models for which transformers has none
+_OWN_PLANS = {  # for models without one in transformers
     "gpt2": {
         "h.*.attn.c_attn": "packed_colwise",
         "h.*.attn.c_proj": "rowwise",
@@ -51,7 +51,7 @@ _OWN_PLANS = {  # of models for which transformers has none
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """A layer's child with something in it that is cut. What goes in and what comes out is not."""
+    """A layer's child that contains cut modules. Its input and output are whole."""
 
     name: str  # "model.layers.0.mlp"
     styles: Mapping[str, TensorStyle]  # of the modules in it, by their names in the model
@@ -64,24 +64,24 @@ class TensorRegion:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A model over `tensor_ranks`: what each parameter's cut is, and where f and g go."""
+    """A model over `tensor_ranks` ranks: how each parameter is cut, and where f and g go."""
 
     tensor_ranks: int
     layers: str  # "model.layers"
     embedding: str  # "model.embed_tokens"
     head: str  # "lm_head"
-    after_layers: tuple[str, ...]  # what runs between the layers and the head: ("model.norm",)
+    after_layers: tuple[str, ...]  # what runs between the layers and the head, such as ("model.norm",)
     regions: tuple[TensorRegion, ...]
     shapes: Mapping[str, tuple[int, ...]]  # of every whole parameter, tied names included
-    cuts: Mapping[str, ParameterCut]  # of those that are cut
-    per_head: frozenset[str]  # parameters that are whole and whose gradients are of a rank's own heads
-    attributes: Mapping[str, Mapping[str, int]]  # of modules whose code reads sizes: what they are on a rank
+    cuts: Mapping[str, ParameterCut]  # of the parameters that are cut
+    per_head: frozenset[str]  # whole parameters whose gradients come from each rank's heads
+    attributes: Mapping[str, Mapping[str, int]]  # sizes on a rank, by module, where its code reads them
 
     def is_spread(self, name: str) -> bool:
-        """Whether sequence parallelism applies this whole parameter to a rank's own tokens only."""
+        """Returns whether sequence parallelism applies this whole parameter to different tokens on each rank."""
         region = next((region for region in self.regions if name.startswith(f"{region.name}.")), None)
         if region is not None:
-            return region.is_direct and name not in self.cuts and name not in self.per_head  # a row's bias
+            return region.is_direct and name not in self.cuts and name not in self.per_head  # that is a row's bias
         return name.startswith(tuple(f"{part}." for part in (self.layers, *self.after_layers)))
 
 
@@ -93,18 +93,20 @@ def find_tensor_plan(
     after: Sequence[str],
     given: Mapping[str, str] | None = None,
 ) -> TensorPlan:
-    """The plan of `model`, a causal LM of transformers, for `tensor_ranks` ranks.
+    """Returns the plan of `model`, a causal LM of transformers, for `tensor_ranks` ranks.
 
     Args:
         model: the whole model, or what is left of it; its parameters may be on the meta device.
-        config: the model's.
-        before: names of the modules that run before the layers, the embedding among them.
-        after: names of the modules that run after the layers, the head among them.
-        given: styles by patterns of names, such as {"model.layers.*.mlp.up_proj": "colwise"}, instead of the model's.
+        config: the model's config.
+        tensor_ranks: the number of ranks that share every layer.
+        before: names of the modules that run before the layers, including the embedding.
+        after: names of the modules that run after the layers, including the head.
+        given: styles by patterns of names, such as {"model.layers.*.mlp.up_proj": "colwise"}, instead of the model's
+            plan.
 
     Raises:
-        SlipstreamError: the model has no plan, the plan has a style that isn't run here, or heads, features or
-            vocabulary can't be shared by so many ranks.
+        SlipstreamError: the model has no plan, the plan has an unsupported style, or the ranks can't share heads,
+            features or vocabulary.
     """
     config = config.get_text_config()
     embedding = _name_of(model, model.get_input_embeddings(), before, "embedding")  # type: ignore[operator]
@@ -136,7 +138,7 @@ def find_tensor_plan(
 
 
 def _own_plan(model: nn.Module, config: Any) -> Mapping[str, str]:
-    """By names within the base model, such as "layers.*.mlp.up_proj"."""
+    """Returns the config's plan, by names within the base model, such as "layers.*.mlp.up_proj"."""
     plan = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(config.model_type)
     if plan:
         found: Mapping[str, str] = plan
@@ -182,13 +184,13 @@ def _style(pattern: str, style: str) -> TensorStyle:
         return _ALSO_CALLED.get(style) or TensorStyle(style)
     except ValueError:
         raise SlipstreamError(
-            f"the plan spreads {pattern!r} in the style {style!r}, which isn't run here. Known are "
+            f"the plan spreads {pattern!r} in the style {style!r}, which isn't supported. Supported are "
             f"{', '.join(known.value for known in TensorStyle)}: give a tensor_plan with these, or train with tp=1."
         ) from None
 
 
 def _common_list(styles: Mapping[str, TensorStyle]) -> str:
-    """The list of layers that all the names are in."""
+    """Returns the list of layers that contains all the names."""
     lists = {re.split(r"\.\d+(?=\.)", name, maxsplit=1)[0] if re.search(r"\.\d+\.", name) else "" for name in styles}
     if len(lists) != 1 or "" in lists:
         named = ", ".join([*sorted(styles)[:3], *(["..."] if len(styles) > 3 else [])]) or "none of this model's"
@@ -202,7 +204,8 @@ def _common_list(styles: Mapping[str, TensorStyle]) -> str:
 def _cut(
     model: nn.Module, config: Any, name: str, style: TensorStyle, tensor_ranks: int, styles: Mapping[str, TensorStyle]
 ) -> tuple[dict[str, ParameterCut], dict[str, Mapping[str, int]]]:
-    """The cuts of the parameters of one module, and the attributes to change in the one around it, or in itself."""
+    """Returns the cuts of one module's parameters, and the attributes to change in the module around it, or in
+    itself."""
     parent = name.rpartition(".")[0]
     if style is TensorStyle.PER_HEAD or styles.get(parent) is TensorStyle.EXPERTS:
         return {}, {}  # whole; a parameter of experts, which are cut together
@@ -219,7 +222,7 @@ def _cut(
         )
         return cuts, {name: sizes}
     around = model.get_submodule(parent)
-    keeps_heads = style in (TensorStyle.GATHERED_COLUMN, TensorStyle.SPLIT_ROW)  # the code around sees all of them
+    keeps_heads = style in (TensorStyle.GATHERED_COLUMN, TensorStyle.SPLIT_ROW)  # the code around uses all of them
     heads = AttentionHeads.of(around, config) if is_attention(around) and not keeps_heads else None
     cuts = cut_linear(module, name, style in ROWS, tensor_ranks, heads, style is TensorStyle.PACKED_COLUMN)
     return cuts, {} if heads is None else {parent: heads.attributes(around, tensor_ranks)}
@@ -236,7 +239,7 @@ def _regions(
     cuts: Mapping[str, ParameterCut],
     per_head: frozenset[str],
 ) -> tuple[TensorRegion, ...]:
-    """With those children of layers that attend and have nothing cut: they need all tokens."""
+    """Returns the regions, including children of layers that attend and have nothing cut, as these need all tokens."""
     depth = layers.count(".") + 3  # the list, a layer's number, its child
     found: dict[str, dict[str, TensorStyle]] = {}
     for name, module in model.named_modules():
@@ -263,7 +266,7 @@ def _is_direct(
 
 
 def _name_of(model: nn.Module, wanted: Any, names: Sequence[str], role: str) -> str:
-    """The name of the embedding or the head among those of the modules outside the layers."""
+    """Returns the name of the embedding or the head among the modules outside the layers."""
     found = next((name for name in names if wanted is not None and model.get_submodule(name) is wanted), None)
     if found is None:
         raise SlipstreamError(

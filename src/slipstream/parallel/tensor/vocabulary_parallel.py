@@ -1,4 +1,4 @@
-"""Embedding and loss where each rank has some rows of the vocabulary: no rank ever holds all logits of a token.
+"""Embedding and loss where each rank has some rows of the vocabulary: no rank ever has all logits of a token.
 
 PTD-P section 2.3: the parallel cross entropy exchanges (b, T) numbers instead of (b, T, vocabulary) logits.
 """
@@ -19,11 +19,11 @@ from slipstream.parallel.tensor.tensor_operators import sum_over_ranks
 def vocabulary_cross_entropy(
     group: RankGroup, first_id: int, ignore_index: int
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The loss of logits (b, T, V_local), those of ids first_id to first_id + V_local, and targets (b, T), of
-    which `ignore_index` counts nowhere.
+    """Returns the loss of logits (b, T, V_local), of ids first_id to first_id + V_local, and targets (b, T).
 
-    It returns (sum over tokens, number of valid tokens), the same on every rank, in float32 or wider. Forward
-    all-reduces each token's largest logit, then the sum of exponentials with the target's logit; backward is local.
+    The loss returns (sum over tokens, number of valid tokens), the same on every rank, in float32 or wider; targets
+    equal to `ignore_index` don't count. Forward all-reduces each token's largest logit, then the sum of exponentials
+    with the target's logit; backward is local. Calling it is collective over the group.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def vocabulary_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum over tokens of log(sum_v exp(logit_v)) - logit_target."""
+    """The sum over tokens of log(sum_v exp(logit_v)) - logit_target."""
 
     @staticmethod
     def forward(
@@ -65,19 +65,19 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabularyEmbedding:
-    """Hooks of an nn.Embedding of which this rank has the rows from `first_id` on: other ids give zeros, then g.
+    """Hooks for an nn.Embedding of which this rank has the rows from `first_id` on: other ids give zeros, then g.
 
-    Unless `is_read`, its output is left without g: a last stage has a tied embedding for its head alone.
+    Unless `is_read`, its output stays without g: a last stage has a tied embedding for its head alone.
     """
 
     def __init__(self, group: RankGroup, first_id: int, is_read: bool) -> None:
         self._group = group
         self._first_id = first_id
         self._is_read = is_read
-        self._is_elsewhere: Tensor | None = None  # (b, T), between the two hooks
+        self._is_elsewhere: Tensor | None = None  # (b, T), set between the two hooks
 
     def install(self, module: nn.Embedding) -> None:
-        """Onto a module whose weight is this rank's share already."""
+        """Installs the hooks on a module whose weight is already this rank's share."""
         if module.padding_idx is not None:
             padding = module.padding_idx - self._first_id
             module.padding_idx = padding if 0 <= padding < len(module.weight) else None

@@ -1,4 +1,4 @@
-"""Where the weights of a linear layer, of experts and of the vocabulary are cut, or why they can't be."""
+"""Decides where the weights of linear layers, experts and the vocabulary are cut, or says why they can't be."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def cut_linear(
     heads: AttentionHeads | None,
     is_packed: bool = False,
 ) -> dict[str, ParameterCut]:
-    """Of y = x W^T + b: `by_rows` W's columns, which are x's features, and b stays whole; else W's rows, and b.
+    """Returns the cuts of y = x W^T + b: `by_rows` W's columns, which are x's features, with b whole; else W's rows,
+    and b.
 
     (PTD-P cuts A in Y = X A, so that its rows are W's columns.) `heads` are those of the attention module around it;
-    `is_packed` says that several matrices lie in W, one after the other: query, key and value, else gate and up.
+    `is_packed` says that several matrices lie in W, one after the other: query, key and value, or gate and up.
     """
     if not isinstance(module, (nn.Linear, Conv1D)):
         raise SlipstreamError(
@@ -57,7 +58,7 @@ def cut_experts(
     rows: Collection[str],
     tensor_ranks: int,
 ) -> tuple[dict[str, ParameterCut], dict[str, int]]:
-    """Of experts held as 3-D weights (expert, output, input), each cut alike; and the sizes that their code reads."""
+    """Returns the cuts of experts held as 3-D weights (expert, output, input), and the sizes that their code reads."""
     parameters = dict(module.named_parameters())
     without = sorted(set(parameters) - {*packed, *columns, *rows})
     if without:
@@ -82,7 +83,7 @@ def cut_experts(
 
 
 def cut_vocabulary(model: nn.Module, names: Sequence[str], tensor_ranks: int) -> dict[str, ParameterCut]:
-    """Of embedding and head: rows, one an id. Any vocabulary can be cut that has a row for each rank."""
+    """Returns the cuts of embedding and head by rows, one per id. Raises SlipstreamError for fewer rows than ranks."""
     cuts = {}
     for name in names:
         module = model.get_submodule(name)
@@ -96,7 +97,7 @@ def cut_vocabulary(model: nn.Module, names: Sequence[str], tensor_ranks: int) ->
 
 
 def _check_vocabulary(module: nn.Module, name: str) -> None:
-    """What is left of a module that isn't on this rank has no parameters, and is not looked at."""
+    """Raises SlipstreamError for modules that need all rows; ignores placeholders, which have no parameters."""
     if next(module.parameters(), None) is None:
         return
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):

@@ -1,0 +1,32 @@
+"""Finds and replaces the hidden states in the arguments with which transformers' code calls a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of one call
+
+
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Returns the hidden states (b, T, hidden): the first positional argument, else the one that is named so."""
+    found: Tensor = args[0] if args else kwargs[_keyword(kwargs)]
+    return found
+
+
+def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> Arguments:
+    """Returns the arguments with `hidden` in place of the hidden states."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, kwargs | {_keyword(kwargs): hidden}
+
+
+def first_output(output: Any) -> Tensor:
+    """Returns the hidden states that a layer returned, alone or as the first item of a tuple."""
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _keyword(kwargs: dict[str, Any]) -> str:
+    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))

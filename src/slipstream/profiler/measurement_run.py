@@ -1,0 +1,148 @@
+"""Measures stages at the points of a grid, fits their times, and refines where the fit is off."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from slipstream.errors import SlipstreamError
+from slipstream.pipeline import Ranks
+from slipstream.planner.costs import (
+    OPS,
+    AttentionWindow,
+    MeasuredStage,
+    Measurement,
+    SlicePoint,
+    fit_times,
+)
+from slipstream.profiler.measurement_grid import MeasurementGrid
+from slipstream.profiler.stage_bench import StageBench
+from slipstream.schedule import Op
+
+FIT_TOLERANCE = 0.02  # TeraPipe's mean relative error
+_LEAST_REPEATS = 3
+_REFINEMENTS = 2
+_WARM_UP_SHARE = 0.2  # of the budget: points that weren't reached by then are left out
+_GRID_SHARE = 0.7  # of the budget, the rest is for refinements
+_FEWEST_POINTS = 8
+_Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
+
+
+class TimeBudget:
+    """The time that is left, on which all ranks agree."""
+
+    def __init__(self, budget: float, ranks: Ranks, on_progress: Callable[[float], None]) -> None:
+        self._budget, self._ranks, self._on_progress = budget, ranks, on_progress
+        self._began = time.perf_counter()
+
+    def within(self, share: float) -> bool:
+        """Returns whether less than this fraction of the budget is spent. Collective: synchronises the ranks."""
+        spent = self._ranks.gather((time.perf_counter() - self._began) / self._budget)[0]
+        self._on_progress(min(1.0, spent))
+        return bool(spent < share)
+
+    def agree(self, points: list[SlicePoint]) -> list[SlicePoint]:
+        """Returns the first rank's points, so that all ranks measure the same. Collective."""
+        found: list[SlicePoint] = self._ranks.gather(points)[0]
+        return found
+
+
+@dataclass
+class MeasurementRun:
+    """Collects seconds for every stage, point and op until the fits are good or the time is over."""
+
+    benches: list[StageBench]
+    windows: list[tuple[AttentionWindow, ...]]  # of every bench
+    grid: MeasurementGrid
+    budget: TimeBudget
+    repeats: int
+    samples: _Samples = field(default_factory=lambda: defaultdict(lambda: {op: [] for op in OPS}))
+
+    def run(self) -> None:
+        """Warms up, measures the grid, then measures again where the fit is off."""
+        self._warm_up()
+        self._repeat(self.grid.points, _GRID_SHARE)
+        for _ in range(_REFINEMENTS):
+            off = self.budget.agree(self._off())
+            if not off or not self.budget.within(1.0):
+                break
+            again = self.grid.refine(off, self.benches[0].seq_len)
+            self._round(again, counts=False)
+            self._repeat(again, 1.0)
+
+    def stage(self, index: int, layers: range) -> MeasuredStage:
+        """Returns the results of a stage."""
+        bench = self.benches[index]
+        lengths = sorted({length for length, _ in self.grid.fitted})
+        context_bytes, gradient_bytes = bench.context_bytes()
+        return MeasuredStage(
+            first=layers.start,
+            last=layers.stop - 1,
+            fits={op: fit_times(self._medians(index, op, self.grid.fitted), self.windows[index]) for op in OPS},
+            points={op: tuple(self._measurements(index, op)) for op in OPS},
+            activation_bytes=tuple((length, bench.activation_bytes(length)) for length in lengths),
+            context_bytes=context_bytes,
+            context_gradient_bytes=gradient_bytes,
+            num_parameters=sum(parameter.numel() for _, parameter in bench.stage.named_parameters()),
+        )
+
+    def _warm_up(self) -> None:
+        """Measures every point once without counting it; ends the grid where that takes too long."""
+        points = self.grid.points
+        reached: list[SlicePoint] = []
+        for point in points:
+            if not self.budget.within(_WARM_UP_SHARE if len(reached) >= _FEWEST_POINTS else 1.0):
+                break
+            self._round([point], counts=False)
+            reached.append(point)
+        if len(reached) < min(_FEWEST_POINTS, len(points)):
+            raise SlipstreamError(
+                f"the budget is spent after {len(reached)} of {len(points)} points, too few for a fit. Give more "
+                "time, or a shorter sequence or longest slice."
+            )
+        self.grid.fitted = [point for point in self.grid.fitted if point in reached]
+        self.grid.held_out = [point for point in self.grid.held_out if point in reached]
+
+    def _repeat(self, points: list[SlicePoint], share: float) -> None:
+        for repeat in range(self.repeats):
+            if repeat >= _LEAST_REPEATS and not self.budget.within(share):
+                break
+            self._round(points, counts=True)
+
+    def _round(self, points: Iterable[SlicePoint], counts: bool) -> None:
+        """Measures all stages at all points alternately, so that other load on the machine affects all of them
+        alike."""
+        for point in points:
+            self.budget.within(1.0)
+            for index, bench in enumerate(self.benches):
+                seconds = bench.run(*point)
+                for op in OPS if counts else ():
+                    self.samples[index, point][op].append(seconds[op])
+
+    def _off(self) -> list[SlicePoint]:
+        """Returns the points where an op is off by more than allowed; none where the mean error is within it."""
+        worst: dict[SlicePoint, float] = {}
+        held_out: list[float] = []
+        for index in range(len(self.benches)):
+            for op in OPS:
+                fit = fit_times(self._medians(index, op, self.grid.fitted), self.windows[index])
+                for point, seconds in self._medians(index, op, self.grid.points).items():
+                    error = abs(fit(*point) - seconds) / seconds
+                    worst[point] = max(error, worst.get(point, 0.0))
+                    held_out += [error] if point in self.grid.held_out else []
+        if not held_out or statistics.mean(held_out) <= FIT_TOLERANCE:
+            return []
+        return [point for point, error in worst.items() if error > FIT_TOLERANCE]
+
+    def _medians(self, index: int, op: Op, points: Iterable[SlicePoint]) -> dict[SlicePoint, float]:
+        return {point: statistics.median(self.samples[index, point][op]) for point in points}
+
+    def _measurements(self, index: int, op: Op) -> Iterable[Measurement]:
+        for point in self.grid.points:
+            seconds = self.samples[index, point][op]
+            middle = statistics.median(seconds)
+            low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+            yield Measurement(*point, middle, (high - low) / middle, point in self.grid.held_out)
