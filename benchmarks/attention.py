@@ -28,7 +28,7 @@ CASES = [  # heads, key heads, dtype, layout in memory: models give (batch, toke
 
 
 def in_layout(tensor: Tensor, layout: str) -> Tensor:
-    """A (B,H,T,D) tensor of its own that lies in memory as `layout` says."""
+    """Returns a new (B,H,T,D) tensor that lies in memory as `layout` says."""
     return tensor.clone(memory_format=torch.contiguous_format) if layout == "BHTD" else _transposed(tensor)
 
 
@@ -37,7 +37,7 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 def unsliced(inputs: list[Tensor], grad: Tensor) -> Callable[[], float]:
-    """PyTorch's own causal attention over the whole sequence."""
+    """Runs PyTorch's causal attention over the whole sequence."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in inputs)
     grouped = query.shape[1] != key.shape[1]
 
@@ -51,7 +51,7 @@ def unsliced(inputs: list[Tensor], grad: Tensor) -> Callable[[], float]:
 
 
 def sliced(inputs: list[Tensor], grad: Tensor, num_slices: int, layout: str) -> Callable[[], float]:
-    """The same in slices, backward in reverse."""
+    """Runs the same in slices, backward in reverse."""
     length, scale = grad.shape[2], inputs[0].shape[-1] ** -0.5
     bounds = list(pairwise(accumulate(slice_lengths(num_slices, length), initial=0)))
     ranges = [KeyRanges.causal(a, b) for a, b in bounds]

@@ -30,7 +30,7 @@ NONE, BACKGROUND, WAITING = "no checkpoint", "in the background", "training wait
 
 
 class Training:
-    """One rank: a pipeline of two with its optimizer."""
+    """One rank of a pipeline of two, with its optimizer."""
 
     def __init__(self, length: int) -> None:
         self.pipe = Pipeline.from_config(model_config(length), runtime=Runtime(self_check=False), slices=8)
@@ -45,7 +45,7 @@ class Training:
         self.optimizer.step()
 
     def pieces(self) -> Iterator[TensorShard]:
-        """No weight is tied: each is on one rank."""
+        """Returns the shards to save. No weight is tied: each is on one rank."""
         for name, parameter in self.pipe.named_parameters():
             yield TensorShard(name, ParameterShare.whole(tuple(parameter.shape)), parameter)
             for key, value in self.optimizer.state[parameter].items():
@@ -53,7 +53,7 @@ class Training:
 
 
 class Saves:
-    """Steps with and without a save among them."""
+    """Times steps with and without a save among them."""
 
     def __init__(self, training: Training, folder: Path, steps: int) -> None:
         self.training, self.steps = training, steps
@@ -63,7 +63,7 @@ class Saves:
         self.stalls: list[float] = []  # seconds in which a rank did nothing but copy: in `save`, and before the update
 
     def run(self, save: Callable[[], None] | None, wait: bool) -> float:
-        """Seconds of all steps, from and to a moment when both ranks are there."""
+        """Returns the seconds of all steps, between two moments when both ranks have arrived."""
         dist.barrier()
         began = time.perf_counter()
         if save is not None:
@@ -91,7 +91,7 @@ class Saves:
 
 
 def measure(folder: Path, length: int, steps: int, repeats: int) -> dict[str, object]:
-    """The same on both ranks but for the stall."""
+    """Returns the report, which is the same on both ranks except for the stall."""
     training = Training(length)
     saves = Saves(training, folder, steps)
     contenders: dict[str, Callable[[], float]] = {

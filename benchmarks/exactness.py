@@ -26,7 +26,7 @@ HEADS = 8  # of the models that are trained; ranks that share layers divide them
 
 
 def meshes(most: int) -> Iterator[tuple[int, int, int]]:
-    """All (pp, dp, tp) with that many ranks at most."""
+    """Yields all (pp, dp, tp) with at most so many ranks."""
     for size in range(1, most + 1):
         for pp in range(1, size + 1):
             for dp in range(1, size // pp + 1):
@@ -36,7 +36,7 @@ def meshes(most: int) -> Iterator[tuple[int, int, int]]:
 
 
 def run(mesh: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """All models, ways to train, and errors."""
+    """Trains all models in all ways on a mesh; returns a row for each."""
     num_processes = mesh[0] * mesh[1] * mesh[2]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     worker = str(TESTS / "workers" / "parallel" / "exactness.py")

@@ -27,7 +27,7 @@ CASES = [(1, 1, 8), (1, 1, 16), (4, 4, 4), (8, 8, 1)]  # sequences, microbatches
 
 
 class MeasuredWithLinks(MeasuredCost):
-    """A run's own action times; links as a message of that size takes when both ends are ready.
+    """Takes actions from the run's times, and links from a message of that size between two ready ends.
 
     The run's own messages also waited for busy ranks to look at them, which is what is to be measured.
     """
@@ -41,7 +41,7 @@ class MeasuredWithLinks(MeasuredCost):
 
 
 def ping(num_bytes: int, repeats: int = 40) -> float:
-    """Seconds of one message of that size, both ends waiting: half of there and back, the median."""
+    """Returns the seconds of a message of that size between two waiting ends: half the median round trip."""
     there, back = Channel("activations", 0, 1), Channel("activations", 1, 0)
     transport = DistributedTransport({there: 8, back: 8}, torch.device("cpu"), Ranks(), timedelta(minutes=1))
     payload = torch.zeros(num_bytes // 4)

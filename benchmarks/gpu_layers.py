@@ -54,7 +54,7 @@ LEAST_SHARE = 0.5  # of the peak
 
 
 def training_flops(config: LlamaConfig, num_layers: int, length: int) -> float:
-    """Of forward and backward of a sequence: of each weight 6 a token; of attention 12 a head dim and pair it sees."""
+    """Counts forward and backward of a sequence: 6 per weight and token; in attention 12 per head dim and pair."""
     query, key = (config.head_dim * heads for heads in (config.num_attention_heads, config.num_key_value_heads))
     weights = 2 * config.hidden_size * (query + key) + 3 * config.hidden_size * config.intermediate_size
     pairs = length * (length + 1) / 2
@@ -80,7 +80,7 @@ class Layers:
         self.positions = torch.arange(length, device=device)[None]
 
     def run(self, lengths: Sequence[int]) -> float:
-        """Seconds of forward and backward in slices of these lengths; parameters' gradients add up."""
+        """Returns the seconds of forward and backward in slices of these lengths; gradients of parameters add up."""
         bounds = list(pairwise(accumulate(lengths, initial=0)))
         self._wait()
         began = time.perf_counter()
@@ -103,7 +103,7 @@ class Layers:
 
 
 def measure(layers: Layers, flops: float, peak: float, slices: Sequence[int], repeats: int) -> list[dict[str, object]]:
-    """A row for each number of slices."""
+    """Measures each number of slices; returns a row for each."""
     cuts = {str(count): slice_lengths(count, layers.length) for count in slices}
     contenders: dict[str, Callable[[], float]] = {name: partial(layers.run, cut) for name, cut in cuts.items()}
     seconds = medians(interleaved(contenders, repeats))
@@ -121,7 +121,7 @@ def measure(layers: Layers, flops: float, peak: float, slices: Sequence[int], re
 
 
 def verdicts(rows: Sequence[dict[str, object]]) -> dict[str, bool]:
-    """Whether the targets are reached, at every sequence length."""
+    """Returns whether the targets are reached, at every sequence length."""
     compared = [row for row in rows if row["slices"] == COMPARED]
     return {
         f"{COMPARED} slices reach {LEAST_RATIO} of the unsliced throughput": all(

@@ -38,7 +38,7 @@ WORST = 0.03
 
 
 def measure(sizes: dict[str, int], settings: ProfileSettings, device: torch.device) -> dict[str, object]:
-    """One model's profile, its error at points held out, and what is predicted from the description alone."""
+    """Profiles a model; returns its error at held-out points, and what the description alone predicts."""
     config = LlamaConfig(
         **sizes,
         max_position_embeddings=settings.seq_len,
@@ -55,7 +55,7 @@ def measure(sizes: dict[str, int], settings: ProfileSettings, device: torch.devi
 
 
 def layer(profile: Profile, analytic: AnalyticCosts, longest: int) -> list[dict[str, object]]:
-    """Milliseconds of one layer's ops by the profile, and by the description of the device."""
+    """Returns milliseconds of one layer's ops by the profile, and by the description of the device."""
     rows: list[dict[str, object]] = []
     for op in OPS:
         fitted = profile.part_time(profile.kind_names[0], op)

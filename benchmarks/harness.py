@@ -42,7 +42,7 @@ def in_environment() -> bool:
 
 
 def restart_in_environment(num_processes: int = 1) -> None:
-    """Run this program again with ENVIRONMENT, under torchrun where it needs several processes; then exit."""
+    """Runs this program again with ENVIRONMENT, under torchrun where it needs several processes; then exits."""
     if in_environment():
         return
     spec = sys.modules["__main__"].__spec__

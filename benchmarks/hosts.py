@@ -30,7 +30,7 @@ exec "$@"
 
 
 class NoHostsError(RuntimeError):
-    """This machine doesn't let us make them; the message says what was refused."""
+    """Raised where this machine doesn't allow such hosts; the message says what was refused."""
 
 
 class Hosts:
@@ -74,23 +74,23 @@ class Hosts:
         return self._folder / f"hosts{index}"
 
     def _list_names(self, index: int) -> str:
-        """As Debian writes it: a host's own name is at 127.0.1.1, where no other host can reach it."""
+        """Returns /etc/hosts as Debian writes it: a host's name is at 127.0.1.1, where no other host reaches it."""
         places = dict(zip(self.names, self.addresses, strict=True))
         places |= {"localhost": "127.0.0.1", self.names[index]: "127.0.1.1"}
         return "".join(f"{address} {name}\n" for name, address in places.items())
 
     def command(self, index: int, command: Sequence[str], own: tuple[Path, Path] | None = None) -> list[str]:
-        """What runs a command on a host; with `own=(disk, folder)` this host has another disk at `folder`."""
+        """Returns what runs a command on a host; `own=(disk, folder)` gives it another disk at `folder`."""
         enter = ["ip", "netns", "exec", self._namespaces[index], "unshare", "--uts", "--mount", "sh", "-c", _ENTER]
         disk = map(str, own or ("", ""))
         return [*enter, "sh", self.names[index], str(self._names_known_to(index)), *disk, *command]
 
     def cut(self, index: int, other: int) -> None:
-        """From now on, nothing goes from one host to the other."""
+        """Cuts the two hosts off from each other."""
         _run("ip", "-n", self._namespaces[index], "route", "add", "unreachable", f"{self.addresses[other]}/32")
 
     def limit(self, megabits: float | None) -> None:
-        """How much each host sends in a second; None for as much as it can."""
+        """Limits how much each host sends in a second; None for no limit."""
         for host in self._namespaces:
             if megabits is None:
                 subprocess.run(["tc", "-n", host, "qdisc", "del", "dev", "eth0", "root"], capture_output=True)
@@ -99,14 +99,14 @@ class Hosts:
                 _run("tc", "-n", host, "qdisc", "replace", "dev", "eth0", "root", "tbf", *bucket)
 
     def close(self) -> None:
-        """Their interfaces go with them."""
+        """Removes the hosts and their interfaces."""
         for namespace in [*self._namespaces, self._switch]:
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
         shutil.rmtree(self._folder)
 
 
 def _remove_leftovers() -> None:
-    """Of programs that were killed before they could `close`."""
+    """Removes hosts of programs that were killed before they could `close`."""
     for name in _run("ip", "netns", "list").split():
         if name.startswith(_PREFIX) and not Path("/proc", name.removeprefix(_PREFIX).partition("-")[0]).exists():
             _run("ip", "netns", "delete", name)

@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, run in turns: none meets the memory that another one has used.
+"""Contenders in separate processes, run one after the other: none meets the memory that another one has used.
 
 Who isn't running is stopped: gloo's threads wake up a hundred times a second each, on cores that others are timed on.
 """
@@ -25,16 +25,16 @@ _PATIENCE = 1800  # seconds: "auto" takes dozens of steps before it is ready
 
 
 class Runs(Protocol):
-    """What a contender's processes make: one step on this rank."""
+    """What a contender's processes build: something that takes a step on this rank."""
 
     def step(self) -> float | None:
-        """Forward and backward; the loss where this rank has it."""
+        """Runs forward and backward; returns the loss where this rank has it."""
         ...
 
     def parameters(self) -> Iterable[nn.Parameter]: ...
 
     def report(self) -> object:
-        """Anything about the last step that can be pickled."""
+        """Returns anything about the last step that can be pickled."""
         ...
 
 
@@ -67,14 +67,14 @@ class Contender:
         self._ask("build")
 
     def run(self) -> float:
-        """Seconds of a step: the slowest rank's."""
+        """Takes a step; returns the slowest rank's seconds."""
         answers = self._ask("step")
         losses = [loss for _, loss in answers if loss is not None]  # type: ignore[misc]
         self.losses = losses or self.losses
         return max(seconds for seconds, _ in answers)  # type: ignore[misc]
 
     def report(self) -> object:
-        """Rank 0's."""
+        """Returns rank 0's report."""
         return self._ask("report")[0]
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ CONFIGURATION: dict[str, Any] = {
 
 
 def losses(mesh: tuple[int, int, int], folder: Path) -> list[float]:
-    """Of every step on a mesh."""
+    """Trains on a mesh; returns the loss of every step."""
     config, output = folder / "config.yaml", folder / "run"
     config.write_text(yaml.safe_dump(CONFIGURATION))
     text = Path(__file__).parents[1] / "docs"

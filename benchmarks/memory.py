@@ -44,7 +44,7 @@ CONFIG = {
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """Settings of the pipelines."""
+    """Yields the settings of the pipelines."""
     for microbatches, length in BATCHES:
         batch = {"microbatches": microbatches, "tokens": length}
         for schedule in SCHEDULES:
@@ -59,7 +59,7 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Simulated and measured bytes of this process, and what they are by kind at the simulated peak."""
+    """Returns simulated and measured bytes of this process, and the kinds of bytes at the simulated peak."""
     pipe = Pipeline.from_config(
         LlamaConfig(**CONFIG),
         schedule=case["schedule"],
@@ -90,7 +90,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_rank(path: Path) -> None:
-    """What every process does; the first one writes what all found."""
+    """Runs in every process; the first one writes what all found."""
     dist.init_process_group("gloo")
     rows = []
     for case in few(list(cases())):
@@ -108,12 +108,12 @@ def run_rank(path: Path) -> None:
 
 
 def errors(row: dict[str, Any]) -> list[float]:
-    """Simulated over measured less 1, per rank."""
+    """Returns the relative error of every rank."""
     return [rank["simulated"] / rank["measured"] - 1 for rank in row["ranks"]]
 
 
 def line(row: dict[str, Any]) -> str:
-    """One case in the table."""
+    """Returns a line of the table."""
     settings = "{microbatches} x {tokens:<5} {schedule:17} {slices:>2} {recompute:10} {offload:3.1f}".format(**row)
     if "refused" in row["ranks"][0]:
         return f"{len(row['ranks'])}  {settings}  refused: {row['ranks'][0]['refused'][:60]}"

@@ -64,7 +64,7 @@ PROFILE = Path(__file__).parents[1] / "examples" / "profiles" / "xeon-two-proces
 
 
 class Planned:
-    """One configuration as a contender: a pipeline in processes of its own."""
+    """A configuration as a contender: a pipeline in separate processes."""
 
     def __init__(self, configuration: Configuration, prediction: Prediction, batch: int, length: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ class Planned:
         return self.pipe.parameters()
 
     def report(self) -> tuple[float, list[int]]:
-        """Seconds of the last step, and bytes of every rank in one more, the optimizer's state included."""
+        """Returns the seconds of the last step, and every rank's bytes in one more, the optimizer's state included."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         with memory_meter(CPU, tensors_alive()) as memory:
@@ -102,7 +102,7 @@ class Planned:
 
 
 class Profiled:
-    """The profile, measured by processes of its own."""
+    """The profile as a contender: measured in separate processes."""
 
     def __init__(self, length: int, budget: float) -> None:
         settings = ProfileSettings(length, granularity=32, budget=budget)
@@ -119,7 +119,7 @@ class Profiled:
 
 
 class Pace:
-    """How slow the machine is, beside how slow it was around the profile."""
+    """How slow the machine is now, over how slow it was around the profile."""
 
     def __init__(self) -> None:
         self._contender = Contender("pace", Unsliced, 1, PACE_TOKENS)
@@ -129,7 +129,7 @@ class Pace:
             self._contender.run()
 
     def note(self) -> None:
-        """Before the profile, and after it."""
+        """Measures the pace around the profile: call it before and after."""
         self._around_profile += [self._contender.run() for _ in range(PACES)]
 
     def now(self) -> float:
@@ -185,7 +185,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def _paced(row: dict[str, Any]) -> float:
-    """The measured seconds at the profile's pace."""
+    """Returns the measured seconds at the profile's pace."""
     return float(row["measured"] / row["pace"])
 
 

@@ -39,7 +39,7 @@ ONE_PROCESS = [(1, 8), (2, 4), (4, 2), (8, 1)]
 
 
 def measure(num_ranks: int, num_microbatches: int, num_slices: int) -> list[dict[str, object]]:
-    """One row for each schedule; every rank runs the same."""
+    """Measures and simulates each schedule. Every rank runs the same; returns a row for each."""
     inputs = torch.randint(0, VOCABULARY, (num_microbatches, TOKENS // num_microbatches))
     dist.broadcast(inputs, 0)
     rows = []
@@ -95,7 +95,7 @@ def compare(
 
 
 def summary(rows: list[dict[str, object]]) -> dict[str, float]:
-    """Mean and largest relative error, and the rank correlation of the two orders."""
+    """Returns the mean and the largest relative error, and the rank correlation of the two orders."""
     pairs = [(float(row["simulated"]), float(row["measured"])) for row in rows]  # type: ignore[arg-type]
     errors = [abs(simulated / measured - 1) for simulated, measured in pairs]
     correlation = spearmanr(*zip(*pairs, strict=True)).statistic

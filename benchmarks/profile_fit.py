@@ -27,7 +27,7 @@ SLICES = [128, 192, 256, 320, 384, 384, 384]  # of 2048 tokens, likewise
 
 
 def held_out(profile: Profile) -> list[dict[str, object]]:
-    """The error of each op of each measured stage at the points that were not fitted."""
+    """Returns the error of each op of each measured stage at the points that were not fitted."""
     rows = []
     for stage in profile.stages:
         for op in OPS:
@@ -47,7 +47,7 @@ def held_out(profile: Profile) -> list[dict[str, object]]:
 
 
 def composed(profile: Profile, settings: ProfileSettings, repeats: int) -> list[dict[str, object]]:
-    """Stages of four layers on the slices of a sequence, measured, against what the profile makes of fewer layers."""
+    """Compares measured stages of four layers with what the profile composes from fewer layers."""
     benches = make_benches(model_config(settings.seq_len), settings, CPU, STAGES)
     share = settings.seq_len / sum(SLICES)
     lengths = [int(length * share) for length in SLICES]

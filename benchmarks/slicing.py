@@ -36,7 +36,7 @@ MESSAGE = 1e-4  # seconds per slice and stage
 
 
 def slice_time(num_stages: int, attention_share: float) -> Callable[[Any, Any], Any]:
-    """A stage's time: matrix products by the token, attention by its causal area."""
+    """Returns a stage's time: matrix products by the token, attention by its causal area."""
     fixed = MESSAGE + LAUNCHES / num_stages
 
     def seconds(tokens: Any, context: Any) -> Any:
@@ -51,7 +51,7 @@ def latency(path: CutPath, num_stages: int) -> float:
 
 
 def exact(table: TimeTable, num_stages: int, search: PathSearch) -> tuple[CutPath, int]:
-    """The slices, and how many shortest paths it took."""
+    """Returns the slices, and how many shortest paths were solved."""
     solves = 0
 
     def solve(limits: tuple[float, ...]) -> CutPath:
@@ -64,7 +64,7 @@ def exact(table: TimeTable, num_stages: int, search: PathSearch) -> tuple[CutPat
 
 @compiled
 def _algorithm_1(times: Floats, limit: float) -> Any:
-    """Algorithm 1 as printed: every cut looks at every slice that ends there."""
+    """Runs Algorithm 1 as printed: every cut looks at every slice that ends there."""
     n = times.shape[1] - 1
     best, length, slowest = np.full(n + 1, np.inf), np.zeros(n + 1, np.int64), 0.0
     best[0] = 0

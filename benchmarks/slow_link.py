@@ -53,11 +53,11 @@ class Pair:
         ]
 
     def wait(self) -> None:
-        """Until both are built. The pairs start side by side and are waited for before any runs."""
+        """Waits until both are built. The pairs start side by side, and none runs before all are built."""
         self._answers()
 
     def run(self) -> float:
-        """Seconds of a step: the slower rank's."""
+        """Takes a step; returns the slower rank's seconds."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write("step\n")
@@ -79,7 +79,7 @@ class Pair:
 
 
 def serve(slices: int, length: int) -> None:
-    """One rank of a pair: a step for every line that it is given."""
+    """Serves as one rank of a pair: takes a step for every line on standard input."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     pipe = Pipeline.from_config(
@@ -128,7 +128,7 @@ def measure(hosts: Hosts, length: int, links: list[float | None], repeats: int) 
 
 
 def compare(middle: dict[str, float], link: str) -> dict[str, float]:
-    """What eight slices gain on this link, and how much longer than on the fast one each slicing takes."""
+    """Returns what eight slices gain on this link, and how much longer each slicing takes than on the fast one."""
     one, several = (middle[f"{slices} slices, {link}"] for slices in SLICES)
     fast_one, fast_several = (middle[f"{slices} slices, {FAST}"] for slices in SLICES)
     return {

@@ -43,17 +43,17 @@ def ours(length: int) -> dict[str, dict[str, object]]:
 
 
 def tokens(batch: int, length: int) -> Tensor:
-    """Inputs and unshifted targets in one."""
+    """Returns random tokens, which are inputs and unshifted targets."""
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 def shifted(inputs: Tensor) -> Tensor:
-    """Targets for the peers' loss: the last token of a row predicts nothing."""
+    """Returns targets for the peers' loss: the last token of a row predicts nothing."""
     return torch.cat([inputs[:, 1:], torch.full_like(inputs[:, :1], -100)], dim=1)
 
 
 class Unsliced:
-    """transformers' own model in one process, a sequence after the other."""
+    """transformers' model in one process, one sequence after the other."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.inputs = tokens(batch, length)
@@ -76,7 +76,7 @@ class Unsliced:
 
 
 class Peer:
-    """torch.distributed.pipelining."""
+    """torch.distributed.pipelining as a contender."""
 
     def __init__(self, schedule: str, num_microbatches: int, batch: int, length: int) -> None:
         inputs = tokens(batch, length)
@@ -96,7 +96,7 @@ class Peer:
 
 
 class Ours:
-    """Slipstream; with "auto" it has settled before its first step counts."""
+    """Slipstream as a contender; with "auto" it has chosen before its first step counts."""
 
     def __init__(self, batch: int, length: int, settings: dict[str, object]) -> None:
         self.inputs = tokens(batch, length)
@@ -121,7 +121,7 @@ class Ours:
 
 
 def alone(batch: int, length: int, slices: Sequence[int]) -> list[Contender]:
-    """One process: unsliced by transformers' own code, and in slices by ours."""
+    """Returns the contenders in one process: unsliced by transformers, and in slices by Slipstream."""
     contenders = [Contender("one process, unsliced", Unsliced, batch, length, num_processes=1)]
     for count in slices:
         settings = {"slices": count, "schedule": "gpipe", "num_microbatches": batch}
@@ -192,7 +192,7 @@ def compare(batch: int, length: int, contenders: list[Contender], rounds: dict[s
 
 
 def ratios(middle: dict[str, float], ours: str) -> dict[str, float]:
-    """Of the fastest of each group to our best."""
+    """Returns the ratio of each group's fastest to our best."""
     groups = {
         "torch, one stage a rank": ONE_STAGE,
         "torch gpipe, 1f1b, interleaved 1f1b": (*ONE_STAGE, INTERLEAVED),
@@ -206,7 +206,7 @@ def ratios(middle: dict[str, float], ours: str) -> dict[str, float]:
 
 
 def most_over_one_process(middle: dict[str, float]) -> dict[str, float]:
-    """How much faster than one process a pipeline without a bubble would be, by what both cores at once can do."""
+    """Returns how much faster than one process a pipeline without a bubble would be on these two cores."""
     best = min(middle[name] for name in middle if name.startswith("one process"))
     return {name: 2 * best / middle[name] for name in (AT_ONCE, SLICED_AT_ONCE)}
 
@@ -227,7 +227,7 @@ def show(row: dict[str, object]) -> None:
 
 
 def check_losses(row: dict[str, object]) -> None:
-    """All contenders computed the same thing."""
+    """Checks that all contenders computed the same loss."""
     losses = [loss for each in row["losses"].values() for loss in each]  # type: ignore[attr-defined]
     assert max(losses) - min(losses) < 1e-3, row["losses"]
 

@@ -12,14 +12,14 @@ from slipstream.timeline import Timeline
 
 
 class WithoutLinks(MeasuredCost):
-    """A run's own action times; messages take no time."""
+    """Costs from the run's action times; messages take no time."""
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
         return 0.0
 
 
 class WithLinks(MeasuredCost):
-    """A run's own action times; every message takes as long as one whose receiver already waits."""
+    """Costs from the run's action times; every message takes as long as one whose receiver already waits."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__(timeline)
@@ -30,7 +30,7 @@ class WithLinks(MeasuredCost):
 
 
 def waterfall(timeline: Timeline, schedule: Schedule, unsliced: float, step: float) -> dict[str, float]:
-    """Seconds lost to each cause, after GPipe's Table 4; they add up from the ideal to the measured step.
+    """Returns the seconds lost to each cause, after GPipe's Table 4; they add up from the ideal to the measured step.
 
     Args:
         timeline: of the step.
@@ -61,7 +61,7 @@ def waterfall(timeline: Timeline, schedule: Schedule, unsliced: float, step: flo
 
 
 def bound(timeline: Timeline, schedule: Schedule) -> float:
-    """The lower bound of any order of the step's actions, from its own action times (see `step_lower_bound`).
+    """Returns the lower bound of any order of the step's actions, from their times (see `step_lower_bound`).
 
     Without an order's choice to split: each backward counts as it ran.
     """

@@ -1,4 +1,4 @@
-"""ZeRO-3 (FSDP2 alone) beside PTD-P: bytes and seconds of a step, here on small worlds, predicted for the paper's.
+"""ZeRO-3 (FSDP2 alone) next to PTD-P: bytes and seconds of a step, on few processes, and predicted for the paper's.
 
     python -m benchmarks.zero3                  # prints tables, writes results/zero3.json
     python -m benchmarks.zero3 --page           # writes the tables of docs/zero3.md from that record
@@ -59,12 +59,12 @@ class CountedCollectives(TorchDispatchMode):
 
 
 def sent(payload: Counter[str], num_ranks: int) -> float:
-    """Bytes that each of these ranks sends, where collectives are rings."""
+    """Returns the bytes that each of these ranks sends, if collectives are rings."""
     return sum(exchanged(num_bytes, num_ranks, TIMES[name]) for name, num_bytes in payload.items())
 
 
 def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Every layer by itself and what is left with the root; gathered for each pass, gradients summed."""
+    """Shards every layer separately, the rest with the root; gathers for each pass, sums gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # the default is one of GPUs where there are some
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -74,7 +74,7 @@ def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 class Zero3:
-    """FSDP2 alone: every process its own sequences."""
+    """FSDP2 alone as a contender: every process has different sequences."""
 
     def __init__(self, sequences: int, length: int) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -108,7 +108,7 @@ class Zero3:
 
 
 class Ptdp:
-    """A pipeline of pp ranks, dp of them beside each other, every layer on tp ranks."""
+    """dp pipelines of pp ranks as a contender, every layer on tp ranks."""
 
     def __init__(self, sequences: int, length: int, mesh: tuple[int, int, int]) -> None:
         pp, dp, tp = mesh
@@ -156,14 +156,14 @@ class Ptdp:
 
 
 def in_all(num_bytes: float) -> float:
-    """Collective: the sum over all processes."""
+    """Returns the sum over all processes. Collective."""
     total = torch.tensor(num_bytes, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total)
 
 
 def compare(num_processes: int, sequences: int, length: int, repeats: int) -> dict[str, object]:
-    """Both systems on so many processes, in turns."""
+    """Runs both systems on so many processes, one after the other."""
     contenders = [Contender("ZeRO-3", Zero3, sequences, length, num_processes=num_processes)]
     for mesh in WORLDS[num_processes]:
         name = " x ".join(f"{axis} {size}" for axis, size in zip(("pp", "dp", "tp"), mesh, strict=True) if size > 1)

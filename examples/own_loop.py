@@ -1,4 +1,4 @@
-"""A training loop of one's own around a Pipeline: torchrun --nproc-per-node=2 examples/own_loop.py"""
+"""Trains in a plain loop around a Pipeline: torchrun --nproc-per-node=2 examples/own_loop.py"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import slipstream
 
 
 def main(num_steps: int = 20) -> None:
-    """Learns to count: every sequence goes on by one from a random start."""
+    """Learns to count: every sequence continues by one from a random start."""
     if "RANK" in os.environ:  # under torchrun; without it this process is a pipeline of one rank
         dist.init_process_group("gloo")
     config = LlamaConfig(

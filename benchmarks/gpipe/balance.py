@@ -17,19 +17,19 @@ def stage_sums(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
 
 
 def imbalance(costs: Sequence[float], counts: Sequence[int]) -> float:
-    """The slowest stage over the mean; 1.0 where all are alike."""
+    """Returns the slowest stage's cost over the mean; 1.0 where all are alike."""
     sums = stage_sums(costs, counts)
     return max(sums) * len(sums) / sum(sums)
 
 
 def by_count(costs: Sequence[float], num_stages: int) -> list[int]:
-    """As many layers on every stage, one more on the first ones where they don't divide."""
+    """Puts equally many layers on every stage, one more on the first ones where they don't divide."""
     each, more = divmod(len(costs), num_stages)
     return [each + (stage < more) for stage in range(num_stages)]
 
 
 def variance_greedy(costs: Sequence[float], num_stages: int) -> list[int]:
-    """From equal counts on, move that border by one layer which lowers the variance of the stages' costs most.
+    """Starts with equal counts and moves the border that lowers the variance of the stages' costs most, by one layer.
 
     GPipe's section 2.2 minimises the variance by a heuristic that it doesn't give; this is the plainest one.
     """
@@ -42,7 +42,7 @@ def variance_greedy(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def _moves(counts: list[int]) -> list[list[int]]:
-    """All that differ by one layer across one border and leave no stage empty."""
+    """Yields all partitions that differ by one layer across one border and leave no stage empty."""
     found = []
     for border in range(len(counts) - 1):
         for step in (1, -1):
@@ -102,12 +102,12 @@ def for_flush(forward: Sequence[float], backward: Sequence[float], num_stages: i
 
 
 def flush_seconds(forward: Sequence[float], backward: Sequence[float], counts: Sequence[int]) -> float:
-    """What a microbatch adds to a step with a flush, in the limit of many."""
+    """Returns what a microbatch adds to a step with a flush, in the limit of many."""
     return max(stage_sums(forward, counts)) + max(stage_sums(backward, counts))
 
 
 def of_sum(balance: Balance) -> Split:
-    """By forward and backward together."""
+    """Balances the sums of forward and backward."""
     return lambda forward, backward, num_stages: balance(
         [f + b for f, b in zip(forward, backward, strict=True)], num_stages
     )

@@ -35,7 +35,7 @@ PARTS = (
 
 
 def parts(timeline: Timeline, schedule: Schedule, step: float, update: float) -> dict[str, float]:
-    """Seconds of a step with its weight update, of the mean rank; they add up to both.
+    """Returns the seconds of each part of a step and its weight update, on the mean rank; they add up to both.
 
     Recomputation in a bubble is recomputation: what is called bubble is what remains idle. The executor's part is what
     passes between actions beyond that, with the loss summed over ranks at the end.
@@ -53,7 +53,7 @@ def parts(timeline: Timeline, schedule: Schedule, step: float, update: float) ->
 
 
 def row(name: str, case: Case, rows: int, recompute: str, num_microbatches: int, repeats: int) -> dict[str, Any]:
-    """Means of some steps after two."""
+    """Measures some steps after two that warm up; returns the means."""
     pipe = _pipe(case, rows, recompute, num_microbatches)
     optimizer = torch.optim.RMSprop(pipe.parameters(), lr=1e-4)
     inputs, targets = case.batch(rows * num_microbatches)
@@ -77,7 +77,7 @@ def row(name: str, case: Case, rows: int, recompute: str, num_microbatches: int,
 
 
 def _pipe(case: Case, rows: int, recompute: str, num_microbatches: int) -> Pipeline:
-    """Balanced by rank 0's measurement."""
+    """Builds the pipeline, balanced by rank 0's measurement."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         times = measure(case.model(), *case.batch(rows), case.loss, repeats=3)
@@ -95,7 +95,7 @@ def _pipe(case: Case, rows: int, recompute: str, num_microbatches: int) -> Pipel
 
 
 def _seconds(run: Any) -> float:
-    """The slowest rank's."""
+    """Returns the slowest rank's seconds."""
     dist.barrier()
     began = time.perf_counter()
     run()

@@ -30,7 +30,7 @@ from slipstream.pipeline.pipeline_options import LossFunction
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Of one microbatch. The last layer's has the loss in it."""
+    """A layer's seconds for one microbatch. The last layer's include the loss."""
 
     name: str
     forward: float  # seconds
@@ -51,7 +51,7 @@ class SkipBytes:
 
 @dataclass(frozen=True)
 class Times:
-    """Of a sequence of layers."""
+    """The seconds of all layers of a sequence."""
 
     layers: list[LayerTime]
     skips: list[SkipBytes]
@@ -66,23 +66,23 @@ class Times:
 
     @property
     def costs(self) -> list[float]:
-        """Forward and backward."""
+        """Returns the seconds of each layer's forward and backward together."""
         return [layer.forward + layer.backward for layer in self.layers]
 
     @property
     def flops_per_second(self) -> float:
-        """Of a whole microbatch, with a backward of twice the operations of the forward."""
+        """Returns the rate over a whole microbatch, a backward counting twice the operations of the forward."""
         return 3 * sum(layer.flops for layer in self.layers) / sum(self.costs)
 
     def deepened(self, num_layers: int, each: int = 2) -> Times:
-        """With the `each` layers after the first one so often that there are `num_layers` times as many."""
+        """Returns times with the `each` layers after the first repeated until there are `num_layers` times as many."""
         first, *inside = self.layers[: 1 + each]
         names = [replace(layer, name=f"{layer.name} of {number}") for number in range(num_layers) for layer in inside]
         return Times([first, *names, self.layers[-1]], self.skips)
 
 
 def trace_of(model: nn.Sequential, example: LayerValue) -> tuple[list[SequentialLayer], ShapeTrace, list[SkipBytes]]:
-    """The layers, what they hand on, and the skips between them."""
+    """Traces the layers: what they pass on, and the skips between them."""
     layers = flatten_layers(model)
     routes = find_skip_routes(layers)
     trace = ShapeTracer(layers, routes, torch.device("cpu")).trace(BatchSlice(example), training=True)
@@ -91,7 +91,7 @@ def trace_of(model: nn.Sequential, example: LayerValue) -> tuple[list[Sequential
 
 
 def measure(model: nn.Sequential, example: LayerValue, targets: Tensor, loss: LossFunction, repeats: int) -> Times:
-    """Medians over rounds through all layers in their order, after one that pays for page faults, so that a layer
+    """Returns medians over rounds through all layers in order, after one that pays for page faults, so that a layer
     finds its weights in caches only where a pipeline's would.
 
     A layer runs on random inputs of the shapes that it is given, but for the first one; the weights' gradients are
@@ -120,7 +120,7 @@ def measure(model: nn.Sequential, example: LayerValue, targets: Tensor, loss: Lo
 
 
 class _WithLoss(nn.Module):
-    """The last layer and the sum of the losses."""
+    """The last layer, followed by the sum of the losses."""
 
     def __init__(self, layer: nn.Module, targets: Tensor, loss: LossFunction) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _WithLoss(nn.Module):
 def _round(
     modules: Sequence[nn.Module], trace: ShapeTrace, example: LayerValue, seen: MiniBatchStatistics
 ) -> list[tuple[float, float]]:
-    """Seconds of every layer's forward and backward; a skip's ends take none."""
+    """Returns the seconds of every layer's forward and backward; a skip's ends take none."""
     found = []
     for number, module in enumerate(modules):
         if isinstance(module, (SkipStash, SkipPop)):
@@ -144,7 +144,7 @@ def _round(
 
 
 def _run(module: nn.Module, value: LayerValue, seen: MiniBatchStatistics) -> tuple[float, float]:
-    """Seconds of a forward and of its backward."""
+    """Returns the seconds of a forward and of its backward."""
     with seen.seeing(microbatch=0):
         began = time.perf_counter()
         output = module(value)

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def formula_row(num_ranks: int, num_microbatches: int, num_layers: int, recompute: str) -> Row:
-    """Transformer layers of width 64 over 32 tokens, each of two layers of the sequence."""
+    """Measures Transformer layers of width 64 over 32 tokens, each of two layers of the sequence."""
     case = transformer(num_layers // 2, 64, 4, 64, 32)
     found = held(case, ROWS, num_microbatches, recompute)
     return {
@@ -61,7 +61,7 @@ def formula_rows(num_ranks: int) -> Iterator[Row]:
 
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest number, 1 or more, that fits; 0 if none does."""
+    """Returns the largest number, 1 or more, that fits; 0 if none does."""
     low, high = 0, guess
     while fits(high):
         low, high = high, high * 2
@@ -72,7 +72,7 @@ def largest(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def table_row(family: str, scenario: str) -> Row:
-    """The largest model of a family whose every rank keeps to the budget."""
+    """Finds the largest model of a family whose every rank stays within the budget."""
     _, num_microbatches, recompute = SCENARIOS[scenario]
     rows = FAMILIES[family]
     seen: dict[int, Held] = {}
@@ -99,7 +99,7 @@ def table_row(family: str, scenario: str) -> Row:
 
 
 def run_rank(path: Path, what: str) -> None:
-    """What every process does; the first one writes what was found."""
+    """Runs in every process; the first one writes the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()

@@ -30,7 +30,7 @@ NAMES = {"none": "nothing recomputed", "full": "re-materialised", "segments": "i
 
 
 def peak(row: Row) -> int:
-    """Of the rank that holds most."""
+    """Returns the activations of the rank that holds most."""
     return max(row["activations"])
 
 

@@ -27,12 +27,12 @@ class Held:
 
     @property
     def activations(self) -> list[int]:
-        """Whatever is neither lasting nor a gradient."""
+        """The bytes that are neither lasting nor gradients."""
         return [p - b - g for p, b, g in zip(self.peak, self.lasting, self.gradients, strict=True)]
 
 
 def held(case: Case, rows: int, num_microbatches: int, recompute: str) -> Held:
-    """Of one step with RMSProp, whose state is there already. Collective; every rank gets the same."""
+    """Counts one step with RMSProp, whose state already exists. Collective; every rank gets the same."""
     model, (inputs, targets) = case.model(), case.batch(rows)
     counts = partition_layers(memory_costs(case, rows, num_microbatches), dist.get_world_size())
     pipe = Pipeline(
@@ -60,7 +60,7 @@ def held(case: Case, rows: int, num_microbatches: int, recompute: str) -> Held:
 
 
 def memory_costs(case: Case, rows: int, num_microbatches: int) -> list[float]:
-    """What each layer holds during a backward: so that ranks are balanced by memory, not by time."""
+    """Returns what each layer holds during a backward, so that ranks are balanced by memory, not by time."""
     with torch.device("meta"):
         model = case.model()
     layers, trace, _ = trace_of(model, case.batch(-(-rows // num_microbatches))[0])

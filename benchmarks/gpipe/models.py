@@ -25,7 +25,7 @@ class Case:
     loss: LossFunction
 
     def model(self) -> nn.Sequential:
-        """With equal weights in every process."""
+        """Builds the model with equal weights in every process."""
         torch.manual_seed(0)
         return self.build()
 
@@ -40,7 +40,7 @@ def amoebanet(num_cells: int, num_filters: int, image_size: int) -> Case:
 
 
 def transformer(num_layers: int, width: int, num_heads: int, vocabulary: int, length: int) -> Case:
-    """Feed-forward layers four times as wide, as in the paper."""
+    """Returns a Transformer-L, its feed-forward layers four times as wide as the model, as in the paper."""
 
     def batch(rows: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ def transformer(num_layers: int, width: int, num_heads: int, vocabulary: int, le
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count) of logits (b, T, vocabulary) and targets (b, T)."""
+    """Returns (sum, count) of logits (b, T, vocabulary) and targets (b, T)."""
     total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total, torch.tensor(targets.numel())
 

@@ -29,7 +29,7 @@ def load(name: str) -> Row:
 
 
 def memory_rows(rows: list[Row]) -> str:
-    """32 layers: bytes on the fullest rank."""
+    """Returns the table of bytes on the fullest rank, for 32 layers."""
     chosen = [row for row in rows if row["L"] == 32 and row["M"] in (1, 4, 16)]
     grid = dict.fromkeys((row["K"], row["M"]) for row in chosen)
     by = {(row["K"], row["M"], row["recompute"]): peak(row) / 2**20 for row in chosen}
@@ -56,7 +56,7 @@ def fit_rows(fits: Row) -> str:
 
 
 def millions(text: str) -> float:
-    """82M or 1.05B."""
+    """Parses 82M or 1.05B."""
     return float(text[:-1]) * {"M": 1, "B": 1000}[text[-1]]
 
 
@@ -185,13 +185,13 @@ def peer_rows(rows: list[Row]) -> str:
 
 
 def families() -> dict[str, Row]:
-    """Of Table 1, those that are recorded."""
+    """Returns the records of Table 1 that exist, by family."""
     names = {family: f"memory_{family.lower().replace('-', '_')}" for family in ("AmoebaNet-D", "Transformer-L")}
     return {family: load(name) for family, name in names.items() if is_recorded(name)}
 
 
 def tables() -> dict[str, str]:
-    """By their marks on the page."""
+    """Returns the tables by their marks on the page."""
     formula, throughput = load("memory_formula"), load("throughput")
     return {
         "activations": memory_rows(formula["rows"]),

@@ -45,13 +45,13 @@ def model() -> nn.Sequential:
 
 
 def split(rows: int, image_size: int) -> list[int]:
-    """Both contenders': by counted operations."""
+    """Returns the partition of both contenders, by counted operations."""
     _, trace, _ = trace_of(model(), batch(rows // NUM_MICROBATCHES, image_size)[0])
     return partition_layers(counted_costs(trace), 2)
 
 
 class Ours:
-    """A Pipeline."""
+    """Slipstream's Pipeline as a contender."""
 
     def __init__(self, schedule: str, rows: int, image_size: int) -> None:
         self.batch = batch(rows, image_size)
@@ -68,7 +68,7 @@ class Ours:
 
 
 class Theirs:
-    """A PipelineStage of the same layers."""
+    """torch's PipelineStage of the same layers as a contender."""
 
     def __init__(self, schedule: str, rows: int, image_size: int) -> None:
         self.images, self.targets = batch(rows, image_size)
@@ -94,7 +94,7 @@ class Theirs:
 
 
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> list[float]:
-    """In the order of the layers."""
+    """Returns the gradients in the order of the layers."""
     return [float(parameter.grad.norm()) for parameter in parameters if parameter.grad is not None]
 
 
@@ -103,7 +103,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def interval(values: Sequence[float], resamples: int = 10_000) -> tuple[float, float, float]:
-    """The geometric mean of ratios, and the ends of its 95% interval: of the means of as many drawn with repetition."""
+    """Returns the geometric mean of ratios and the ends of its 95% interval, by bootstrap."""
     logs, draw = [math.log(value) for value in values], random.Random(0)
     means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(resamples))
     low, high = means[int(0.025 * resamples)], means[int(0.975 * resamples)]
@@ -111,7 +111,7 @@ def interval(values: Sequence[float], resamples: int = 10_000) -> tuple[float, f
 
 
 def paired(ours: Contender, theirs: Contender, index: int) -> tuple[float, float]:
-    """Seconds of a step of each; who is first changes."""
+    """Returns the seconds of a step of each contender; which one goes first alternates."""
     if index % 2:
         second = theirs.run()
         return ours.run(), second
@@ -119,7 +119,7 @@ def paired(ours: Contender, theirs: Contender, index: int) -> tuple[float, float
 
 
 def check_alike(ours: Contender, theirs: Contender) -> None:
-    """Their losses and rank 0's gradients are the same numbers but for rounding."""
+    """Checks that losses and rank 0's gradients are the same except for rounding."""
     mine, other = ours.report(), theirs.report()
     assert isinstance(mine, list)
     assert isinstance(other, list)

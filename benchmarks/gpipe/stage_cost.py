@@ -15,7 +15,7 @@ NONE, LATE, EARLY = RECOMPUTE = ("none", "with each backward", "as early as it c
 
 @dataclass(frozen=True)
 class Link:
-    """Between two accelerators: by default it takes no time."""
+    """A link between two accelerators; by default it takes no time."""
 
     latency: float = 0.0  # seconds
     seconds_per_byte: float = 0.0
@@ -23,7 +23,7 @@ class Link:
 
 @dataclass(frozen=True)
 class StageCost:
-    """The CostModel of stages of `counts` layers, alike for all microbatches."""
+    """The costs of stages of `counts` layers, alike for all microbatches."""
 
     times: Times
     counts: Sequence[int]
@@ -37,7 +37,7 @@ class StageCost:
         object.__setattr__(self, "_backward", stage_sums(self.times.backward, self.counts))
 
     def message_bytes(self, stage: int) -> int:
-        """Of what a stage hands to the next."""
+        """Returns the bytes that a stage passes to the next."""
         border = sum(self.counts[: stage + 1])
         return self.times.layers[border - 1].output_bytes + self._skip_bytes(border)
 
@@ -76,7 +76,7 @@ def schedule_of(num_stages: int, num_microbatches: int, recompute: str, cost: St
 
 
 def step_seconds(times: Times, counts: Sequence[int], link: Link, num_microbatches: int, recompute: str) -> float:
-    """Simulated."""
+    """Returns the simulated seconds of a step."""
     cost = StageCost(times, counts, link, recomputes_in_backward=recompute == LATE)
     schedule = schedule_of(len(counts), num_microbatches, recompute, cost)
     return simulate(schedule, cost).makespan

@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 def measure_paper_models(repeats: int) -> dict[str, Times]:
-    """By the name in the paper's tables. A Transformer's layers are alike, so that one in memory is enough."""
+    """Times the layers, by the model's name in the paper. A Transformer's are alike: one in memory is enough."""
     found = {}
     for filters in (256, 128):
         case = amoebanet(3, 16, 64) if is_trial() else amoebanet(18, filters, 224)
@@ -54,13 +54,13 @@ def _measured(case: Case, rows: int, repeats: int) -> Times:
 
 
 def splits_of(times: Times) -> dict[str, Split]:
-    """And for AmoebaNet also with cuts between cells alone, as GPipe's authors will have had it."""
+    """Returns all ways to split; for AmoebaNet also cuts between cells only, as GPipe's authors probably had."""
     cells = [layer.name.partition("_")[0] for layer in times.layers]
     return SPLITS | ({"exact, between cells": of_sum(between_cells(cells))} if "cell0" in cells else {})
 
 
 def balance_rows(name: str, times: Times) -> list[Row]:
-    """How uneven each way to split leaves the stages: of forward and backward together, and each by itself."""
+    """Returns how uneven each way to split leaves the stages: forward and backward together, and each separately."""
     rows = []
     for k in STAGES:
         for how, split in splits_of(times).items():
@@ -88,7 +88,7 @@ def throughput_rows(name: str, times: Times, link: Link, base: tuple[int, int]) 
 
 
 def peak_flops(repeats: int, size: int = 2048) -> float:
-    """Operations a second of one core in a large matrix product."""
+    """Measures the operations per second of one core in a large matrix product."""
     matrix, seconds = torch.randn(size, size), []
     for _ in range(1 + repeats):
         began = time.perf_counter()
@@ -98,7 +98,7 @@ def peak_flops(repeats: int, size: int = 2048) -> float:
 
 
 def slow_link(peak: float) -> Link:
-    """As many bytes per operation as PCI-E and a P100 have, when both reach the same part of their peaks."""
+    """Returns a link with as many bytes per operation as PCI-E and a P100 have."""
     return Link(seconds_per_byte=P100_FLOPS / PCI_E_BYTES / peak)
 
 
@@ -132,7 +132,7 @@ def describe(times: Times) -> Row:
 
 
 def run_rank(path: Path, repeats: int) -> None:
-    """What each of two processes does; the first one writes what was found."""
+    """Runs in each of two processes; the first one writes the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = [row for name, (case, size) in few(list(SMALL.items())) for row in two_processes(name, case, size, repeats)]
@@ -143,7 +143,7 @@ def run_rank(path: Path, repeats: int) -> None:
 
 
 def two_processes(name: str, case: Case, rows: int, repeats: int) -> list[Row]:
-    """Measured and simulated seconds of a step, for every M, with and without recomputation."""
+    """Returns measured and simulated seconds of a step, for every M, with and without recomputation."""
     times = _mean(measure(case.model(), *case.batch(rows), case.loss, repeats + 2))
     counts = for_flush(times.forward, times.backward, 2)
     settings = [(m, recompute) for recompute in ("none", "full") for m in few(MICROBATCHES, 2)]
@@ -170,7 +170,7 @@ def two_processes(name: str, case: Case, rows: int, repeats: int) -> list[Row]:
 
 
 def _mean(times: Times) -> Times:
-    """Over both processes, which measured at the same time."""
+    """Averages the times over both processes, which measured at the same time."""
     both: list[Any] = [None, None]
     dist.all_gather_object(both, times)
     layers = [

@@ -15,7 +15,7 @@ from slipstream.simulator.costs import UnitCost
 
 
 def step(num_partitions: int, num_microbatches: int) -> Fraction:
-    """Of a batch that takes a forward of 1 on one device."""
+    """Returns the simulated seconds of a batch whose forward takes 1 on one device."""
     share = Fraction(1, num_partitions * num_microbatches)
     schedule = add_recompute(make_schedule("gpipe", num_partitions, num_microbatches))
     return Fraction(simulate(schedule, UnitCost(forward=share, backward=2 * share)).makespan)  # type: ignore[arg-type]

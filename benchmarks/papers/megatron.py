@@ -31,7 +31,7 @@ ADAM_BYTES = 20  # per parameter: float16 gradient, float32 master and two momen
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted."""
+    """The constants that are fitted."""
 
     matmul: float  # of the A100's peak, attention's products too
     traffic: float  # of its memory's bandwidth, over what unfused kernels move: above 1, as Megatron fuses kernels
@@ -62,7 +62,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration."""
+    """A row's configuration: how the devices are used."""
 
     tensor_parallel: int
     pipeline_parallel: int
@@ -78,7 +78,7 @@ class Run:
 
 
 def seconds(model: Model, run: Run, cluster: Cluster) -> float:
-    """Of one iteration, with recomputation."""
+    """Returns the seconds of one iteration, with recomputation."""
     t, p, v = run.tensor_parallel, run.pipeline_parallel, run.stages_per_rank
     costs = AnalyticCosts(
         gpt(model.hidden_size, model.num_heads, model.num_layers),
@@ -105,7 +105,7 @@ def _passes(costs: AnalyticCosts, part: Any, ops: tuple[Op, ...]) -> float:
 
 
 def _hop(costs: AnalyticCosts, run: Run) -> float:
-    """An activation and a gradient from a stage to the next."""
+    """Returns the seconds of an activation and a gradient from a stage to the next."""
     if run.pipeline_parallel == 1:
         return 0.0
     cluster, t = costs.cluster, run.tensor_parallel
@@ -118,12 +118,12 @@ def _hop(costs: AnalyticCosts, run: Run) -> float:
 
 
 def tflops(model: Model, run: Run, cluster: Cluster) -> float:
-    """Per GPU, by the paper's eq. 3."""
+    """Returns teraFLOP/s per GPU, by the paper's eq. 3."""
     return model.flops.flops(run.batch_size) / (run.num_gpus * seconds(model, run, cluster)) / 1e12
 
 
 def choices(model: Model, run: Run) -> Iterator[Run]:
-    """The microbatch sizes and stages a rank that the configuration allows."""
+    """Yields the microbatch sizes and stages per rank that the configuration allows."""
     layers = model.num_layers // run.pipeline_parallel
     for size in (1, 2, 4, 8):
         if run.batch_size % (size * run.data_parallel):
@@ -149,7 +149,7 @@ def rows() -> list[tuple[Model, Run, float]]:
 
 @cache
 def fit(fitted: tuple[int, ...] = FITTED) -> Constants:
-    """Least squares of the logarithms over these rows."""
+    """Fits the constants by least squares of the logarithms over these rows."""
     from scipy.optimize import least_squares
 
     chosen = [rows()[index] for index in fitted]
@@ -163,7 +163,7 @@ def fit(fitted: tuple[int, ...] = FITTED) -> Constants:
 
 
 def table_1(fitted: tuple[int, ...] = FITTED) -> dict[str, object]:
-    """The ten rows."""
+    """Predicts the ten rows."""
     constants = fit(fitted)
     cluster = constants.cluster()
     found: list[dict[str, object]] = []

@@ -22,7 +22,7 @@ def table(header: str, rows: Iterable[Iterable[object]]) -> str:
 
 
 def slices(lengths: list[int]) -> str:
-    """64x26 + 56x6 + 48."""
+    """Writes slice lengths in runs: 64x26 + 56x6 + 48."""
     runs = [(length, len(list(group))) for length, group in groupby(lengths)]
     return " + ".join(f"{length}x{count}" if count > 1 else str(length) for length, count in runs)
 

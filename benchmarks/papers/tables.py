@@ -13,13 +13,13 @@ TABLES = Path(__file__).parent / "tables"
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """The rows of a table; its first line says what it is and where from."""
+    """Reads the rows of a table, whose first line says what it is and where it is from."""
     lines = (TABLES / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 def slice_lengths(text: str) -> tuple[int, ...]:
-    """776+640+632 or 64*26+56*6+48, as the TeraPipe tables write slices."""
+    """Parses slices as the TeraPipe tables write them: 776+640+632, or 64*26+56*6+48."""
     lengths: list[int] = []
     for term in text.split("+"):
         length, _, count = term.partition("*")
@@ -29,7 +29,7 @@ def slice_lengths(text: str) -> tuple[int, ...]:
 
 @cache
 def gpt(hidden_size: int, num_heads: int, num_layers: int, vocab_size: int = 51200) -> ModelCount:
-    """A GPT in float16, counted: its layers are alike, so that two of them are enough."""
+    """Counts a GPT in float16. Its layers are alike, so that two of them are enough."""
     import torch
     from transformers import GPT2Config
 
@@ -42,6 +42,6 @@ def gpt(hidden_size: int, num_heads: int, num_layers: int, vocab_size: int = 512
 
 
 def errors(rows: list[dict[str, object]]) -> dict[str, float]:
-    """Mean and worst relative error of rows with an `error`."""
+    """Returns the mean and the worst relative error of rows with an `error`."""
     found = [abs(float(str(row["error"]))) for row in rows]
     return {"mean": sum(found) / len(found), "worst": max(found)}

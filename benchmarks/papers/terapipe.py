@@ -30,7 +30,7 @@ HEAD_WIDTH = 128  # GPT-3's
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted: the cluster's description is data-sheet numbers times these."""
+    """The constants that are fitted: factors of the data-sheet numbers in the cluster's description."""
 
     matmul: float  # of the V100's float16 peak
     attention: float  # the same, of attention's products
@@ -86,7 +86,7 @@ class Setting:
     tensor_parallel: int
 
     def slice_seconds(self, constants: Constants, length: Any, context: Any) -> Any:
-        """t(i, j) of a stage: forward, backward, and both messages over the mean link of the pipeline."""
+        """Returns t(i, j) of a stage: forward, backward, and both messages over the pipeline's mean link."""
         cluster = constants.cluster()
         costs = self._costs(cluster)
         layer = costs.model.layers[0]
@@ -95,7 +95,7 @@ class Setting:
         return self.num_layers // self.pipeline_parallel * computed + 2 * self._message(costs, length)
 
     def _message(self, costs: AnalyticCosts, length: Any) -> Any:
-        """Of one message; the tensor-parallel ranks send a part each, over the node's one link."""
+        """Returns the seconds of a message; the tensor-parallel ranks send a part each, over the node's one link."""
         stages_a_node = costs.cluster.devices_per_node // self.tensor_parallel
         across = (self.pipeline_parallel - 1) // stages_a_node / (self.pipeline_parallel - 1)
         sent = [
@@ -105,7 +105,7 @@ class Setting:
         return (1 - across) * sent[0] + across * sent[1]
 
     def reduction_seconds(self, constants: Constants) -> float:
-        """Gradients in float16 between the replicas, all of a node's GPUs at once over its 25 Gb/s."""
+        """Returns the seconds of reducing float16 gradients over the replicas, when a node's GPUs share its 25 Gb/s."""
         if self.data_parallel == 1:
             return 0.0
         cluster = constants.cluster()
@@ -150,7 +150,7 @@ def rows() -> list[Row]:
 
 
 def fit(measured: list[Row]) -> Constants:
-    """Least squares of the logarithms over the rows with equal slices, outliers weighing less."""
+    """Fits the constants by least squares of the logarithms over the rows with equal slices; outliers weigh less."""
     from scipy.optimize import least_squares
 
     table = settings()
@@ -168,7 +168,7 @@ def fit(measured: list[Row]) -> Constants:
 
 
 def found_slices(setting: Setting, constants: Constants, num_sequences: int) -> tuple[int, ...]:
-    """Our own slicing of the same problem."""
+    """Slices the same problem by `slice_tokens`."""
     found = slice_tokens(
         lambda length, context: setting.slice_seconds(constants, length, context),
         LENGTH,
@@ -180,7 +180,7 @@ def found_slices(setting: Setting, constants: Constants, num_sequences: int) -> 
 
 
 def table_2_and_3() -> dict[str, object]:
-    """All rows of both tables from one set of hardware constants."""
+    """Predicts all rows of both tables from one set of hardware constants."""
     table, measured = settings(), rows()
     constants = fit(measured)
     found: list[dict[str, object]] = []
@@ -225,7 +225,7 @@ def smooth(coefficients: Any, length: Any, context: Any) -> Any:
 
 
 def table_3() -> list[dict[str, object]]:
-    """Each setting's three coefficients from its own rows with equal slices; then the dynamic program's row."""
+    """Fits each setting's three coefficients on its rows with equal slices; predicts the dynamic program's row."""
     from scipy.optimize import least_squares
 
     table, found = settings(), []

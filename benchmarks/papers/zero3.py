@@ -29,7 +29,7 @@ LAYER_REDUCES = 6  # of a layer over tensor ranks: two in the forward, its repet
 
 @dataclass(frozen=True)
 class Row:
-    """One of the table's."""
+    """A row of the table."""
 
     scheme: str
     model: Model
@@ -51,17 +51,17 @@ def _row(row: dict[str, str]) -> Row:
 
 
 def exchanged(num_bytes: float, num_ranks: int, times: float = 1) -> float:
-    """What each of n ranks sends so that all have what they gather, or the sum of what they scatter: (n-1)/n of it."""
+    """Returns what each of n ranks sends to gather or to reduce-scatter so many bytes: (n-1)/n of them."""
     return times * (num_ranks - 1) / num_ranks * num_bytes
 
 
 def zero3_bytes(parameter_bytes: float, num_ranks: int) -> float:
-    """What a rank sends in a step of one microbatch: every weight gathered twice, its gradient scattered once."""
+    """Returns the bytes a rank sends in a step: each weight gathered twice, its gradient scattered once."""
     return exchanged(parameter_bytes, num_ranks, GATHERS + SCATTERS)
 
 
 def zero3_network_seconds(model: Model, num_ranks: int, cluster: Cluster) -> float:
-    """Of a step's gathers and scatters, a layer at a time, in the ring that the planner has for neighbouring ranks.
+    """Returns the seconds of a step's gathers and scatters, layer by layer, in a ring of neighbouring ranks.
 
     Half an all-reduce each: a ring's all-reduce is a scatter and a gather.
     """
@@ -73,7 +73,7 @@ def zero3_network_seconds(model: Model, num_ranks: int, cluster: Cluster) -> flo
 
 
 def zero3_compute_seconds(model: Model, run: Run, cluster: Cluster) -> float:
-    """Of one rank's sequences through the whole model, with recomputation."""
+    """Returns the seconds of one rank's sequences through the whole model, with recomputation."""
     costs = AnalyticCosts(
         gpt(model.hidden_size, model.num_heads, model.num_layers),
         cluster,
@@ -88,7 +88,7 @@ def zero3_compute_seconds(model: Model, run: Run, cluster: Cluster) -> float:
 
 
 def zero3(row: Row, cluster: Cluster) -> dict[str, Any]:
-    """Seconds and bytes of a row without model parallelism."""
+    """Predicts seconds and bytes of a row without model parallelism."""
     model, run = row.model, row.run
     parameter_bytes = model.flops.num_parameters * DTYPE_BYTES
     rounds, ranks = _num_microbatches(run), run.data_parallel
@@ -110,7 +110,7 @@ def zero3(row: Row, cluster: Cluster) -> dict[str, Any]:
 
 
 def ptdp(row: Row, cluster: Cluster) -> dict[str, Any]:
-    """Seconds and bytes of a row of PTD-P, with the number of stages a rank that is predicted best."""
+    """Predicts seconds and bytes of a row of PTD-P, with the number of stages per rank that is predicted best."""
     choices = [run for run in megatron.choices(row.model, row.run) if run.microbatch_size == row.run.microbatch_size]
     run = min(choices, key=lambda each: megatron.seconds(row.model, each, cluster))
     seconds = megatron.seconds(row.model, run, cluster)
@@ -128,7 +128,7 @@ def ptdp(row: Row, cluster: Cluster) -> dict[str, Any]:
 
 
 def ptdp_bytes(model: Model, run: Run) -> tuple[float, float]:
-    """What a rank in the middle sends inside its node (tensor parallelism) and out of it (stages, replicas)."""
+    """Returns the bytes a middle rank sends inside its node (tensor parallelism) and out of it (stages, replicas)."""
     t, layers = run.tensor_parallel, model.num_layers // run.pipeline_parallel
     message = run.microbatch_size * LENGTH * model.hidden_size * DTYPE_BYTES
     messages = 2 * run.stages_per_rank  # an activation and a gradient of every stage
@@ -141,7 +141,7 @@ def ptdp_bytes(model: Model, run: Run) -> tuple[float, float]:
 
 
 def table_2() -> dict[str, Any]:
-    """All rows, with the constants of Table 1."""
+    """Predicts all rows, with the constants of Table 1."""
     cluster = megatron.fit().cluster()
     found = [_predicted(row, cluster) for row in rows()]
     by_scheme = {scheme: errors([row for row in found if row["scheme"] == scheme]) for scheme in ("zero3", "ptdp")}

@@ -1,6 +1,6 @@
 """AmoebaNet-D (L, D) as a sequence of layers: Real et al. 2019, as GPipe scales it (section 3).
 
-A cell combines the outputs of the two cells before it. Its five combinations are layers of their own, so that a
+A cell combines the outputs of the two cells before it. Its five combinations are separate layers, so that a
 pipeline can split inside a cell; between them goes a tuple of those states that are still needed:
 
     (h, g) -> stash h -> Enter -> Combine x 5 -> Concat -> pop h -> (cell's output, h)
@@ -64,7 +64,7 @@ def max_pool_2x2(channels: int, stride: int) -> nn.Module:
 
 
 def none(channels: int, stride: int) -> nn.Module:
-    """Hands its input on. Where a cell halves the image it isn't applied to the cell's inputs."""
+    """Passes its input on. Where a cell halves the image it isn't applied to the cell's inputs."""
     return nn.Identity()
 
 
@@ -141,7 +141,7 @@ class Enter(nn.Module):
 
 
 class Combine(nn.Module):
-    """Adds two operations' outputs and hands it on after those states that later layers need."""
+    """Adds two operations' outputs and passes the sum on after those states that later layers need."""
 
     def __init__(self, operations: list[nn.Module], places: list[int], kept: list[int]) -> None:
         """`places` of the two inputs, and of what is `kept`, in the tuple that comes in."""

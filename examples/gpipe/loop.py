@@ -1,6 +1,6 @@
 """The training loop of both scripts: a Pipeline over any number of processes, and what it has learned before and after.
 
-Every rank builds the same model and passes the same batches, as slipstream.Pipeline asks for.
+Every rank builds the same model and passes the same batches, as slipstream.Pipeline needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]  # (inputs, targets)
 
 
 def add_arguments(parser: argparse.ArgumentParser, steps: int, batch: int, lr: float) -> None:
-    """What both scripts take, with the script's defaults."""
+    """Parses the options of both scripts, with the script's defaults."""
     pipeline = parser.add_argument_group("pipeline")
     pipeline.add_argument("--microbatches", type=int, default=4, metavar="M")
     pipeline.add_argument("--schedule", default="gpipe", choices=sorted(GENERATORS))
@@ -43,7 +43,7 @@ def run(
     arguments: argparse.Namespace,
     slices: int = 1,
 ) -> None:
-    """Train, and print what `held_out` says of the model before and after. `slices` are those of a decoder's tokens."""
+    """Trains, and prints what `held_out` says of the model before and after. `slices` cut a decoder's tokens."""
     if "RANK" in os.environ:  # under torchrun; without it this process is the whole pipeline
         dist.init_process_group("gloo")
     torch.manual_seed(arguments.seed)
@@ -72,7 +72,7 @@ def run(
 
 
 def _train(pipe: slipstream.Pipeline, next_batch: Callable[[], Batch], arguments: argparse.Namespace) -> None:
-    """AdamW, its learning rate warmed up and then lowered; a line about every twentieth part."""
+    """Trains with AdamW, whose learning rate rises and then falls; prints about twenty lines."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=arguments.lr)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, arguments.lr, total_steps=arguments.steps, pct_start=0.1)
     began, every, losses = time.perf_counter(), max(1, arguments.steps // 20), []
@@ -89,7 +89,7 @@ def _train(pipe: slipstream.Pipeline, next_batch: Callable[[], Batch], arguments
 
 
 def _answer(pipe: slipstream.Pipeline, build: Callable[[], nn.Sequential], held_out: Callable[..., str]) -> str:
-    """What the plain nn.Sequential answers with the pipeline's weights; on rank 0, which gets them all."""
+    """Evaluates the plain nn.Sequential with the pipeline's weights, on rank 0, which gets them all."""
     weights = pipe.state_dict()
     if not pipe.leads:
         return ""

@@ -16,7 +16,7 @@ def conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Seq
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the 3x3 one has the stride (known as v1.5)."""
+    """1x1, 3x3 and 1x1 convolutions next to a shortcut; the 3x3 one has the stride (known as v1.5)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

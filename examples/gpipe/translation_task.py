@@ -40,7 +40,7 @@ def sentences(longest: int = 16) -> list[str]:
 
 
 def translate(name: str) -> str:
-    """The right answer."""
+    """Translates: returns the right answer."""
     first, *others = name.split("_")
     return first + "".join(word.capitalize() for word in others)
 
@@ -55,7 +55,7 @@ def encode(names: list[str]) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 
 def decode(ids: Tensor) -> str:
-    """Text up to the end token."""
+    """Returns the text up to the end token."""
     text = ""
     for i in ids.tolist():
         if i == END:

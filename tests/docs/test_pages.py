@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,10 @@ def test_the_pictures_of_the_walks_are_current(name: str) -> None:
 def test_the_page_of_the_api_has_every_public_name() -> None:
     named = re.findall(r"^::: slipstream\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == sorted(slipstream.__all__)
+
+
+def test_the_architecture_has_the_packages_in_the_order_of_their_imports() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(each for each in contracts if each["type"] == "layers")["layers"]
+    assert [*reversed(rows)] == [name for layer in layers for name in layer.split(" : ")]
