@@ -23,11 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 # glibc returns freed memory to the system and pages it in again at every step; with these settings it keeps it.
-MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_TOP_PAD_": "67108864",
-}
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PARENT = "SLIPSTREAM_PARENT"
 _POLL_SECONDS = 0.1

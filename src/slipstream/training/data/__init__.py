@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from slipstream.training.data.corpus import read_documents
-from slipstream.training.data.packing import (
-    PackedSequences,
-    TokenBatch,
-    TokenisedText,
-    unigram_entropy,
-)
+from slipstream.training.data.packing import PackedSequences, TokenBatch, TokenisedText, unigram_entropy
 from slipstream.training.data.tokenizer import load_tokenizer, tokenise, train_tokenizer
 
 __all__ = [

@@ -43,10 +43,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, progress: Progres
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(alphabet),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=sorted(alphabet), show_progress=False
     )
     with progress.waiting("training a tokenizer"):
         tokenizer.train_from_iterator(documents, trainer=trainer, length=len(documents))

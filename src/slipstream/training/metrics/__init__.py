@@ -8,11 +8,4 @@ from slipstream.training.metrics.reporter import Reporter
 from slipstream.training.metrics.summary import describe_step
 from slipstream.training.metrics.trackers import check_trackers
 
-__all__ = [
-    "Reporter",
-    "StepRecord",
-    "TrainingTime",
-    "ValidationRecord",
-    "check_trackers",
-    "describe_step",
-]
+__all__ = ["Reporter", "StepRecord", "TrainingTime", "ValidationRecord", "check_trackers", "describe_step"]
