@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_t
 from slipstream.planner.costs import Profile, load_profile
 
 _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
-
-
-@dataclass(frozen=True)
-class ProfileRequest:
-    """What the ranks are to measure; the model's configuration is in a file next to it."""
-
-    settings: dict[str, Any]  # the arguments of ProfileSettings
-    device: str  # "cpu" or "cuda"
 
 
 def measure_profile(model_config: Any, settings: dict[str, Any], num_ranks: int, device: str = "auto") -> Profile:
@@ -55,7 +46,7 @@ def measure_profile(model_config: Any, settings: dict[str, Any], num_ranks: int,
     with tempfile.TemporaryDirectory(prefix="slipstream-profile-") as name:
         folder = Path(name)
         model_config.save_pretrained(folder / _MODEL)
-        (folder / _REQUEST).write_text(json.dumps(asdict(ProfileRequest(settings, chosen))))
+        (folder / _REQUEST).write_text(json.dumps({"settings": settings, "device": chosen}))
         launch_ranks(["-m", "slipstream.launch.profile_ranks", name], num_ranks)
         return load_profile(folder / _PROFILE)
 
@@ -70,9 +61,9 @@ def _measure_as_rank(folder: Path) -> None:
     from slipstream.profiler import ProfileSettings, profile_model
     from slipstream.profiler.link_measurement import measure_link
 
-    request = ProfileRequest(**json.loads((folder / _REQUEST).read_text()))
+    request = json.loads((folder / _REQUEST).read_text())
     device = torch.device("cpu")
-    if request.device == "cuda":
+    if request["device"] == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -89,7 +80,7 @@ def _measure_as_rank(folder: Path) -> None:
             percent = int(100 * share)
 
         config = load_config(str(folder / _MODEL))
-        profile = profile_model(config, ProfileSettings(**request.settings), device, link, show)
+        profile = profile_model(config, ProfileSettings(**request["settings"]), device, link, show)
     if is_first:
         profile.save(folder / _PROFILE)
     dist.barrier()

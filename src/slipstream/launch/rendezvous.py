@@ -234,19 +234,16 @@ def _try_connections(exchange: _ValueExchange, address: str, hosts: list[str]) -
         places = exchange.gather("listening", listening.getsockname()[:2])
         following = (place.rank + 1) % place.world_size
         host, port = places[following]
+        problem = None
         try:
             socket.create_connection((host, port), timeout=min(_CONNECT_SECONDS, place.seconds / 2)).close()
         except OSError as error:
-            who = name_ranks([following], hosts)
-            return exchange.gather("connected", _describe_obstacle(f"{who} at {host}, port {port} ({error})"))
-        return exchange.gather("connected", None)
-
-
-def _describe_obstacle(where: str) -> str:
-    return (
-        f"no connection to {where}. The ranks talk directly, at ports that the system chooses: let firewalls pass TCP "
-        f"between the nodes, or name the interface between them in {_INTERFACE} and NCCL_SOCKET_IFNAME on each node"
-    )
+            problem = (
+                f"no connection to {name_ranks([following], hosts)} at {host}, port {port} ({error}). The ranks "
+                "communicate directly, at ports that the system chooses: let firewalls pass TCP between the nodes, or "
+                f"name the interface between them in {_INTERFACE} and NCCL_SOCKET_IFNAME on each node"
+            )
+        return exchange.gather("connected", problem)
 
 
 def _describe_problems(problems: list[str | None], hosts: list[str]) -> str | None:

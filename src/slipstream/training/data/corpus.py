@@ -22,10 +22,10 @@ def read_documents(config: DataSection) -> list[str]:
     """
     if config.corpus is not None:
         source = f"data.corpus={config.corpus}"
-        documents = _read_files(_standard_library())
+        documents = [_read_file(path) for path in _standard_library()]
     elif config.files is not None:
         source = "data.files=" + ", ".join(map(str, config.files))
-        documents = _read_files(_find_files(config.files, config.suffixes))
+        documents = [_read_file(path) for path in _find_files(config.files, config.suffixes)]
     else:
         source = f"data.dataset={config.dataset}"
         documents = _read_dataset(config)
@@ -57,10 +57,6 @@ def _find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
         else:
             raise SlipstreamError(f"data.files: there is no file or folder {source}")
     return found
-
-
-def _read_files(paths: Iterable[Path]) -> list[str]:
-    return [_read_file(path) for path in paths]
 
 
 def _read_file(path: Path) -> str:

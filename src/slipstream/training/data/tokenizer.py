@@ -12,8 +12,7 @@ from slipstream.launch import Progress
 from slipstream.training.data.packing import TokenisedText
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# The tokenizer gets documents in groups of about so many characters, to show progress in between.
-_GROUP_CHARACTERS = 500_000
+_GROUP = 64  # documents that the tokenizer gets at a time, to show progress in between
 
 
 def load_tokenizer(name: str) -> Any:
@@ -55,21 +54,10 @@ def tokenise(tokenizer: Any, documents: Sequence[str], progress: Progress) -> To
     end = tokenizer.eos_token_id
     tokens: list[np.ndarray[Any, Any]] = []
     with progress.counting("tokenising", total=sum(map(len, documents))) as advance:
-        for group in _groups(documents):
-            for ids in tokenizer(group, verbose=False, return_attention_mask=False)["input_ids"]:
+        for first in range(0, len(documents), _GROUP):
+            group = documents[first : first + _GROUP]
+            for ids in tokenizer(list(group), verbose=False, return_attention_mask=False)["input_ids"]:
                 closed = ids if end is None or ids[-1:] == [end] else [*ids, end]
                 tokens.append(np.asarray(closed, dtype=np.int32))
             advance(sum(map(len, group)))
     return TokenisedText.join(tokens)
-
-
-def _groups(documents: Sequence[str]) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    size = 0
-    for document in documents:
-        if size > _GROUP_CHARACTERS:
-            groups.append([])
-            size = 0
-        groups[-1].append(document)
-        size += len(document)
-    return groups

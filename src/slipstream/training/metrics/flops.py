@@ -89,7 +89,8 @@ class FlopsMeter:
         self.count = count_model(config, seq_len)
         self.seq_len, self.batch_size, self.num_devices = seq_len, batch_size, num_devices
         self._peak = peak
-        self._gpt = _same_size(config, seq_len)
+        text = config.get_text_config()
+        self._gpt = GPT(text.num_hidden_layers, text.hidden_size, text.vocab_size, seq_len)
         whole = _Forward.of(self.count)
         self._products = whole.products * self.tokens_per_step
         self._calls = whole.calls
@@ -133,7 +134,11 @@ class FlopsMeter:
         """
         scores = self._scores
         if documents is not None:
-            self._check(documents)
+            if sum(documents) != self.tokens_per_step:
+                raise SlipstreamError(
+                    f"the documents have {sum(documents)} tokens, but a step has {self.batch_size} sequences of "
+                    f"{self.seq_len}. Give the lengths of all documents of the whole batch."
+                )
             scores = sum(_scores(self._calls, 0, length) for length in documents)
         products_again, scores_again = self._recomputed(layout, slices)
         model = 3 * (self._products + scores)
@@ -168,13 +173,6 @@ class FlopsMeter:
             self._again = recomputed_flops(self.count, layout, slices, self.batch_size)
             self._last = layout, tuple(slices)
         return self._again
-
-    def _check(self, documents: Sequence[int]) -> None:
-        if sum(documents) != self.tokens_per_step:
-            raise SlipstreamError(
-                f"the documents have {sum(documents)} tokens, but a step has {self.batch_size} sequences of "
-                f"{self.seq_len}. Give the lengths of all documents of the whole batch."
-            )
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:
@@ -250,8 +248,3 @@ def _scores(calls: Counter[AttentionCall], first: int, end: int) -> float:
         num_scores = number * call.num_heads * float(call.window.scores(end) - call.window.scores(first))
         total += 2 * num_scores * (call.key_width + call.value_width)
     return total
-
-
-def _same_size(config: PretrainedConfig, seq_len: int) -> GPT:
-    text = config.get_text_config()
-    return GPT(text.num_hidden_layers, text.hidden_size, text.vocab_size, seq_len)

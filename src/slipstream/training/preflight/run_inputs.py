@@ -30,21 +30,18 @@ class RunInputs:
         """
         folder = RunFolder(self.config.training.output)
         try:
-            self._write(folder)
+            if _can_resume(self.config, folder):
+                shutil.rmtree(folder.inputs, ignore_errors=True)
+            else:
+                folder.clear()
+            folder.inputs.mkdir(parents=True)
+            folder.config.write_text(dump_config(self.config), encoding="utf-8")
+            self.model_config.save_pretrained(folder.inputs)
+            self.tokenizer.save_pretrained(folder.inputs)
+            self.train.save(folder.inputs, "train")
+            self.validation.save(folder.inputs, "validation")
         except OSError as error:
             raise SlipstreamError(f"can't write to training.output={folder.path}: {error}") from error
-
-    def _write(self, folder: RunFolder) -> None:
-        if _can_resume(self.config, folder):
-            shutil.rmtree(folder.inputs, ignore_errors=True)
-        else:
-            folder.clear()
-        folder.inputs.mkdir(parents=True)
-        folder.config.write_text(dump_config(self.config), encoding="utf-8")
-        self.model_config.save_pretrained(folder.inputs)
-        self.tokenizer.save_pretrained(folder.inputs)
-        self.train.save(folder.inputs, "train")
-        self.validation.save(folder.inputs, "validation")
 
 
 def check_run_folder(config: Config) -> None:
