@@ -34,9 +34,13 @@ class Trainer:
         """
         self._config, self._device, self._progress = config, device, progress
         self._folder = RunFolder(config.training.output)
-        self._checkpoints = self._open_checkpoints()
-        resume = config.checkpoint.resume
-        saved = None if resume == "no" else self._checkpoints.find(resume)
+        settings, world = config.checkpoint, RankGroup(dist.group.WORLD)
+        self._checkpoints = Checkpoints(
+            self._folder.checkpoints, world, settings.keep, settings.keep_every, progress.say
+        )
+        if settings.every:
+            self._checkpoints.prepare()
+        saved = None if settings.resume == "no" else self._checkpoints.find(settings.resume)
         self._pipe = make_pipeline(config, device, **tuned_settings(config, saved.facts["tuned"] if saved else None))
         train = TokenisedText.load(self._folder.inputs, "train")
         self._sequences = PackedSequences(train, config.training.seq_len, config.training.seed)
@@ -71,15 +75,6 @@ class Trainer:
         draw_last_step(pipe, timeline, self._folder, self._progress)
         export(pipe, self._folder.inputs, self._folder.model, self._progress)
         write_sample(pipe, self._config, self._progress)
-
-    def _open_checkpoints(self) -> Checkpoints:
-        settings, world = self._config.checkpoint, RankGroup(dist.group.WORLD)
-        checkpoints = Checkpoints(
-            self._folder.checkpoints, world, settings.keep, settings.keep_every, self._progress.say
-        )
-        if settings.every:
-            checkpoints.prepare()
-        return checkpoints
 
     def _restore(self, saved: SavedCheckpoint) -> None:
         saved.check_model(describe_model(self._pipe.config))

@@ -139,7 +139,7 @@ def test_other_models_differ_by_field(tmp_path: Path) -> None:
 def test_every_element_is_written_once(tmp_path: Path) -> None:
     ones = torch.ones(4)
     whole = TensorShard("a", ParameterShare.whole((4,)), ones)
-    with pytest.raises(ValueError, match="two shards of this rank are the elements a@0"):
+    with pytest.raises(ValueError, match="two shards of this rank have the same elements a@0"):
         save(tmp_path, [[whole, whole]])
     with pytest.raises(ValueError, match="several ranks write the same elements of a"):
         save(tmp_path, [[whole], [whole]])

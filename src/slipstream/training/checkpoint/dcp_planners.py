@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slipstream.training.checkpoint.snapshot import SnapshotEntry
-from slipstream.training.checkpoint.tensor_shard import Box, dtype_name
+from slipstream.training.checkpoint.tensor_shard import dtype_name
 
 
 class BoxSavePlanner(SavePlanner):
@@ -74,7 +74,12 @@ class ShardLoadPlanner(LoadPlanner):
         }
 
     def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for key, boxes in self._boxes.items() if boxes for item in self._reads(key, boxes)])
+        items: list[ReadItem] = []
+        for key, boxes in self._boxes.items():
+            if boxes:
+                stored = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
+                items += create_read_items_for_chunk_list(key, stored, [box.as_chunk() for box, _ in boxes])
+        return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -95,10 +100,6 @@ class ShardLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass  # it is in place
-
-    def _reads(self, key: str, boxes: Sequence[tuple[Box, Tensor]]) -> list[ReadItem]:
-        stored = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
-        return create_read_items_for_chunk_list(key, stored, [box.as_chunk() for box, _ in boxes])
 
 
 def indices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:

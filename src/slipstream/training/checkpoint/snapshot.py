@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,11 @@ class SnapshotEntry(NamedTuple):
     box: Box
     view: Tensor
     version: int  # of the tensor when the snapshot was taken
+    start: int  # in the bytes of all entries
+
+    @property
+    def end(self) -> int:
+        return self.start + self.view.nbytes
 
 
 class Snapshot:
@@ -72,8 +78,13 @@ class Snapshot:
             ValueError: if two shards have the same elements.
         """
         self.file = file
-        entries = [entry for shard in shards if shard.writes for entry in _entries(shard)]
-        entries.sort(key=lambda entry: -entry.view.itemsize)
+        boxes = [(shard, box, view.contiguous()) for shard in shards if shard.writes for box, view in shard.boxes()]
+        boxes.sort(key=lambda each: -each[2].itemsize)
+        starts = accumulate((view.nbytes for _, _, view in boxes), initial=0)
+        entries = [
+            SnapshotEntry(shard.key, shard.share.shape, box, view, view._version, start)
+            for (shard, box, view), start in zip(boxes, starts, strict=False)
+        ]
         self._header = _header(entries)
         self._entries, self._num_written, self._is_copied = entries, 0, False
         if any(entry.view.is_cuda for entry in entries):
@@ -85,8 +96,8 @@ class Snapshot:
             if self._is_copied or self._num_written == len(self._entries):
                 return
             self._reserve()
-            places = list(zip(self._entries, self._places(), strict=True))
-            for entry, memory in places[self._num_written :]:
+            for entry in self._entries[self._num_written :]:
+                memory = self._memory[entry.start : entry.end]
                 memory.view(entry.view.dtype).view(entry.view.shape).copy_(entry.view, non_blocking=True)
             for device in {entry.view.device for entry in self._entries if entry.view.is_cuda}:
                 torch.cuda.synchronize(device)
@@ -106,60 +117,38 @@ class Snapshot:
             return write_file(folder / self.file, blocks)
 
     def _reserve(self) -> None:
-        size = sum(entry.view.nbytes for entry in self._entries)
+        size = self._entries[-1].end
         if size > len(self._memory):
             pinned = any(entry.view.is_cuda for entry in self._entries)
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
-    def _places(self) -> Iterator[Tensor]:
-        """Yields where each entry is in the memory of the copies."""
-        position = 0
-        for entry in self._entries:
-            yield self._memory[position : position + entry.view.nbytes]
-            position += entry.view.nbytes
-
     def _blocks(self) -> Generator[bytes | memoryview]:
         yield self._header
-        position = 0
         for entry in self._entries:
             for start in range(0, entry.view.nbytes, _BLOCK):
                 with self._lock:
-                    yield self._block(entry, position, start)
-                    self._check(entry)
-            position += entry.view.nbytes
+                    yield self._block(entry, start, min(start + _BLOCK, entry.view.nbytes))
+                    if not self._is_copied and entry.view._version != entry.version:
+                        raise RuntimeError(f"{entry.key} was changed before it was kept")
             self._num_written += 1
 
-    def _block(self, entry: SnapshotEntry, position: int, start: int) -> memoryview:
-        end = min(start + _BLOCK, entry.view.nbytes)
-        if self._is_copied:
-            block: memoryview = self._memory.numpy().data[position + start : position + end]
-            return block
-        live: memoryview = entry.view.view(-1).view(torch.uint8).numpy().data[start:end]
-        return live
-
-    def _check(self, entry: SnapshotEntry) -> None:
-        if not self._is_copied and entry.view._version != entry.version:
-            raise RuntimeError(f"{entry.key} was changed before it was kept")
-
-
-def _entries(shard: TensorShard) -> Iterator[SnapshotEntry]:
-    for box, view in shard.boxes():
-        elements = view.detach().contiguous()
-        yield SnapshotEntry(shard.key, shard.share.shape, box, elements, elements._version)
+    def _block(self, entry: SnapshotEntry, start: int, end: int) -> memoryview:
+        live = entry.view.view(-1).view(torch.uint8)
+        elements = self._memory[entry.start : entry.end] if self._is_copied else live
+        block: memoryview = elements.numpy().data[start:end]
+        return block
 
 
 def _header(entries: Sequence[SnapshotEntry]) -> bytes:
     """Returns the length of the rest (8 bytes, little-endian), then JSON, padded so that the elements are aligned."""
     table: dict[str, object] = {}
-    position = 0
-    for key, _, box, view, _ in entries:
-        name, stop = entry_name(key, box), position + view.nbytes
+    for entry in entries:
+        name, dtype = entry_name(entry.key, entry.box), entry.view.dtype
         if name in table:
-            raise ValueError(f"two shards of this rank are the elements {name}")
-        if view.dtype not in _CODES:
-            raise SlipstreamError(f"{key} is of {view.dtype}, which checkpoints can't hold; use a real dtype")
-        table[name] = {"dtype": _CODES[view.dtype], "shape": box.sizes, "data_offsets": [position, stop]}
-        position = stop
+            raise ValueError(f"two shards of this rank have the same elements {name}")
+        if dtype not in _CODES:
+            raise SlipstreamError(f"{entry.key} is of {dtype}, which checkpoints can't hold; use a real dtype")
+        table[name] = {"dtype": _CODES[dtype], "shape": entry.box.sizes, "data_offsets": [entry.start, entry.end]}
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
