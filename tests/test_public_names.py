@@ -10,17 +10,17 @@ import pytest
 import slipstream
 
 NAMES = [
-    "GENERATORS",
-    "STAGES_PER_RANK",
     "Action",
     "Cause",
     "CostModel",
     "CutTokens",
+    "GENERATORS",
     "MeasuredCost",
     "Op",
     "Pipeline",
     "Plan",
     "PlanOptions",
+    "STAGES_PER_RANK",
     "Schedule",
     "ScheduleError",
     "Skip",

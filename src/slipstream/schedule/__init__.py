@@ -13,7 +13,6 @@ from slipstream.schedule.action import (
     ScheduleError,
 )
 from slipstream.schedule.dependencies import awaited_send, predecessors, sending
-from slipstream.schedule.flushes import in_flushes
 from slipstream.schedule.generators import (
     AUTOMATIC,
     GENERATORS,
@@ -39,7 +38,7 @@ from slipstream.schedule.lowering import (
     send_windows,
     split_backwards,
 )
-from slipstream.schedule.memory_passes import add_offload, add_recompute
+from slipstream.schedule.memory_passes import add_offload, add_recompute, in_flushes
 from slipstream.schedule.torch_csv import from_torch_csv, to_torch_csv
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
 from slipstream.schedule.validation import running_order, validate
