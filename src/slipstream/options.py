@@ -100,7 +100,7 @@ class Layers(Record):
     """What is to be known about the layers of an nn.Sequential."""
 
     section: ClassVar[str] = "layers"
-    costs: list[float] | None = None
+    costs: list[Annotated[float, Field(allow_inf_nan=True)]] | None = None
     """What each layer costs, nested ones counted one by one, in any unit, for partition="auto"."""
     example: Any = None
     """Inputs like those of a microbatch, from which costs are counted where they aren't given; needed with slices,

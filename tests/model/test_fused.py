@@ -233,7 +233,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("device", "compiler", "message"),
         [
-            ("cpu", None, r"needs a compiler, but (clan)?g\+\+ is not on the PATH.*CXX.*pipeline\.fused: false"),
+            ("cpu", None, r"needs a compiler, but (clan)?g\+\+ is not on the PATH.*CXX.*runtime\.fused: false"),
             ("cpu", "mine -O2", "but mine is not on the PATH"),
             ("cuda", None, r"made by Triton. Install it: pip install triton|but gcc or clang or cc is not"),
         ],

@@ -1,4 +1,4 @@
-"""Arguments of a Pipeline from options by their names alone, so that a test's cases can be flat dictionaries."""
+"""Arguments of a Pipeline from a flat dictionary, so that a test's cases can be merged."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from collections import defaultdict
 from typing import Any
 
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
+from slipstream.records import MOVED
 
-RECORDS = (Memory, Parallelism, Precision, Runtime, Layers)
+RECORDS: dict[str, Any] = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
 
 
 def grouped(**flat: Any) -> dict[str, Any]:
-    """Puts each option of a record into that record, and leaves the other arguments."""
+    """Puts each option that lies in a record into that record, and leaves the other arguments."""
     arguments: dict[str, Any] = {}
-    groups: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    groups: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in flat.items():
-        record = next((record for record in RECORDS if name in record.model_fields), None)
-        if record is None:
-            arguments[name] = value
-        else:
-            groups[record][name] = value
-    return arguments | {record.section: record(**options) for record, options in groups.items()}
+        section, _, option = MOVED.get(name, "").partition(".")
+        (groups[section] if section else arguments)[option or name] = value
+    return arguments | {section: RECORDS[section](**options) for section, options in groups.items()}

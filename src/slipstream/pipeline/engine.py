@@ -83,12 +83,23 @@ class Engine:
         return loss
 
     def evaluate(self, whole: WholeBatch) -> Tensor:
-        """Returns the global mean loss of a forward in the mode in which the stages are. Collective."""
+        """Returns the global mean loss of a forward in evaluation mode. Collective."""
         self.parameters.publish()
-        with torch.no_grad():
-            loss = self._run(self.layout.evaluation, self._split(whole, self.family.length(whole)))
+        modes = {stage: stage.model.training for stage in self.stages.values()}
+        self.train(False)
+        try:
+            with torch.no_grad():
+                loss = self._run(self.layout.evaluation, self._split(whole, self.family.length(whole)))
+        finally:
+            for stage, training in modes.items():
+                stage.model.train(training)
         self.parameters.release()
         return loss
+
+    def train(self, training: bool) -> None:
+        """Sets the mode of all stages of this process."""
+        for stage in self.stages.values():
+            stage.model.train(training)
 
     def timeline(self) -> Timeline:
         """What ran when in the last step or evaluation, on all ranks. Collective."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.model import Tensors, load_config, pretrained_model, random_model
+from slipstream.model import Tensors
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import WholeBatch
@@ -24,10 +24,12 @@ from slipstream.pipeline.families import (
     causal_lm,
     gather_state,
     layer_sequence,
+    pretrained_weights,
+    random_weights,
 )
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
-from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
+from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
 from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryTable
 from slipstream.timeline import Timeline
@@ -101,39 +103,25 @@ class Pipeline:
         **old_arguments: Never,
     ) -> None:
         refuse_old_arguments(old_arguments)
-        options = PipelineOptions(
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            slices=slices,
-            partition=partition,
-            stages_per_rank=stages_per_rank,
-            seq_len=seq_len,
-            loss_fn=loss_fn,
-            memory=memory,
-            parallel=parallel,
-            precision=precision,
-            runtime=runtime,
-            layers=layers,
-        )
+        order = schedule, num_microbatches, slices, stages_per_rank
+        options = PipelineOptions(*order, partition, seq_len, loss_fn, memory, parallel, precision, runtime, layers)
         self._engine = Engine(model, options, num_ranks, mesh, device)
         self.train()
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, seed: int = 0, **options: Any) -> Self:
-        """A pipeline with the weights of `torch.manual_seed(seed)` and `AutoModelForCausalLM.from_config(config)`, of
-        which each rank keeps only its own in memory. `options` are the constructor's. Collective."""
-        dtype = _dtype(options)
-        source = WeightSource(config, lambda anatomy, layers: random_model(config, seed, anatomy, layers, dtype))
-        return cls(source, **options)
+        """Returns a pipeline with the weights of `torch.manual_seed(seed)` and
+        `AutoModelForCausalLM.from_config(config)`, of which each rank holds only its part.
+
+        `options` are the constructor's. Collective.
+        """
+        return cls(random_weights(config, seed, options.get("precision", Precision())), **options)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
-        """A pipeline with the weights of a folder of safetensors, or of a name on the hub, of which each rank reads
-        its own layers. `options` are the constructor's. Collective."""
-        name, dtype = str(path), _dtype(options)
-        config = load_config(name)
-        source = WeightSource(config, lambda anatomy, layers: pretrained_model(name, config, anatomy, layers, dtype))
-        return cls(source, **options)
+        """Returns a pipeline with the weights of a folder of safetensors, or of a name on the hub, of which each rank
+        reads only its part. `options` are the constructor's. Collective."""
+        return cls(pretrained_weights(str(path), options.get("precision", Precision())), **options)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -258,14 +246,7 @@ class Pipeline:
 
         Arguments, result and errors are those of `step`.
         """
-        stages = self._engine.stages.values()
-        modes = {stage: stage.model.training for stage in stages}
-        self.eval()
-        try:
-            return self._engine.evaluate(WholeBatch.of(inputs, targets, None, document_ids, self.device))
-        finally:
-            for stage, training in modes.items():
-                stage.model.train(training)
+        return self._engine.evaluate(WholeBatch.of(inputs, targets, None, document_ids, self.device))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once.
@@ -322,14 +303,12 @@ class Pipeline:
 
     def train(self) -> Self:
         """Sets training mode: dropout is on."""
-        for stage in self._engine.stages.values():
-            stage.model.train()
+        self._engine.train(True)
         return self
 
     def eval(self) -> Self:
         """Sets evaluation mode: dropout is off."""
-        for stage in self._engine.stages.values():
-            stage.model.eval()
+        self._engine.train(False)
         return self
 
     if not TYPE_CHECKING:
@@ -338,8 +317,3 @@ class Pipeline:
             new = {"ran": "last_step", "pieces": "parameter_shards"}.get(name)
             now = f": it is now {new}" if new else ""
             raise AttributeError(f"a Pipeline has no attribute {name!r}{now}")
-
-
-def _dtype(options: dict[str, Any]) -> torch.dtype | None:
-    """The dtype in which weights are loaded."""
-    return torch_dtype(options.get("precision", Precision()).dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -233,19 +234,26 @@ def test_backward_without_recomputation_is_named() -> None:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("recompute", ["some", 0, 3, True, 1.5])
-    def test_unknown_settings(self, recompute: object) -> None:
-        message = rf"recompute={recompute!r}: give 'none', 'selective', 'full', or .* 1 to 2 here"
+    @pytest.mark.parametrize("recompute", ["some", 0, True, 1.5])
+    def test_unknown_settings(self, recompute: Any) -> None:
+        with pytest.raises(SlipstreamError, match=rf"memory\.recompute={recompute!r}"):
+            Memory(recompute=recompute)
+
+    @pytest.mark.parametrize("recompute", [3, "segments"])
+    def test_what_a_stage_does_not_have(self, recompute: Any) -> None:
+        message = rf"memory\.recompute={recompute!r}: give 'none', 'selective', 'full', or .* 1 to 2 here"
         with pytest.raises(SlipstreamError, match=message):
-            Pipeline(build(llama()), num_ranks=2, memory=Memory(recompute=recompute), runtime=Runtime(self_check=False))  # type: ignore[arg-type]
+            Pipeline(build(llama()), num_ranks=2, memory=Memory(recompute=recompute), runtime=Runtime(self_check=False))
 
     def test_a_schedule_with_recomputation_of_nothing(self) -> None:
         schedule = add_recompute(gpipe(2, 1, 4))
-        with pytest.raises(SlipstreamError, match=r"'gpipe' has 0R0\.\d, but recompute='none'\. Say what"):
+        with pytest.raises(SlipstreamError, match=r"'gpipe' has 0R0\.\d, but memory.recompute='none'\. Say what"):
             Pipeline(build(llama()), schedule, slices=4, runtime=Runtime(self_check=False))
 
     def test_a_lowered_schedule(self) -> None:
-        with pytest.raises(SlipstreamError, match=r"recompute is set, but .* has its sends.* Leave recompute out"):
+        with pytest.raises(
+            SlipstreamError, match=r"recompute is set, but .* has its sends.* Leave memory\.recompute out"
+        ):
             Pipeline(
                 build(llama()),
                 add_communication(gpipe(2, 1, 4)),

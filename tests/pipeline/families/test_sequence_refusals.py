@@ -121,14 +121,14 @@ def test_sequences_that_are_refused_when_built(make: Callable[[Skip], list[nn.Mo
         ({"partition": "even"}, "partition='even': give 'auto' or the number of layers"),
         ({"slices": 4}, "slices=4: the layers of this nn.Sequential take whole microbatches"),
         ({"slices": "auto"}, "slices='auto': the layers of this nn.Sequential take whole microbatches"),
-        ({"seq_len": 16}, "seq_len=16: a setting of causal LMs"),
-        ({"sequence_parallel": True}, "sequence_parallel=True: a setting of causal LMs"),
-        ({"tensor_plan": {"a": "colwise"}}, "tensor_plan=.*: a setting of causal LMs"),
-        ({"fused": True}, "fused=True: a setting of causal LMs"),
-        ({"memory_limit": 1e9}, "memory_limit=1000000000.0: not for an nn.Sequential"),
-        ({"shard_parameters": True}, "shard_parameters=True: not for an nn.Sequential"),
-        ({"recompute": "segments", "offload": 0.5}, "recompute='segments' with offload=0.5"),
-        ({"recompute": 4}, "recompute=4: give 'none', .* 'segments'"),
+        ({"seq_len": 16}, "seq_len=16: an option of causal LMs"),
+        ({"sequence_parallel": True}, "parallel.sequence_parallel=True: an option of causal LMs"),
+        ({"tensor_plan": {"a": "colwise"}}, "parallel.tensor_plan=.*: an option of causal LMs"),
+        ({"fused": True}, "runtime.fused=True: an option of causal LMs"),
+        ({"memory_limit": 1e9}, "memory.limit=1000000000.0: not for an nn.Sequential"),
+        ({"shard_parameters": True}, "parallel.shard_parameters=True: not for an nn.Sequential"),
+        ({"recompute": "segments", "offload": 0.5}, "memory.recompute='segments' with memory.offload=0.5"),
+        ({"recompute": 4}, "memory.recompute=4: give 'none', .* 'segments'"),
     ],
 )
 def test_settings(settings: dict[str, object], message: str) -> None:
@@ -163,7 +163,7 @@ def test_settings_of_sequences_are_not_for_language_models() -> None:
     from support.architectures import llama
 
     for setting in ({"costs": [1.0]}, {"example": INPUTS}, {"batch_norm_over_replicas": True}):
-        with pytest.raises(SlipstreamError, match=f"{next(iter(setting))}=.*: a setting of nn.Sequential models"):
+        with pytest.raises(SlipstreamError, match=f"{next(iter(setting))}=.*: an option of nn.Sequential models"):
             Pipeline(language_model(llama()), **grouped(self_check=False, **setting))  # type: ignore[arg-type]
 
 
@@ -171,7 +171,7 @@ def test_what_a_sequence_does_not_have() -> None:
     pipe = pipeline(linear())
     with pytest.raises(SlipstreamError, match=r"torch.save\(pipe.state_dict\(\), path\)"):
         pipe.save_pretrained("nowhere")
-    with pytest.raises(SlipstreamError, match="has no config"):
+    with pytest.raises(SlipstreamError, match="config is for models of transformers"):
         _ = pipe.config
     with pytest.raises(SlipstreamError, match="costs of the layers aren't known"):
         _ = pipe.balance

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream import Layers, Memory, Pipeline, Skip
 from slipstream.model.sequential.recomputed_segments import choose_segments
+from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
 from support.architectures import BOUND, gradient_error, gradients
 from support.sequences.random_layers import Unsplit, batch, build
@@ -77,7 +78,8 @@ def test_the_number_of_segments() -> None:
     pipe = Pipeline(deep(16), num_microbatches=1)
     (stage,) = pipe._engine.stages.values()
     inputs, targets = torch.randn(64, 32), torch.randint(0, 32, (64,))
-    piece = pipe._cut(inputs, targets, None, None).slices[0][0]
+    whole = WholeBatch.of(inputs, targets, None, None, pipe.device)
+    piece = pipe._engine.rehearsed_step(whole).batch.slices[0][0]
     trace = stage._tracer.trace(piece, True)  # type: ignore[attr-defined]
     segments = choose_segments(range(48), trace)
     size = 64 * 32 * 4

@@ -63,7 +63,7 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--pipeline.schedule=auto-v", ["pipeline.stages_per_rank=1", "'auto-v' has exactly 2"]),
         ("--pipeline.schedule=auto_v", ["pipeline.schedule='auto_v' is not known", "did you mean 'auto-v'"]),
         ("--memory.num_flushes=3", ["num_microbatches=1 don't divide into memory.num_flushes=3"]),
-        ("--memory.recompute=some", ["memory.recompute='some'", "'none', 'selective' or 'full'"]),
+        ("--memory.recompute=some", ["memory.recompute='some'", "'none', 'selective', 'full' or 'segments'"]),
         ("--memory.offload=2", ["memory.offload=2", "less than or equal to 1"]),
         ("--training.epochs=2", ["either training.steps or training.epochs"]),
         ("--model.path=x", ["either model.path", "or model.config"]),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from slipstream.pipeline.execution.executor import Executor, Observer
+from slipstream.pipeline.execution.executor import Executor
 from slipstream.pipeline.execution.run_ranks import run_together
-from slipstream.pipeline.execution.step_state import StepState
+from slipstream.pipeline.execution.step_state import Observer, StepState
 
 __all__ = [
     "Executor",

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.model import Tensors, TensorSpec, copied_from_messages, model_storages, storage_ids
-from slipstream.model.saving import RecomputePolicy, SavedTensors, SliceReplay, defer_weight_gradients
+from slipstream.model import Tensors, TensorSpec, copied_from_messages
+from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution.host_memory import host_memory_of
-from slipstream.pipeline.execution.step_state import SliceKey, StepState, backward, entrances, key_of, roots_of
+from slipstream.pipeline.execution.saved_activations import SavedActivations
+from slipstream.pipeline.execution.step_state import (
+    Observer,
+    SliceKey,
+    StepState,
+    backward,
+    entrances,
+    key_of,
+    roots_of,
+    with_zeros,
+)
 from slipstream.pipeline.execution.stopwatch import Stopwatch
 from slipstream.pipeline.messages import Message, SkipMessages, Transport, TransportError
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule, awaited_send, channel, report_wait
 from slipstream.timeline import Span
-
-
-class Observer(Protocol):
-    """What is called around every action, with what the step holds."""
-
-    def before(self, action: Action, state: StepState) -> None: ...
-
-    def after(self, action: Action, state: StepState) -> None: ...
 
 
 class Executor:
@@ -47,27 +47,22 @@ class Executor:
     ) -> None:
         """`recompute` says what the schedule's R actions recompute; by default all. `reduce_gradients` is what
         REDUCE_GRAD does to a stage."""
-        self._rank = rank
-        self._stages = stages
-        self._transport = transport
-        self._loss_function = loss_function
-        self._device = device
-        self._recompute = recompute or RecomputePolicy()
-        self._reduce_gradients = reduce_gradients
-        self._host = host_memory_of(device)
+        self._rank, self._stages, self._transport, self._device = rank, stages, transport, device
+        self._loss_function, self._reduce_gradients = loss_function, reduce_gradients
+        self._saved = SavedActivations(stages, recompute, device)
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
-            Op.W: self._backward_weights,
+            Op.W: self._timed(self._backward_weights),
             Op.R: self._replay,
-            Op.OFFLOAD: self._offload,
-            Op.RELOAD: self._reload,
-            Op.SEND_F: self._send,
-            Op.SEND_B: self._send,
+            Op.OFFLOAD: self._timed(self._saved.offload),
+            Op.RELOAD: self._timed(self._saved.reload),
+            Op.SEND_F: self._timed(self._send),
+            Op.SEND_B: self._timed(self._send),
             Op.RECV_F: self._post_receive,
             Op.RECV_B: self._post_receive,
-            Op.REDUCE_GRAD: self._reduce,
+            Op.REDUCE_GRAD: self._timed(self._reduce),
         }
 
     def observe(self, observer: Observer) -> None:
@@ -85,9 +80,7 @@ class Executor:
         self._stopwatch = Stopwatch(self._rank, self._device)
         self._posted: dict[Action, Any] = {}  # when the message's receive was posted
         self._skips = SkipMessages(self._rank, schedule, self._transport, self._specs)
-        self._storages = (
-            {number: model_storages(stage.model) for number, stage in self._stages.items()} if self._saves() else {}
-        )
+        self._saved.begin(schedule, self._rank, self._state)
         return self._actions(schedule.actions[self._rank])
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -117,6 +110,14 @@ class Executor:
             for offloaded in state.offloaded.values():  # of a step that failed
                 offloaded.close()
 
+    def _timed(self, handler: Callable[[Action], None]) -> Callable[[Action], None]:
+        def run(action: Action) -> None:
+            began = self._stopwatch.mark()
+            handler(action)
+            self._stopwatch.record(action, began)
+
+        return run
+
     def _observed(self, observer: Observer, handler: Callable[[Action], None], action: Action) -> None:
         observer.before(action, self._state)
         handler(action)
@@ -132,9 +133,10 @@ class Executor:
         began = self._stopwatch.mark()
         store = state.stores.setdefault((g, m), ContextStore(state.batch.slices[m][i].length))
         if self._schedule.has_backward:
-            with self._keeping(action, inputs, store):
+            specs = self._specs(Op.RECV_F, key)
+            with self._saved.around_forward(action, inputs, [spec.needs_gradient for spec in specs], store):
                 leave = state.input_gradients.setdefault(key, {}).__setitem__
-                outputs = self._compute(action, entrances(inputs, self._specs(Op.RECV_F, key), leave), store)
+                outputs = self._compute(action, entrances(inputs, specs, leave), store)
         else:
             outputs = self._compute(action, inputs, store)
         if stage.is_last:
@@ -163,7 +165,7 @@ class Executor:
         awaited = awaited_send(action, self._schedule)
         regular = self._receive(awaited) if awaited else self._state.handed.pop(key_of(action))
         inputs = (*regular, *self._skips.take(Op.SEND_F, action))
-        if not self._is_scheduled(Op.OFFLOAD, action):
+        if not self._saved.is_offloaded(action):
             return inputs
         inputs = tuple(tensor.clone() for tensor in inputs)  # to be moved to the host, which no buffer can be
         self._release(self._received(action))
@@ -179,27 +181,6 @@ class Executor:
         for message in messages:
             self._transport.release(message)
 
-    def _keeping(self, action: Action, inputs: Tensors, store: ContextStore) -> AbstractContextManager[None]:
-        """Around a forward: prepare for its R and OFFLOAD. Without them what is saved is autograd's business."""
-        recomputed = self._is_scheduled(Op.R, action)
-        if not recomputed and not self._is_scheduled(Op.OFFLOAD, action):
-            return nullcontext()
-        g, m, i = key = key_of(action)
-        stage, piece, targets = self._stages[g], self._state.batch.slices[m][i], self._state.batch.targets[m][i]
-        shared = self._storages[g] | storage_ids((*piece.tensors, targets))
-        needs_gradient = [spec.needs_gradient for spec in self._specs(Op.RECV_F, key)]
-        what = self._recompute if recomputed else None
-        replay = SliceReplay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)
-        self._state.replays[key] = replay
-        return replay.forward(store)
-
-    def _saves(self) -> bool:
-        """Whether what a forward saves is recomputed or moved."""
-        return any(action.op in (Op.R, Op.OFFLOAD) for action in self._schedule.actions[self._rank])
-
-    def _is_scheduled(self, op: Op, action: Action) -> bool:
-        return Action(op, action.stage, action.microbatch, action.slice) in self._schedule.positions
-
     def _loss(self, total: Tensor, count: Tensor) -> Tensor:
         """This slice's part of the global mean: its sum over the valid tokens of the whole batch (rule 9)."""
         self._state.loss += total.detach()
@@ -209,29 +190,11 @@ class Executor:
     def _replay(self, action: Action) -> None:
         """R: under the autocast of F, since both belong to one step."""
         g, m, _ = key = key_of(action)
-        self._await_reload(key)
+        self._saved.await_reload(key)
         began = self._stopwatch.mark()
         store = self._state.stores[g, m]
         self._state.replays[key].replay(lambda inputs: self._compute(action, inputs, store), store)
         self._stopwatch.record(action, began)
-
-    def _offload(self, action: Action) -> None:
-        began = self._stopwatch.mark()
-        key = key_of(action)
-        self._state.offloaded[key] = self._host.store(self._state.replays[key].saved.take_out())
-        self._stopwatch.record(action, began)
-
-    def _reload(self, action: Action) -> None:
-        began = self._stopwatch.mark()
-        key = key_of(action)
-        self._state.replays[key].saved.put_back(self._state.offloaded[key].load())
-        self._stopwatch.record(action, began)
-
-    def _await_reload(self, key: SliceKey) -> None:
-        if key in self._state.offloaded:
-            offloaded = self._state.offloaded.pop(key)
-            offloaded.wait()
-            offloaded.close()
 
     def _end_forward_only(self, action: Action) -> None:
         self._release(self._received(action))
@@ -253,7 +216,7 @@ class Executor:
         g, m, i = key = key_of(action)
         stage, state = self._stages[g], self._state
         gradients = () if stage.is_last else self._output_gradients(action)
-        self._await_reload(key)
+        self._saved.await_reload(key)
         began = self._stopwatch.mark()
         roots = state.roots.pop(key)
         state.replays.pop(key, None)
@@ -268,29 +231,19 @@ class Executor:
         if g > 0:
             # taken out, as W may hold the graph that left them
             sent = [found.pop(index, None) for index in self._needing(Op.RECV_F, key)]
-            full = self._in_full(key, sent)
+            full = with_zeros(sent, self._specs(Op.RECV_F, key), self._device)
             # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
             self._hand_on(
                 Action(Op.SEND_B, g, m, i), copied_from_messages(full, gradients), state.gradients, (g - 1, m, i)
             )
         received = self._received(action)
-        if not self._is_scheduled(Op.OFFLOAD, action):
+        if not self._saved.is_offloaded(action):
             received += self._received(Action(Op.F, g, m, i))
         return received
 
-    def _in_full(self, key: SliceKey, gradients: Sequence[Tensor | None]) -> Tensors:
-        """With zeros for inputs that nothing depends on."""
-        specs = [spec for spec in self._specs(Op.RECV_F, key) if spec.needs_gradient]
-        return tuple(
-            torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if gradient is None else gradient
-            for gradient, spec in zip(gradients, specs, strict=True)
-        )
-
     def _backward_weights(self, action: Action) -> None:
-        began = self._stopwatch.mark()
         for add_gradient in self._state.weights.pop(key_of(action)):
             add_gradient()
-        self._stopwatch.record(action, began)
 
     def _output_gradients(self, action: Action) -> Tensors:
         """The gradients B starts from: received, or left by stages of this rank; of the outputs that need one."""
@@ -308,9 +261,7 @@ class Executor:
             self._state.outgoing[send] = tensors
 
     def _send(self, action: Action) -> None:
-        began = self._stopwatch.mark()
         self._transport.send(channel(action, self._schedule), action, self._state.outgoing.pop(action))
-        self._stopwatch.record(action, began)
 
     def _post_receive(self, action: Action) -> None:
         self._posted[action.other_end] = self._stopwatch.mark()
@@ -335,7 +286,5 @@ class Executor:
         return tensors
 
     def _reduce(self, action: Action) -> None:
-        began = self._stopwatch.mark()
         assert self._reduce_gradients is not None
         self._reduce_gradients(action.stage)
-        self._stopwatch.record(action, began)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,14 @@ class StepState:
     def leftovers(self) -> list[str]:
         held = {name: value for name, value in vars(self).items() if isinstance(value, dict) and value}
         return [f"{name}: {list(value)}" for name, value in held.items()]
+
+
+class Observer(Protocol):
+    """The interface of what an executor calls around every action, with what the step holds."""
+
+    def before(self, action: Action, state: StepState) -> None: ...
+
+    def after(self, action: Action, state: StepState) -> None: ...
 
 
 def entrances(inputs: Tensors, specs: Sequence[TensorSpec], leave: Callable[[int, Tensor], None]) -> Tensors:
@@ -98,3 +106,12 @@ def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
     if numbers:
         chosen: Any = [roots[number] for number in numbers]
         torch.autograd.backward(chosen, [gradients[number] for number in numbers])
+
+
+def with_zeros(gradients: Sequence[Tensor | None], specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
+    """The gradients of the tensors that need one, zeros for those on which nothing depends."""
+    needing = [spec for spec in specs if spec.needs_gradient]
+    return tuple(
+        torch.zeros(spec.shape, dtype=spec.dtype, device=device) if gradient is None else gradient
+        for gradient, spec in zip(gradients, needing, strict=True)
+    )

@@ -7,7 +7,7 @@ from slipstream.pipeline.families.export import gather_state
 from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.pipeline.families.sequence_partition import Balance
 from slipstream.pipeline.families.stage_layout import ExecutedStep, StageLayout
-from slipstream.pipeline.families.weight_source import WeightSource
+from slipstream.pipeline.families.weight_source import WeightSource, pretrained_weights, random_weights
 
 __all__ = [
     "Balance",
@@ -19,4 +19,6 @@ __all__ = [
     "family_of",
     "gather_state",
     "layer_sequence",
+    "pretrained_weights",
+    "random_weights",
 ]

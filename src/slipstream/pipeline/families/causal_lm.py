@@ -36,9 +36,9 @@ class CausalLMFamily:
 
     def __init__(self, source: WeightSource, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
         """Collective: the architecture is checked at toy size."""
-        if options.layers.model_fields_set:
+        for name in sorted(options.layers.model_fields_set):
             raise SlipstreamError(
-                "layers=...: an option of nn.Sequential models, but the model is a causal LM. Leave it out."
+                f"layers.{name}=...: an option of nn.Sequential models, but the model is a causal LM. Leave it out."
             )
         self.config: PretrainedConfig = source.config
         self.compiled = source.compiled

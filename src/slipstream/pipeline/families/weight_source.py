@@ -9,8 +9,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ModelAnatomy, StagePart
+from slipstream.model import ModelAnatomy, StagePart, load_config, pretrained_model, random_model
 from slipstream.model.saving import compiled_modules
+from slipstream.options import Precision
+from slipstream.pipeline.pipeline_options import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,18 @@ def in_memory(model: object) -> WeightSource:
             "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
         )
     return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)))
+
+
+def random_weights(config: PretrainedConfig, seed: int, precision: Precision) -> WeightSource:
+    """Returns the weights that `AutoModelForCausalLM.from_config(config)` has after `torch.manual_seed(seed)`."""
+    dtype = torch_dtype(precision.dtype)
+    return WeightSource(config, lambda anatomy, layers: random_model(config, seed, anatomy, layers, dtype))
+
+
+def pretrained_weights(path: str, precision: Precision) -> WeightSource:
+    """Returns the weights of a folder of safetensors or a name on the hub."""
+    config, dtype = load_config(path), torch_dtype(precision.dtype)
+    return WeightSource(config, lambda anatomy, layers: pretrained_model(path, config, anatomy, layers, dtype))
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:

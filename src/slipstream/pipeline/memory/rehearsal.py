@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from slipstream.model import CausalLMStage as CausalStage
-from slipstream.model import Tensors, TensorSpec, storage_bytes, storage_id
+from slipstream.model import storage_bytes, storage_id
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, StepState, run_together
 from slipstream.pipeline.memory.live_memory import MemoryMeter, memory_meter, tensors_alive
-from slipstream.pipeline.messages import HEADER_BYTES, Message, Transport, part_size
+from slipstream.pipeline.memory.made_up_messages import MadeUpMessages
+from slipstream.pipeline.messages import HEADER_BYTES, Transport, part_size
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule
+from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
@@ -52,8 +53,8 @@ def rehearse(step: RehearsedStep, optimizer_states: int = ADAMW_STATES) -> Memor
     on CUDA what its allocator gives out. Not for rows of several documents. `optimizer_states` is the number of tensors
     that the optimizer keeps for every parameter.
     """
-    theatre = _Theatre(step)
-    runs = [run for number in step.stages for run in theatre.rehearse(number)]
+    rehearsal = _StageRehearsal(step)
+    runs = [run for number in step.stages for run in rehearsal.rehearse(number)]
     owned = _owned_tensors(step.stages)
     updated = {
         number: step.parameters.bytes_of(t for t in tensors if isinstance(t, torch.nn.Parameter))
@@ -64,7 +65,7 @@ def rehearse(step: RehearsedStep, optimizer_states: int = ADAMW_STATES) -> Memor
         first={key: peak for run in runs for key, peak in run.first_peaks().items()},
         context={run.stage: run.context for run in runs},
         context_gradients={run.stage: run.context_gradients for run in runs},
-        message_bytes=theatre.message_bytes,
+        message_bytes=rehearsal.message_bytes,
         header_bytes=HEADER_BYTES,
         parameters={number: storage_bytes(tensors) + updated[number][0] for number, tensors in owned.items()},
         gradients={key: size for run in runs for key, size in run.gradients().items()},
@@ -152,7 +153,7 @@ class _Run:
         return 0 if sent is None else sent.total
 
 
-class _Theatre:
+class _StageRehearsal:
     """Where stages run alone: what other ranks send is made up, what they receive is dropped."""
 
     def __init__(self, step: RehearsedStep) -> None:
@@ -160,7 +161,7 @@ class _Theatre:
         self._step = step
         self._batch = SplitBatch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid)
         self._schedule = step.schedule
-        self._transport = step.scatter(_MadeUpMessages(step.device))
+        self._transport = step.scatter(MadeUpMessages(step.device))
 
     @property
     def message_bytes(self) -> list[float]:
@@ -267,46 +268,3 @@ def _owned_tensors(stages: Mapping[int, Stage]) -> dict[int, list[Tensor]]:
                 seen.add(storage_id(tensor))
                 owned[number].append(tensor)
     return owned
-
-
-class _MadeUpMessages:
-    """A transport from whose other ends the same numbers come again and again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.bytes_sent = 0
-        self._device = device
-        self._posted: dict[Message, Tensors] = {}
-        self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-
-    def begin(self) -> None:
-        pass
-
-    def expect(self, schedule: Schedule) -> None:
-        pass
-
-    def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
-        pass
-
-    def settle(self, channel: Channel, message: Message) -> None:
-        pass
-
-    def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
-        self._posted[message] = tuple(self._numbers(spec.shape, spec.dtype) for spec in specs)
-
-    def _numbers(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if (shape, dtype) not in self._made:
-            numbers = torch.linspace(-1, 1, shape.numel(), dtype=dtype, device=self._device)
-            self._made[shape, dtype] = numbers.view(shape)
-        return self._made[shape, dtype]
-
-    def may_receive(self, message: Message) -> bool:
-        return True
-
-    def receive(self, message: Message) -> Tensors:
-        return self._posted.pop(message)
-
-    def release(self, message: Message) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass

@@ -1,0 +1,67 @@
+"""What forwards save for a later R or OFFLOAD, and how it goes to the host and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from slipstream.attention import ContextStore
+from slipstream.model import Tensors, model_storages, storage_ids
+from slipstream.model.saving import RecomputePolicy, SavedTensors, SliceReplay
+from slipstream.pipeline.execution.host_memory import host_memory_of
+from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
+from slipstream.pipeline.stage import Stage
+from slipstream.schedule import Action, Op, Schedule
+
+
+class SavedActivations:
+    """One rank's: without R and OFFLOAD in the schedule, saving is left to autograd."""
+
+    def __init__(self, stages: Mapping[int, Stage], recompute: RecomputePolicy | None, device: torch.device) -> None:
+        self._stages, self._recompute = stages, recompute or RecomputePolicy()
+        self._host = host_memory_of(device)
+
+    def begin(self, schedule: Schedule, rank: int, state: StepState) -> None:
+        """Call it when a step begins."""
+        self._schedule, self._state = schedule, state
+        saves = any(action.op in (Op.R, Op.OFFLOAD) for action in schedule.actions[rank])
+        self._storages = {number: model_storages(stage.model) for number, stage in self._stages.items() if saves}
+
+    def around_forward(
+        self, action: Action, inputs: Tensors, needs_gradient: Sequence[bool], store: ContextStore
+    ) -> AbstractContextManager[None]:
+        """Prepares for the forward's R and OFFLOAD, if it has them."""
+        recomputed = self._is_scheduled(Op.R, action)
+        if not recomputed and not self.is_offloaded(action):
+            return nullcontext()
+        g, m, i = key = key_of(action)
+        stage, piece, targets = self._stages[g], self._state.batch.slices[m][i], self._state.batch.targets[m][i]
+        shared = self._storages[g] | storage_ids((*piece.tensors, targets))
+        what = self._recompute if recomputed else None
+        replay = SliceReplay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)
+        self._state.replays[key] = replay
+        return replay.forward(store)
+
+    def is_offloaded(self, action: Action) -> bool:
+        """Whether the slice of an action on its stage goes to the host."""
+        return self._is_scheduled(Op.OFFLOAD, action)
+
+    def offload(self, action: Action) -> None:
+        key = key_of(action)
+        self._state.offloaded[key] = self._host.store(self._state.replays[key].saved.take_out())
+
+    def reload(self, action: Action) -> None:
+        """Begins to bring a slice back; `await_reload` ends it."""
+        key = key_of(action)
+        self._state.replays[key].saved.put_back(self._state.offloaded[key].load())
+
+    def await_reload(self, key: SliceKey) -> None:
+        if key in self._state.offloaded:
+            offloaded = self._state.offloaded.pop(key)
+            offloaded.wait()
+            offloaded.close()
+
+    def _is_scheduled(self, op: Op, action: Action) -> bool:
+        return action.with_op(op) in self._schedule.positions

@@ -1,0 +1,89 @@
+"""An option is validated once, in the same words for Python and YAML, and an old name says the new one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import slipstream
+from slipstream import SlipstreamError
+from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
+from slipstream.records import MOVED
+from slipstream.training.config.config_file import parse_config
+
+RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
+CONFIG: dict[str, Any] = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"corpus": "python-stdlib"},
+    "training": {"output": "out", "seq_len": 64, "steps": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "value", "words"),
+    [
+        ("memory", "recompute", "some", "memory.recompute='some' isn't allowed"),
+        ("memory", "recompute", True, "memory.recompute=True"),
+        ("memory", "offload", 1.5, "memory.offload=1.5 isn't allowed: input should be less than or equal to 1"),
+        ("memory", "limit", 0, "memory.limit=0 isn't allowed: input should be greater than 0"),
+        ("memory", "limit", True, "memory.limit=True: give a number"),
+        ("memory", "num_flushes", 0, "memory.num_flushes=0"),
+        ("memory", "recomput", "full", "unknown key memory.recomput; did you mean 'memory.recompute'?"),
+        ("parallel", "tensor_plan", "colwise", "parallel.tensor_plan='colwise'"),
+        ("parallel", "shard_optimizr", True, "did you mean 'parallel.shard_optimizer'?"),
+        ("runtime", "timeout", "soon", "runtime.timeout='soon'"),
+    ],
+)
+def test_a_bad_value_is_refused_in_the_same_words(section: str, option: str, value: object, words: str) -> None:
+    with pytest.raises(SlipstreamError) as in_python:
+        RECORDS[section](**{option: value})
+    with pytest.raises(SlipstreamError) as in_yaml:
+        parse_config(CONFIG | {section: {option: value}})
+    assert words in str(in_python.value)
+    assert str(in_python.value) == str(in_yaml.value)
+
+
+def test_a_dtype_is_given_by_itself_or_by_its_name() -> None:
+    assert Precision(dtype=torch.bfloat16) == Precision(dtype="bfloat16")
+    with pytest.raises(
+        SlipstreamError, match=r"precision\.dtype='int8': give a floating-point dtype, float64, float32"
+    ):
+        Precision(dtype="int8")
+
+
+@pytest.mark.parametrize("name", [name for name in MOVED if name != "sequence"])
+def test_an_old_argument_says_the_new_one(name: str) -> None:
+    section, option = MOVED[name].split(".")
+    record = RECORDS[section]
+    assert option in record.model_fields
+    arguments: dict[str, Any] = {name: 1}
+    with pytest.raises(
+        SlipstreamError, match=rf"{name}=1 is now {section}=slipstream\.{record.__name__}\({option}=1\)"
+    ):
+        slipstream.Pipeline(torch.nn.Sequential(), **arguments)
+
+
+def test_an_unknown_argument_is_a_type_error() -> None:
+    arguments: dict[str, Any] = {"loss": 1}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'loss'"):
+        slipstream.Pipeline(torch.nn.Sequential(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [("pipeline", name) for name in ("recompute", "offload", "memory_limit", "num_flushes", "fused", "self_check")]
+    + [("parallel", "sequence")],
+)
+def test_an_old_key_says_the_new_one(section: str, name: str) -> None:
+    with pytest.raises(SlipstreamError, match=rf"{section}\.{name} is now {MOVED[name]}"):
+        parse_config(CONFIG | {section: {name: 1}})
+
+
+@pytest.mark.parametrize(("old", "new"), [("ran", "last_step"), ("pieces", "parameter_shards")])
+def test_an_old_attribute_says_the_new_one(old: str, new: str) -> None:
+    pipe = slipstream.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert hasattr(pipe, new)
+    with pytest.raises(AttributeError, match=f"no attribute '{old}': it is now {new}"):
+        getattr(pipe, old)
