@@ -32,6 +32,7 @@ from slipstream.schedule import COMMUNICATION, Op, make_schedule
 from slipstream.simulator import MemoryKind, StageSlice, memory_of
 from support.architectures import llama
 from support.examples import examples
+from support.parameters import first_of
 
 SEQ_LEN = 512
 PLAIN = PlanOptions(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
@@ -137,7 +138,7 @@ def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, share: fl
         assert not SimulatedConfiguration.of(limited, configuration).fits()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", first_of(range(20), 4))
 def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> None:
     draw = random.Random(seed)
     model = gpt(draw.choice((4, 6)), draw.choice((32, 64)), 4, draw.choice((128, 2048)))
