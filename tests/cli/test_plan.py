@@ -282,9 +282,9 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
     profile = profile_model(llama(), ProfileSettings(**QUICK), torch.device("cpu"))
     profile.save(measured)
     settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 2}
-    with pytest.raises(SlipstreamError, match=r"model\.vocab_size is 61 there, 99 here"):
+    with pytest.raises(SlipstreamError, match=r"model\.vocab_size is 61 in the profile, 99 here"):
         slipstream.plan(llama(vocab_size=99), measured, **settings)
-    with pytest.raises(SlipstreamError, match="dtype is float32 there, bfloat16 here"):
+    with pytest.raises(SlipstreamError, match="dtype is float32 in the profile, bfloat16 here"):
         slipstream.plan(llama(), measured, dtype="bfloat16", **settings)
     with pytest.raises(SlipstreamError, match="num_nodes=2 is for a cluster; with a profile give num_ranks"):
         slipstream.plan(llama(), measured, num_nodes=2, **settings)

@@ -1,4 +1,4 @@
-"""What a plan chooses, what that is predicted to do, and the plan: what search, table and report share."""
+"""A plan: configurations, what they are predicted to do, and the alternatives to the best one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slipstream.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to train: every degree of freedom of the search, before layers and tokens are cut.
+    """One way to train: every choice of the search, before layers and tokens are partitioned.
 
-    `tensor_parallel` · `pipeline_parallel` · `data_parallel` are the devices. Every pipeline takes
-    global_batch / data_parallel sequences a step, `microbatch_size` at a time.
+    `tensor_parallel` · `pipeline_parallel` · `data_parallel` is the number of devices. Every pipeline takes
+    global_batch / data_parallel sequences per step, `microbatch_size` at a time.
     """
 
     tensor_parallel: int
@@ -26,25 +26,25 @@ class Configuration:
     microbatch_size: int  # sequences
     num_slices: int
     recompute: str  # "none", "selective" or "full"
-    offload: float  # the share of slices whose activations wait in host memory
-    shard_optimizer: bool  # its state is spread over the data-parallel ranks (ZeRO-1)
+    offload: float  # the share of slices whose activations are offloaded to host memory
+    shard_optimizer: bool  # its state is sharded over the data-parallel ranks (ZeRO-1)
 
     @property
     def optimizer_shards(self) -> int:
-        """Over how many ranks the optimizer's state is spread."""
+        """The number of ranks over which the optimizer's state is sharded."""
         return self.data_parallel if self.shard_optimizer else 1
 
     def differences(self, other: Configuration) -> list[str]:
-        """The names of the fields in which the two differ."""
+        """Returns the names of the fields in which the two differ."""
         names = [each.name for each in fields(self)]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A configuration with its layers and tokens cut, simulated.
+    """What the simulator predicts for a configuration with its partition and slices.
 
-    `seconds_by_cause` adds up to `step_seconds`; it is that of the rank that ends last.
+    `seconds_by_cause` adds up to `step_seconds`, on the rank that ends last.
     """
 
     configuration: Configuration
@@ -53,8 +53,8 @@ class Prediction:
     slices: tuple[int, ...]  # tokens of each slice
     num_microbatches: int
     step_seconds: float
-    tokens_per_second: float  # of all devices together
-    mfu: float | None  # model FLOPs utilization: 3 forwards' products over the devices' peak; None: no peak is known
+    tokens_per_second: float  # over all devices
+    mfu: float | None  # model FLOPs utilization: 3 forwards' products over the devices' peak, None if unknown
     idle_fraction: float  # of the ranks' time between the first action and the last
     seconds_by_cause: Mapping[str, float]
     memory: tuple[Mapping[MemoryKind, float], ...]  # per rank, bytes by kind at the moment of its peak
@@ -62,24 +62,25 @@ class Prediction:
 
     @property
     def peak_memory(self) -> float:
-        """Bytes of the fullest rank."""
+        """The bytes of the fullest rank."""
         return max(sum(kinds.values()) for kinds in self.memory)
 
     @property
     def fullest_rank(self) -> int:
+        """The rank that holds the most bytes."""
         totals = [sum(kinds.values()) for kinds in self.memory]
         return totals.index(max(totals))
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The best configuration that was simulated with another value of one choice, and why it loses."""
+    """The best simulated configuration with another value of one choice, and why it is slower."""
 
-    choice: str  # a field of Configuration, as "tensor_parallel"
+    choice: str  # a field of Configuration, such as "tensor_parallel"
     prediction: Prediction
 
     def why(self, winner: Prediction) -> list[tuple[str, float]]:
-        """Causes and the seconds they cost more (below 0: less) than in the winner, the largest first."""
+        """Returns the causes and their extra seconds over the winner (negative: fewer), the largest first."""
         mine, best = self.prediction.seconds_by_cause, winner.seconds_by_cause
         extra = {cause: mine.get(cause, 0.0) - best.get(cause, 0.0) for cause in {*mine, *best}}
         return sorted(((c, s) for c, s in extra.items() if s), key=lambda item: -abs(item[1]))
@@ -96,16 +97,17 @@ class Plan:
     seq_len: int
     global_batch: int
     predictions: tuple[Prediction, ...]
-    alternatives: tuple[Alternative, ...]  # to the best one, one for each choice that could differ
+    alternatives: tuple[Alternative, ...]  # to the best one, for each choice that has other values
     schedule: Schedule  # of the best one, compute actions only
     timeline: Timeline  # of the best one, with its memory over time
-    num_configurations: int  # that pass the divisibility rules and whose bounds were computed
-    num_too_large: int  # of these, those that don't fit the memory
+    num_configurations: int  # all that divide; bounds were computed for each
+    num_too_large: int  # how many of them don't fit the memory
     num_simulated: int
-    gap: float  # how much faster than the best, at most, one could be that was not simulated; 0: none is
+    gap: float  # by which share one that was not simulated could be faster than the best, at most
     seconds: float  # of the search
-    notes: tuple[str, ...] = field(default=())  # assumptions the numbers rest on
+    notes: tuple[str, ...] = field(default=())  # the assumptions behind the numbers
 
     @property
     def best(self) -> Prediction:
+        """The fastest configuration."""
         return self.predictions[0]

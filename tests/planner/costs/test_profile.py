@@ -204,12 +204,12 @@ def test_what_differs_is_named(profile: Profile) -> None:
     profile.check(HARDWARE, MODEL, "float32")
     profile.check()
     with pytest.raises(
-        SlipstreamError, match=r"hardware.cpu is 'a processor' there, 'another' here; hardware.threads is 1"
+        SlipstreamError, match=r"hardware.cpu is 'a processor' in the profile, 'another' here; hardware.threads is 1"
     ):
         profile.check(replace(HARDWARE, cpu="another", threads=4))
-    with pytest.raises(SlipstreamError, match=r"model.hidden_size is 32 there, 64 here"):
+    with pytest.raises(SlipstreamError, match=r"model.hidden_size is 32 in the profile, 64 here"):
         profile.check(model=replace(MODEL, hidden_size=64))
-    with pytest.raises(SlipstreamError, match="dtype is float32 there, bfloat16 here"):
+    with pytest.raises(SlipstreamError, match="dtype is float32 in the profile, bfloat16 here"):
         profile.check(dtype="bfloat16")
 
 

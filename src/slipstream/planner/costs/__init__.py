@@ -1,4 +1,4 @@
-"""What layers, slices and messages cost: described hardware, counted operations, measured profiles."""
+"""The costs of layers, slices and messages: described hardware, counted operations, measured profiles."""
 
 from __future__ import annotations
 

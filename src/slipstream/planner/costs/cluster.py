@@ -1,4 +1,4 @@
-"""A cluster described in a file: what a device computes and holds, how devices are linked, and whether that can be."""
+"""A cluster described in a file: its devices, the links between them, and checks that the numbers are plausible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHIPPED = ("v100-p3.16xlarge", "a100-dgx", "a100-selene", "h100-dgx", "h200-hgx"
 
 @dataclass(frozen=True)
 class PlausibleRange:
-    """Which numbers are plausible, and in what people give them who forget the unit: 10**power, and its name."""
+    """The plausible values of a number, and the unit that people use by mistake: 10**power, and its name."""
 
     least: float
     most: float
@@ -43,8 +43,8 @@ COUNT = PlausibleRange(1, 1e6, "a whole number")
 class Device:
     """One accelerator.
 
-    `efficiency` says which fraction of the peak matrix products of so many tokens reach: (tokens, fraction) pairs, a
-    straight line over the logarithm of the tokens between them.
+    `efficiency` has (tokens, fraction) pairs: the fraction of the peak that matrix products of so many tokens reach,
+    interpolated linearly over the logarithm of the tokens.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Device:
     memory_bandwidth: float  # bytes per second
     kernel_seconds: float  # the shortest time of a kernel, launch included
     efficiency: tuple[tuple[float, float], ...]
-    memory_efficiency: float = 0.8  # of the memory's bandwidth, what kernels reach
-    attention_efficiency: float = 0.5  # of the peak, what the attention kernel reaches
+    memory_efficiency: float = 0.8  # the share of the memory's bandwidth that kernels reach
+    attention_efficiency: float = 0.5  # the share of the peak that the attention kernel reaches
     host_bandwidth: float = 16e9  # bytes per second to the host's memory, in one direction
-    host_memory: float = 32e9  # bytes of it for each device
+    host_memory: float = 32e9  # bytes of the host's memory for each device
 
     def matmul_flops(self, dtype: str, num_tokens: Any) -> Any:
-        """FLOP/s that matrix products of so many tokens reach; a number or an array."""
+        """Returns the FLOP/s that matrix products of so many tokens reach, as a number or an array."""
         if dtype not in self.flops:
             known = ", ".join(self.flops)
             raise SlipstreamError(f"dtype={dtype!r} has no peak on {self.name}: use {known}, or add flops.{dtype}.")
@@ -68,21 +68,21 @@ class Device:
 
     @cached_property
     def bytes_per_second(self) -> float:
-        """What kernels move."""
+        """The bytes that kernels read and write per second."""
         return self.memory_bandwidth * self.memory_efficiency
 
 
 @dataclass(frozen=True)
 class LinkKind:
-    """What connects two devices: bytes per second in one direction, shared by so many devices of a node."""
+    """A connection of two devices: bytes per second in one direction, shared by so many devices of a node."""
 
     bandwidth: float
     latency: float  # seconds of a message, however short
     shared_by: int = 1
-    efficiency: float = 0.8  # of the bandwidth, what messages reach
+    efficiency: float = 0.8  # the share of the bandwidth that messages reach
 
     def rate(self, senders: int = 1) -> float:
-        """Bytes per second of each of `senders` devices that use the link at once."""
+        """Returns the bytes per second of each of `senders` devices that use the link at the same time."""
         return self.bandwidth * self.efficiency / min(senders, self.shared_by)
 
 
@@ -103,14 +103,15 @@ class Cluster:
         return self.num_nodes * self.devices_per_node
 
     def link(self, distance: int) -> LinkKind:
-        """The link between two devices whose numbers differ by that much, ranks laid out node by node."""
+        """Returns the link between two devices whose numbers differ by `distance`; nodes are numbered one by one."""
         return self.inside if distance < self.devices_per_node else self.between
 
     def all_reduce_seconds(self, num_bytes: Any, size: int, stride: int = 1) -> Any:
-        """A ring all-reduce over `size` devices, `stride` apart: 2(n-1)/n bytes each, 2(n-1) messages.
+        """Returns the seconds of a ring all-reduce over n = `size` devices, `stride` apart.
 
-        All devices take part in some such ring at once, so those of a node share what leads out of it: where a ring's
-        ranks are next to each other, one device of each node sends to another node; at a stride of a node, all do.
+        Each device sends 2(n-1)/n of the bytes in 2(n-1) messages. All devices take part in some such ring at the same
+        time, so those of a node share its link to other nodes: where a ring's ranks are next to each other, one device
+        of each node sends to another node; at a stride of a node, all do.
         """
         if size <= 1:
             return 0.0
@@ -121,15 +122,16 @@ class Cluster:
         return 2 * (size - 1) * link.latency + 2 * (size - 1) / size * num_bytes / link.rate(senders)
 
     def with_nodes(self, num_nodes: int) -> Cluster:
-        """The same with another number of nodes."""
+        """Returns the cluster with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
 
 def load_cluster(source: str | Path) -> Cluster:
-    """A shipped cluster by its name, or one described in a YAML or JSON file.
+    """Returns a shipped cluster by its name, or one described in a YAML or JSON file.
 
-    Raises SlipstreamError for a name that isn't known, a file that can't be read, and for fields that are missing,
-    unknown or impossible: which one, its value, what is plausible, and what to type.
+    Raises:
+        SlipstreamError: for an unknown name, a file that can't be read, and fields that are missing, unknown or
+            implausible: which one, its value, what is plausible, and what to type.
     """
     name = str(source)
     if name in SHIPPED:
@@ -153,7 +155,7 @@ def load_cluster(source: str | Path) -> Cluster:
 def _read(text: str, where: str) -> Any:
     import yaml
 
-    try:  # JSON first: YAML 1.1 doesn't take 25e9 for a number
+    try:  # JSON first: in YAML 1.1, 25e9 isn't a number
         return json.loads(text)
     except ValueError:
         pass
@@ -164,7 +166,7 @@ def _read(text: str, where: str) -> Any:
 
 
 def parse_cluster(values: Any, where: str = "cluster") -> Cluster:
-    """A cluster from nested dictionaries as in a file; errors as in `load_cluster`."""
+    """Returns a cluster from nested dictionaries as in a file; raises as `load_cluster` does."""
     values = _known(values, Cluster, where)
     return Cluster(
         name=str(values["name"]),
@@ -217,7 +219,7 @@ def _curve(values: Any, where: str) -> tuple[tuple[float, float], ...]:
 
 
 def _known(values: Any, kind: type, where: str) -> dict[str, Any]:
-    """The dictionary, with all that `kind` requires and nothing else."""
+    """Returns the dictionary, which has all fields that `kind` requires and no others."""
     if not isinstance(values, dict):
         raise SlipstreamError(f"{where} is {values!r}: give the fields {', '.join(f.name for f in fields(kind))}.")
     names = [field.name for field in fields(kind)]
@@ -236,7 +238,7 @@ def _numbers(values: Mapping[str, Any], where: str, **ranges: PlausibleRange) ->
 
 
 def _number(value: Any, where: str, plausible: PlausibleRange) -> float:
-    """The number, which YAML may have left a text (25e9); SlipstreamError where it is none or can't be."""
+    """Returns a plausible number, which YAML may have read as text (25e9); raises for any other value."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -252,7 +254,7 @@ def _number(value: Any, where: str, plausible: PlausibleRange) -> float:
 
 
 def _meant(number: float, plausible: PlausibleRange) -> str:
-    """What to type where the unit was probably another one."""
+    """Says what to type where another unit was probably meant."""
     if not isfinite(number) or (number <= 0 < plausible.most):
         return " Give a number above 0."
     if not plausible.power or not plausible.least <= number * 10.0**plausible.power <= plausible.most:

@@ -1,4 +1,4 @@
-"""What a profile consists of: where and of which model it was measured, stages with their fits, and the link."""
+"""The parts of a profile: its hardware and model, the measured stages with their fits, and the link."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from slipstream.schedule import Op
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the times depend on beside the model."""
+    """The hardware on which the times were measured."""
 
     device: str  # "cpu" or the GPU's name
     cpu: str
     cores: int
     threads: int  # of a process
-    processes: int  # that measured side by side, as the ranks of a pipeline compute
+    processes: int  # that measured at the same time, as the ranks of a pipeline compute
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model: shapes that people know, and a hash of everything its configuration says."""
+    """The model: its main sizes, and a hash of its whole configuration."""
 
     model_type: str
     num_layers: int
@@ -34,40 +34,40 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Measurement:
-    """An op of a measured stage on one (slice length, context)."""
+    """The time of an op of a measured stage at one (slice length, context)."""
 
     length: int
     context: int
     seconds: float  # median
-    spread: float  # between the quartiles, over the median
+    spread: float  # the difference of the quartiles over the median
     held_out: bool  # not used in the fit
 
 
 @dataclass(frozen=True)
 class MeasuredStage:
-    """A stage of one or two layers: its fits and the points behind them, and its bytes."""
+    """A measured stage of one or two layers: its fits, the points behind them, and its bytes."""
 
     first: int
-    last: int  # layer, the stage's own
+    last: int  # the number of its last layer, which belongs to it
     fits: dict[Op, TimeFit]
     points: dict[Op, tuple[Measurement, ...]]
     activation_bytes: tuple[tuple[int, int], ...]  # (slice length, bytes)
-    context_bytes: int  # of keys and values, per token of the sequence
-    context_gradient_bytes: int  # of their gradients, likewise
+    context_bytes: int  # keys and values, per token of the sequence
+    context_gradient_bytes: int  # their gradients, per token of the sequence
     num_parameters: int
 
     @property
     def layers(self) -> range:
-        """The layers it owns."""
+        """The layers of the stage."""
         return range(self.first, self.last + 1)
 
     def activation_bytes_at(self, length: int) -> float:
-        """What a slice's F leaves for its backward; between measured lengths, the straight line."""
+        """Returns what a slice's F keeps for its backward, interpolated linearly between the measured lengths."""
         lengths, sizes = (list(column) for column in zip(*self.activation_bytes, strict=True))
         return float(np.interp(length, lengths, sizes))
 
     def errors(self, op: Op, held_out: bool) -> dict[SlicePoint, float]:
-        """The fit's relative error at the points used for it, or at those that were not."""
+        """Returns the fit's relative error at the points held out, or at those it was fitted to."""
         chosen = [point for point in self.points[op] if point.held_out is held_out]
         fit = self.fits[op]
         return {(p.length, p.context): abs(fit(p.length, p.context) - p.seconds) / p.seconds for p in chosen}
@@ -75,7 +75,7 @@ class MeasuredStage:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What a message between two ranks costs: latency + bytes / bandwidth, and the measurements behind it."""
+    """The time of a message between two ranks, latency + bytes / bandwidth, and the measurements behind it."""
 
     latency: float  # seconds
     bandwidth: float  # bytes per second

@@ -1,4 +1,4 @@
-"""What a model's parts compute and move, counted per token: the input of analytic costs."""
+"""The operations and bytes of a model's parts, counted per token: the input of analytic costs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Amount:
     per_token: float = 0.0
 
     def at(self, num_tokens: float) -> float:
+        """Returns the quantity for so many tokens."""
         return self.constant + self.per_token * num_tokens
 
 
@@ -26,10 +27,10 @@ _NONE = Amount()
 
 @dataclass(frozen=True)
 class OpCount:
-    """One op (F, I or W) of a part, attention's scores aside, which depend on the context.
+    """The counts of one op (F, I or W) of a part, without attention's scores, which depend on the context.
 
-    Bytes are those of the tensors that kernels read and write, each kernel by itself. `wide_bytes` are of kernels other
-    than matrix products on tensors as wide as the hidden state, which tensor parallelism repeats on every rank.
+    Bytes are those of the tensors that each kernel reads and writes. `wide_bytes` are of kernels other than matrix
+    products on tensors as wide as the hidden state, which tensor parallelism repeats on every rank.
     """
 
     flops: Amount = _NONE  # of matrix products
@@ -42,7 +43,7 @@ class OpCount:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention of a layer: its heads, the widths of its keys and values, what its mask lets a query see."""
+    """One attention call of a layer: its heads, the widths of its keys and values, and its mask."""
 
     num_heads: int
     num_key_value_heads: int
@@ -59,7 +60,7 @@ class PartCount:
     num_parameters: int
     ops: Mapping[Op, OpCount]  # F, I, W
     attentions: tuple[AttentionCall, ...]
-    activation_bytes: float  # per token: what F leaves for the backward, its input included
+    activation_bytes: float  # per token: what F keeps for the backward, its input included
     context_bytes: float  # per token: keys and values
     product_bytes: float = (
         0.0  # per token: outputs of matrix products and attention, what selective recomputation keeps
@@ -68,7 +69,7 @@ class PartCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """A model's parts in one dtype; `kinds[layer]` numbers the kinds of equal layers."""
+    """The counts of a model's parts in one dtype; `kinds[layer]` is the number of the layer's kind."""
 
     kinds: tuple[int, ...]
     layers: tuple[PartCount, ...]  # one of each kind
@@ -80,14 +81,14 @@ class ModelCount:
     tied: bool = False  # the head's weight is the embedding's
 
     def parts(self, layers: range) -> tuple[PartCount, ...]:
-        """What the stage with these layers consists of, in order."""
+        """Returns the parts of the stage with these layers, in order."""
         inner = tuple(self.layers[self.kinds[layer]] for layer in layers)
         first = (self.embedding,) if layers.start == 0 else ()
         last = (self.head,) if layers.stop == len(self.kinds) else ()
         return first + inner + last
 
     def counted(self, layers: range) -> tuple[tuple[int, PartCount], ...]:
-        """The same, equal layers together: how many, and what."""
+        """Returns the parts of a stage as (how many, part), equal layers together."""
         kinds = Counter(self.kinds[layer] for layer in layers)
         inner = tuple((number, self.layers[kind]) for kind, number in sorted(kinds.items()))
         first = ((1, self.embedding),) if layers.start == 0 else ()
@@ -96,11 +97,11 @@ class ModelCount:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, a tied weight counted once, as `model.num_parameters()` does."""
+        """The parameters of the whole model, a tied weight counted once, as `model.num_parameters()` does."""
         total = sum(part.num_parameters for part in self.parts(range(len(self.kinds))))
         return total - (self.head_weight if self.tied else 0)
 
     @property
     def head_weight(self) -> int:
-        """Elements of the head's matrix: two FLOPs each in a token's forward."""
+        """The elements of the head's matrix: two FLOPs each in a token's forward."""
         return round(self.head.ops[Op.F].flops.per_token / 2)

@@ -15,7 +15,7 @@ SECONDS_PER_DAY = 86400
 
 @dataclass(frozen=True)
 class GPT:
-    """A GPT as PTD-P's Table 1 describes one: l layers, hidden size h, vocabulary V, sequences of S tokens."""
+    """A GPT as in PTD-P's Table 1: l layers, hidden size h, vocabulary V, sequences of S tokens."""
 
     num_layers: int
     hidden_size: int
@@ -29,15 +29,15 @@ class GPT:
 
     @property
     def num_parameters(self) -> float:
-        """PTD-P eq. 2: P = 12 l h² (1 + 13/(12h) + (V+S)/(12 l h))."""
+        """The number of parameters, PTD-P eq. 2: P = 12 l h² (1 + 13/(12h) + (V+S)/(12 l h))."""
         layers, hidden = self.num_layers, self.hidden_size
         ends = (self.vocab_size + self.seq_len) / (12 * layers * hidden)
         return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + ends)
 
     def flops(self, batch_size: int, recompute: bool = True) -> float:
-        """Of one iteration, B sequences: PTD-P eq. 3, F = 96 B S l h² (1 + S/(6h) + V/(16 l h)).
+        """Returns the FLOPs of one iteration over B sequences, PTD-P eq. 3: F = 96 B S l h² (1 + S/(6h) + V/(16 l h)).
 
-        The layers are computed four times over, forward, again, and backward at twice the forward; the head three
+        The layers are computed four times: forward, recomputation, and backward at twice the forward; the head three
         times. Without recomputation both are computed three times: 72 B S l h² (1 + S/(6h) + V/(12 l h)).
         """
         _check_positive(batch_size=batch_size)
@@ -50,7 +50,10 @@ class GPT:
 
 
 def training_seconds(num_tokens: float, num_parameters: float, num_devices: int, flops_per_second: float) -> float:
-    """8TP/(nX): PTD-P section 5.1, with recomputation; X is what one device achieves."""
+    """Returns the seconds of training on T tokens, 8TP/(nX) (PTD-P section 5.1, with recomputation).
+
+    X is the FLOP/s that one device achieves.
+    """
     _check_positive(
         num_tokens=num_tokens, num_parameters=num_parameters, num_devices=num_devices, flops_per_second=flops_per_second
     )

@@ -1,4 +1,4 @@
-"""A profile: what a model's parts cost on one kind of hardware, as a file, and the costs of any pipeline from it."""
+"""A profile: the measured costs of a model's parts on one kind of hardware, as a file and as costs of any stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
 FORMAT = 1
-OPS = (Op.F, Op.B, Op.I, Op.W)  # what is measured; recomputation takes as long as the forward
+OPS = (Op.F, Op.B, Op.I, Op.W)  # the ops that are measured; R takes as long as F
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Profile(StageCosts):
 
     @cached_property
     def part_names(self) -> tuple[str, ...]:
-        """The fixed part of every stage, the kinds of layers, the embedding, the head with the loss."""
+        """The names of the fixed part of every stage, the kinds of layers, the embedding and the head with the loss."""
         return ("stage", *self.kind_names, "embedding", "head")
 
     def activation_bytes(self, layers: range, length: int, context: int = 0) -> float:
@@ -159,16 +159,16 @@ class Profile(StageCosts):
     def _total(self, layers: range, values: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self._weights(layers), values, strict=True))
 
-    # --- how good it is ----------------------------------------------------------------------------------------------
+    # --- its accuracy ------------------------------------------------------------------------------------------------
 
     @property
     def error(self) -> float:
-        """The mean relative error of all fits at the points that were not used for them (TeraPipe: under 2%)."""
+        """The mean relative error of all fits at the points held out (TeraPipe: under 2%)."""
         errors = [e for stage in self.stages for op in OPS for e in stage.errors(op, held_out=True).values()]
         return sum(errors) / len(errors) if errors else 0.0
 
     def points_off(self, tolerance: float) -> dict[SlicePoint, float]:
-        """The worst error at each point, used or not, where any op of any stage is off by more."""
+        """Returns the largest error at each point, held out or not, where it exceeds the tolerance."""
         worst: dict[SlicePoint, float] = {}
         for stage in self.stages:
             for op in OPS:
@@ -176,24 +176,27 @@ class Profile(StageCosts):
                     worst[point] = max(error, worst.get(point, 0.0))
         return {point: error for point, error in sorted(worst.items()) if error > tolerance}
 
-    # --- whose it is -------------------------------------------------------------------------------------------------
+    # --- what it was measured for ------------------------------------------------------------------------------------
 
     def check(
         self, hardware: Hardware | None = None, model: ModelIdentity | None = None, dtype: str | None = None
     ) -> None:
-        """Raise SlipstreamError where it was measured on other hardware, or for another model or dtype, naming what
-        differs. What is None isn't compared."""
+        """Checks what the profile was measured for; what is None isn't compared.
+
+        Raises:
+            SlipstreamError: naming what differs, for other hardware or another model or dtype.
+        """
         found = _differences("hardware", self.hardware, hardware) + _differences("model", self.model, model)
         if dtype not in (None, self.dtype):
-            found.append(f"dtype is {self.dtype} there, {dtype} here")
+            found.append(f"dtype is {self.dtype} in the profile, {dtype} here")
         if found:
             raise SlipstreamError(
                 f"the profile was measured for something else: {'; '.join(found)}. Measure again with `slipstream "
-                "profile`, or say that other hardware is meant."
+                "profile`."
             )
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Writes the profile as JSON."""
         from pydantic import TypeAdapter
 
         path.write_bytes(TypeAdapter(Profile).dump_json(self, indent=1) + b"\n")
@@ -203,14 +206,18 @@ def _differences(name: str, there: Any, here: Any) -> list[str]:
     if here is None:
         return []
     return [
-        f"{name}.{field.name} is {getattr(there, field.name)!r} there, {getattr(here, field.name)!r} here"
+        f"{name}.{field.name} is {getattr(there, field.name)!r} in the profile, {getattr(here, field.name)!r} here"
         for field in fields(there)
         if getattr(there, field.name) != getattr(here, field.name)
     ]
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a profile; SlipstreamError for a file that isn't there, isn't whole or isn't a profile of this format."""
+    """Reads a profile.
+
+    Raises:
+        SlipstreamError: for a file that doesn't exist, is incomplete, or isn't a profile of this format.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     try:

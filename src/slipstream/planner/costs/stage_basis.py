@@ -1,11 +1,11 @@
-"""Which few stages must be measured so that every stage of a model is a sum of them.
+"""The few stages to measure so that every other stage of a model is a sum of them.
 
 A stage's time is that of its fixed part, its layers, and at the ends the embedding and the head with the loss:
 
     row of a stage = [1, layers of kind 0, layers of kind 1, ..., is first, is last]
 
-The rows of the measured stages span those of all stages, so any stage is a combination of them, whatever can't be told
-apart in a small model (the embedding from the only layer that ever follows it) included.
+The rows of the measured stages span those of all stages, so any stage is a combination of them, even where a small
+model's parts can't be separated (such as the embedding and the only layer that ever follows it).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXACT = 1e-6  # rows are small integers
 
 
 def choose_stages(kinds: Sequence[int]) -> tuple[range, ...]:
-    """The stages to measure, of one or two layers each; `kinds[layer]` numbers the layers' kinds from 0."""
+    """Returns the stages to measure, of one or two layers each; `kinds[layer]` numbers the layers' kinds from 0."""
     rows = np.array([stage_row(kinds, stage) for stage in _candidates(len(kinds))])
     rank = np.linalg.matrix_rank(rows)
     chosen: list[range] = []
@@ -32,14 +32,14 @@ def choose_stages(kinds: Sequence[int]) -> tuple[range, ...]:
 
 
 def stage_row(kinds: Sequence[int], layers: range) -> list[float]:
-    """The row of the stage that owns `layers`."""
+    """Returns the row of the stage that has `layers`."""
     own = [kinds[layer] for layer in layers]
     counts = [float(own.count(kind)) for kind in range(max(kinds) + 1)]
     return [1.0, *counts, float(layers.start == 0), float(layers.stop == len(kinds))]
 
 
 def combine(kinds: Sequence[int], measured: Sequence[range], row: Sequence[float]) -> list[float] | None:
-    """How often each measured stage is in `row`; None where they can't tell."""
+    """Returns the weight of each measured stage in `row`, or None where they don't span it."""
     rows = np.array([stage_row(kinds, stage) for stage in measured])
     weights = np.linalg.lstsq(rows.T, np.array(row), rcond=None)[0]
     if np.abs(rows.T @ weights - row).max() > _EXACT:
@@ -48,7 +48,7 @@ def combine(kinds: Sequence[int], measured: Sequence[range], row: Sequence[float
 
 
 def _candidates(num_layers: int) -> Iterator[range]:
-    """Stages of one and two layers, those within the model first: they are neither first nor last."""
+    """Yields the stages of one and two layers, the model's first and last stages at the end."""
     stages = [range(a, a + size) for size in (1, 2) for a in range(num_layers - size + 1)]
     inside = [stage for stage in stages if stage.start > 0 and stage.stop < num_layers]
     yield from inside

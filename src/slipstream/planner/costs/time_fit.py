@@ -1,4 +1,4 @@
-"""TeraPipe's model of a slice's time, t(i, j) for i tokens after a context of j: fitted, evaluated, judged."""
+"""TeraPipe's model of a slice's time, t(i, j) for i tokens after a context of j tokens, and its fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SlicePoint = tuple[int, int]  # slice length i, context j, in tokens
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """How far back a query attends. Full attention sees everything; `width` is None there.
+    """The keys that a query attends to. Full attention sees all before it, and its `width` is None.
 
     Query q sees q + 1 keys under full attention, min(q + 1, width) under a sliding window, and q mod width + 1 where
     attention stays within blocks.
@@ -26,23 +26,23 @@ class AttentionWindow:
     width: int | None = None
 
     def first(self, query: int) -> int:
-        """The first key that a query sees."""
+        """Returns the first key that a query sees."""
         if self.kind == "full" or self.width is None:
             return 0
         return max(0, query - self.width + 1) if self.kind == "sliding" else query - query % self.width
 
     def context_keys(self, context: Any) -> Any:
-        """How many of `context` tokens the first query after them reads; ints or integer arrays."""
+        """Returns how many of `context` tokens the first query after them reads; ints or integer arrays."""
         if self.width is None:
             return context
         return np.minimum(context, self.width - 1) if self.kind == "sliding" else context % self.width
 
     def context_scores(self, length: Any, context: Any) -> Any:
-        """How many more scores a slice has than one of its length at the start: i j under full attention."""
+        """Returns the scores of a slice beyond those of an equal one without context: i j under full attention."""
         return self.scores(context + length) - self.scores(context) - self.scores(length)
 
     def scores(self, num_queries: Any) -> Any:
-        """The scores of the first `num_queries` queries: the true area under the mask."""
+        """Returns the number of scores of the first `num_queries` queries: the area under the mask."""
         if self.width is None:
             return num_queries * (num_queries + 1) / 2
         width = self.width
@@ -54,9 +54,10 @@ class AttentionWindow:
 
 
 def find_window(first_keys: Mapping[int, int]) -> AttentionWindow:
-    """The window under which the query at each position sees the given first key.
+    """Returns the window under which the query at each position sees the given first key.
 
-    Raises SlipstreamError where it is neither full, sliding nor blockwise.
+    Raises:
+        SlipstreamError: where the window is neither full, sliding nor blockwise.
     """
     found = {position - first + 1 for position, first in first_keys.items() if first > 0}
     if not found:
@@ -66,8 +67,8 @@ def find_window(first_keys: Mapping[int, int]) -> AttentionWindow:
         if all(window.first(position) == first for position, first in first_keys.items()):
             return window
     raise SlipstreamError(
-        f"attention sees from position to first key {dict(first_keys)}, which is neither everything before, a sliding "
-        "window nor blocks; its time over the context can't be predicted."
+        f"attention's first keys by position are {dict(first_keys)}, which is neither full attention, a sliding window "
+        "nor blocks; its time over the context can't be predicted."
     )
 
 
@@ -75,8 +76,8 @@ def find_window(first_keys: Mapping[int, int]) -> AttentionWindow:
 class TimeFit:
     """t(i, j) = t(i, 0) + [j > 0] (a0 + a1 i + a2 j + a3 i j), seconds (TeraPipe section 3.3, equation 9).
 
-    t(i, 0) is the table `base` over `lengths`; between two of them it is the straight line. Where attention has a
-    window, j and i j are what of them it really reads and computes; with several windows each has its own a2 and a3.
+    t(i, 0) is interpolated linearly in the table `base` over `lengths`. Where attention has a window, j and i j count
+    only the keys and scores within it; each of several windows has its own a2 and a3.
     """
 
     lengths: tuple[int, ...]
@@ -85,12 +86,16 @@ class TimeFit:
     coefficients: tuple[float, ...]  # a0, a1, then a2, a3 of every window
 
     def __call__(self, length: Any, context: Any) -> Any:
-        """Seconds; ints give a float, integer arrays are broadcast. SlipstreamError beyond the measured lengths."""
+        """Returns seconds: ints give a float, integer arrays are broadcast.
+
+        Raises:
+            SlipstreamError: beyond the measured lengths.
+        """
         i, j = np.asarray(length), np.asarray(context)
         if i.size and not (self.lengths[0] <= i.min() and i.max() <= self.lengths[-1]):
             raise SlipstreamError(
-                f"slices of {i.min()} to {i.max()} tokens are asked for, but {self.lengths[0]} to {self.lengths[-1]} "
-                "were measured. Measure again with a longer longest slice."
+                f"slices of {i.min()} to {i.max()} tokens have no known times: {self.lengths[0]} to {self.lengths[-1]} "
+                "were measured. Profile again with a larger --longest-slice."
             )
         seconds = np.interp(i, self.lengths, self.base)
         extra = sum(a * x for a, x in zip(self.coefficients, _features(i, j, self.windows), strict=True))
@@ -101,9 +106,10 @@ class TimeFit:
 def fit_times(
     seconds: Mapping[SlicePoint, float], windows: Sequence[AttentionWindow] = (AttentionWindow(),)
 ) -> TimeFit:
-    """The least-squares fit of the relative error to measured points; those without context are the table.
+    """Returns the fit to measured points with the least squared relative error; those without context are its table.
 
-    Raises SlipstreamError without any point of context 0.
+    Raises:
+        SlipstreamError: without any point of context 0.
     """
     table = sorted((i, t) for (i, j), t in seconds.items() if j == 0)
     if not table:

@@ -1,4 +1,4 @@
-"""schedule="auto": the order of all actions that makes the step shortest, and how short it can be at best."""
+"""schedule="auto": the order of all actions that makes the step shortest, and a lower bound of the step."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ def find_order(
     split: bool = True,
     effort: float = 2e7,
 ) -> Schedule:
-    """A compute-only schedule named "auto", as short in the simulator as the search can make it.
+    """Returns a compute-only schedule named "auto", as short in the simulator as the search can make it.
 
-    Never slower than any hand-written schedule (also with its backwards split) that has this placement and
-    fits the memory. The same arguments give the same schedule, on every rank.
+    It is never slower than any hand-written schedule, whole or with its backwards split, that has this placement and
+    fits the memory. The same arguments give the same schedule on every rank.
 
     Args:
         placement: the rank that holds each stage.
         cost: seconds of F, B, I and W (only F and B without `split`), of messages, and bytes of activations.
-        memory_limit: bytes of activations per rank, counted as `simulate` does: from the start of F to the end
-            of B or W. None: any.
-        reach: as in `Schedule`.
-        split: whether a backward may be I and W.
-        effort: how many actions may be placed or simulated; about 5 million take a second.
+        memory_limit: bytes of activations of each rank, counted as in `simulate`: from the start of F to the end of B
+            or W. None: no limit.
+        reach: the first slice to which each slice of each microbatch attends, as in `Schedule`. None: slice 0.
+        split: whether a backward may be split into I and W.
+        effort: how many actions may be placed or simulated; 5 million take about a second.
 
-    Raises SlipstreamError where no order fits the memory, with the rank and the least limit that would do.
+    Raises:
+        SlipstreamError: where no order fits the memory: on which rank, and the least limit that would do.
     """
     problem = _problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
     search = OrderSearch(problem, effort)
@@ -64,12 +65,14 @@ def step_lower_bound(
     reach: Sequence[Sequence[int]] | None = None,
     split: bool = True,
 ) -> float:
-    """Seconds that no order of these actions beats; the arguments are those of `find_order`.
+    """Returns a lower bound of the step, in seconds, for any order of these actions.
+
+    The arguments are those of `find_order`.
 
     Every backward counts as a part d = min(B, I), after which the input gradient can leave, and a rest
     w = min(B, I+W) - d. A *chain* is a microbatch (with reach: slices of it that attend to each other); its
-    *turn* is the start of the last stage's first backward. All its forwards come before its turn, all its
-    backwards after, and at its turn every rank holds it whole. For an action, head is the longest path before
+    *turn* is the start of the last stage's first backward. All its forwards precede its turn, all its
+    backwards follow it, and at its turn every rank holds it whole. For an action, head is the longest path before
     it and tail the longest path after it, messages included. J(actions) is the makespan of the best preemptive
     schedule of one rank or channel under the heads and tails (Jackson 1955, Carlier 1982): for all sets of
     actions, the least head + the sum of times + the least tail. The bound is the largest of
@@ -97,7 +100,7 @@ def best_hand_written(
     reach: Sequence[Sequence[int]] | None = None,
     split: bool = True,
 ) -> Schedule | None:
-    """The fastest of the hand-written schedules that `find_order` starts from; None where none fits the memory."""
+    """Returns the fastest hand-written schedule from which `find_order` starts; None if none fits the memory."""
     problem = _problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
     fitting = [
         (found.seconds, schedule) for schedule in hand_written(problem) if (found := measure_order(problem, schedule))
@@ -118,11 +121,12 @@ def _problem(
     num_ranks = max(placement, default=-1) + 1
     if set(placement) != set(range(num_ranks)) or not placement:
         raise SlipstreamError(
-            f"placement={list(placement)} must name the rank of every stage, and every rank from 0 on: [0, 1, 0, 1]."
+            f"placement={list(placement)} must give the rank of every stage, and use every "
+            "rank from 0 on, such as [0, 1, 0, 1]."
         )
     limits = tuple(memory_limit) if memory_limit is not None else (np.inf,) * num_ranks
     if len(limits) != num_ranks:
-        raise SlipstreamError(f"memory_limit has {len(limits)} entries; it needs one for each of {num_ranks} ranks.")
+        raise SlipstreamError(f"memory_limit has {len(limits)} entries; give one for each of {num_ranks} ranks.")
     rows = tuple(map(tuple, reach)) if reach is not None else None
     Schedule("auto", ((),) * num_ranks, tuple(placement), num_microbatches, num_slices, rows)  # checks the counts
     allowed = tuple(limit * (1 + ROUNDING) for limit in limits)
@@ -131,7 +135,7 @@ def _problem(
         if not least <= limit:
             raise SlipstreamError(
                 f"memory_limit is {limits[rank]:g} bytes on rank {rank}, and no order fits: the rank holds all "
-                f"slices of a microbatch that attend to each other at once, {least:g} bytes. Give it at least "
+                f"slices of a microbatch that attend to each other at the same time, {least:g} bytes. Give it at least "
                 "that, or use more ranks, smaller microbatches or recomputation."
             )
     return problem

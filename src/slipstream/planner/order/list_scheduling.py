@@ -13,9 +13,9 @@ _NEVER = np.inf
 
 @compiled
 def _update_room(limit: float, held: Floats, missing_bytes: Floats, open_actions: Ints, room: Floats) -> None:
-    """room[x], on one rank: the bytes a forward of chain x may take so that every older chain can still end.
+    """Updates room[x]: the bytes that a forward of chain x may take on a rank so that every older chain can still end.
 
-    Oldest first: chain k ends if what it lacks, and what it and all younger chains hold, fits.
+    Oldest first: chain k can end if what it lacks, and what it and all younger chains hold, fits.
     """
     younger, least = held.sum(), _NEVER
     for chain in range(len(held)):
@@ -27,14 +27,14 @@ def _update_room(limit: float, held: Floats, missing_bytes: Floats, open_actions
 
 @compiled
 def place(graph: Graph, priority: Floats, window: float, patience: float) -> tuple[Order, Floats]:
-    """List scheduling: the order and its start times. Always ends, and always within the memory limits.
+    """Returns the order of list scheduling and its start times. It always ends, within the memory limits.
 
-    The rank that can start something first does. Of the forwards and backwards it could start within
-    `window` seconds of its earliest it takes the one of least `priority`. Weight gradients, first in first
-    out, fill gaps of at least `patience` times their length.
+    The rank that can start an action first does. Of the forwards and backwards that it could start within
+    `window` seconds of the earliest, it takes the one with the lowest `priority`. Weight gradients, first in
+    first out, fill gaps of at least `patience` times their length.
 
-    A forward is admitted only where, afterwards, every older chain's remaining forwards fit when the chains
-    older than that have ended. So on every rank the oldest unfinished chain always fits, and goes on.
+    A forward is admitted only if every older chain's remaining forwards still fit once the chains older than
+    that one have ended. So the oldest unfinished chain always fits and can continue on every rank.
     """
     num_ranks, num_channels, num_chains, longest = graph.counts
     size = len(graph.seconds)
@@ -136,7 +136,7 @@ def _choice(
     priority: Floats,
     window: float,
 ) -> tuple[int, float]:
-    """Which forward or backward a rank that is free from then on does next, and when; (-1, never) if it can't."""
+    """Returns the next forward or backward of a rank that is free from `free` on, and its start; or (-1, never)."""
     earliest = _NEVER
     for number in waiting:
         if acquired[number] <= room[chain[number]]:

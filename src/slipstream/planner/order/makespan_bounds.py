@@ -1,6 +1,6 @@
-"""How short a step can be at best: a lower bound that no order of the actions beats.
+"""A lower bound of the step for any order of the actions.
 
-What is compiled is mostly plain loops: functions of numpy take long to compile.
+Compiled functions use mostly plain loops, since numpy's functions take long to compile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.simulator.numba_jit import compiled
 
 
 def makespan_bound(problem: OrderingProblem) -> float:
-    """The formula is that of `slipstream.planner.order.best_order.step_lower_bound`."""
+    """Returns the bound that `slipstream.planner.order.best_order.step_lower_bound` describes, in seconds."""
     times = problem.seconds
     shortest = np.minimum(times[Op.B], times[Op.I])  # until the input gradient is there
     rest = np.minimum(times[Op.B], times[Op.I] + times[Op.W]) - shortest
@@ -30,9 +30,9 @@ def makespan_bound(problem: OrderingProblem) -> float:
 
 
 def _bytes_under(problem: OrderingProblem) -> Floats:
-    """Per unit, the bytes its rank holds of all forwards that this unit's forward needs, and of its own.
+    """The bytes on each unit's rank of its forward and of all forwards that it needs.
 
-    They are also the bytes of all the units whose backwards need this unit's backward.
+    They are also the bytes of all units whose backwards need this unit's backward.
     """
     num_stages = len(problem.placement)
     sizes = problem.activations.reshape(num_stages, problem.num_microbatches, problem.num_slices)
@@ -50,7 +50,7 @@ def _bytes_under(problem: OrderingProblem) -> Floats:
 
 @compiled
 def one_machine(heads: Floats, seconds: Floats, tails: Floats) -> float:
-    """The shortest preemptive schedule of one machine: max over jobs of end + tail (Jackson's rule, Carlier 1982)."""
+    """Returns max(end + tail) of one machine's best preemptive schedule (Jackson's rule, Carlier 1982)."""
     order = np.argsort(heads)
     waiting = [(0.0, 0.0)]
     waiting.pop()
@@ -79,7 +79,7 @@ def _link(graph: Graph, before: int, after: int) -> float:
 
 @compiled
 def _paths_before(graph: Graph, numbers: Ints, at: Floats) -> None:
-    """at[n]: the longest path to n's start; `numbers` in an order of precedence, `at` holds the least values."""
+    """Raises at[n] to the longest path to n's start; `numbers` are in an order of precedence."""
     for number in numbers:
         for before in graph.before[graph.first_before[number] : graph.first_before[number + 1]]:
             at[number] = max(at[number], at[before] + graph.seconds[before] + _link(graph, before, number))
@@ -87,7 +87,7 @@ def _paths_before(graph: Graph, numbers: Ints, at: Floats) -> None:
 
 @compiled
 def _paths_after(graph: Graph, numbers: Ints, rest: Floats) -> None:
-    """rest[n]: the longest path from n's end; `numbers` from the last, `rest` holds the least values."""
+    """Raises rest[n] to the longest path from n's end; `numbers` are in reverse order of precedence."""
     for number in numbers:
         for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
             rest[number] = max(rest[number], rest[after] + graph.seconds[after] + _link(graph, number, after))
@@ -95,7 +95,7 @@ def _paths_after(graph: Graph, numbers: Ints, rest: Floats) -> None:
 
 @compiled
 def _travels(graph: Graph, senders: Ints, tails: Floats) -> Floats:
-    """Of each message, the longest way to go once its channel is free again."""
+    """The longest path of each message after its channel is free again."""
     travels = np.zeros(len(senders))
     for k in range(len(senders)):
         sender = senders[k]
@@ -154,7 +154,7 @@ def _bound(graph: Graph, turns: Ints, activations: Floats, under: Floats) -> flo
 
 
 def _turn_by_turn(graph: Graph, turns: Ints, apart: Floats, heads: Floats, tails: Floats) -> float:
-    """The way to some turn, from turn to turn, and from the last one; the largest over how many are taken at once."""
+    """The longest sum of the path to a turn, from turn to turn, and from the last, over the size of the steps."""
     first, last = heads[turns].min(), (tails[turns] + graph.seconds[turns]).min()
     least = graph.seconds[turns].min()
     ways = [0.0]
@@ -167,7 +167,7 @@ def _turn_by_turn(graph: Graph, turns: Ints, apart: Floats, heads: Floats, tails
 def _memory_over_time(
     graph: Graph, here: Ints, activations: Floats, heads: Floats, tails: Floats, to_turn: Floats, from_turn: Floats
 ) -> float:
-    """Bytes times seconds: a unit's bytes stay from its forward by way of its chain's turn to its backward's end."""
+    """The bound from bytes times seconds: a unit is held from its forward over its chain's turn to its backward."""
     num_units = len(activations)
     back, weight = here + num_units, here + 2 * num_units
     seconds = graph.seconds[here] + to_turn[here] + from_turn[back] + graph.seconds[back] + graph.seconds[weight]
@@ -179,7 +179,7 @@ def _memory_over_time(
 def _turns_apart(
     graph: Graph, here: Ints, activations: Floats, under: Floats, to_turn: Floats, from_turn: Floats
 ) -> Floats:
-    """apart[k]: the least seconds from a chain's turn to the k-th turn after it, as one rank's memory allows.
+    """Returns apart[k]: the least seconds from a chain's turn to the k-th turn after it that one rank's memory allows.
 
     At its turn a chain is held whole. What several chains hold above the limit must be freed after the first
     one's turn, and taken again before the last one's.
@@ -211,10 +211,10 @@ def _turns_apart(
 
 @compiled
 def _freed_at(graph: Graph, mine: Ints, activations: Floats, from_turn: Floats, size: float) -> float:
-    """The earliest a chain can have freed that many bytes of one rank, in seconds from its turn; one at a time."""
+    """The earliest time, in seconds from its turn, by which a chain can have freed `size` bytes of one rank."""
     num_units = len(activations)
     if len(mine) == 0:
-        return -np.inf  # it holds nothing here
+        return -np.inf  # it holds nothing on this rank
     ends = np.empty(len(mine))
     first, rate = np.inf, np.inf
     for k in range(len(mine)):
@@ -242,11 +242,11 @@ def _turn_after(
     to_turn: Floats,
     from_turn: Floats,
 ) -> float:
-    """The least seconds from one chain's turn to another's: one machine, which frees `mine` and runs `theirs`.
+    """The least seconds from one chain's turn to another's, on one machine that frees `mine` and runs `theirs`.
 
-    When a forward of theirs starts, all that it needs is held as well: `under` bytes. The first chain has
-    freed what of this exceeds `slack`. So every backward without which it could not is over by then, and the
-    weight gradient as well where the unit's own bytes are needed: often those of fewer forwards.
+    When a forward of theirs starts, all that it needs is held as well: `under` bytes. The first chain has then
+    freed what exceeds `slack`. So every backward without which that is impossible has ended, and the weight
+    gradient too where the unit's bytes are needed: often for fewer forwards.
     """
     num_units = len(activations)
     if len(theirs) == 0 or len(mine) == 0:

@@ -23,7 +23,7 @@ _HEATS = (0.005, 0.001)
 
 
 def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
-    """Every hand-written schedule for this placement, as it is and with its backwards split."""
+    """Yields every hand-written schedule for this placement, whole and with its backwards split."""
     per_rank, rest = divmod(len(problem.placement), problem.num_ranks)
     counts = (problem.num_ranks, problem.num_microbatches, problem.num_slices, per_rank)
     for name in GENERATORS:
@@ -40,13 +40,15 @@ def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
 
 
 class MeasuredOrder(NamedTuple):
+    """An order, the seconds it takes, and which backwards it splits."""
+
     seconds: float
     order: Order
     split: Flags
 
 
 def measure_order(problem: OrderingProblem, schedule: Schedule) -> MeasuredOrder | None:
-    """The schedule as a candidate; None if it doesn't fit the memory."""
+    """Returns the schedule's order and its seconds; None if it doesn't fit the memory."""
     order, split = problem.order(schedule)
     graph = problem.graph(split)
     if any(peak(graph, order, rank) > limit for rank, limit in enumerate(problem.limits)):
@@ -55,14 +57,14 @@ def measure_order(problem: OrderingProblem, schedule: Schedule) -> MeasuredOrder
 
 
 class _PriorityRule(NamedTuple):
-    """Which action list scheduling takes first, in numbers; see `place` for the last two.
+    """The priorities of list scheduling in numbers; see `place` for the last two.
 
-    An action's priority is when it would start if its microbatch ran alone, `lag` periods later for every
-    microbatch before it, and for backwards `hurry` round trips earlier: lag 0 is breadth first, a large one
-    depth first; hurry 1 tends to 1F1B, -1 to a flush.
+    An action's priority is its start if its microbatch ran alone, `lag` periods later for every microbatch
+    before it, and for backwards `hurry` round trips earlier: lag 0 is breadth first, a large one depth first;
+    hurry 1 tends to 1F1B, -1 to a flush.
     """
 
-    splitting: str  # which backwards: "all", those that are "sent" to another rank, "none"
+    splitting: str  # which backwards are split: "all", those "sent" to another rank, "none"
     lag: float
     hurry: float
     patience: float
@@ -70,7 +72,7 @@ class _PriorityRule(NamedTuple):
 
 
 class OrderSearch:
-    """The best order so far, and the effort that is left."""
+    """The search: the best order so far, and the effort that is left."""
 
     def __init__(self, problem: OrderingProblem, effort: float) -> None:
         self.problem, self.effort = problem, effort
@@ -84,7 +86,7 @@ class OrderSearch:
         self._measure_times()
 
     def _measure_times(self) -> None:
-        """Per action its start if its microbatch ran alone, how long one runs, and a rank's work per microbatch."""
+        """Measures each action's start if its microbatch ran alone, that run, and a rank's work per microbatch."""
         problem = self.problem
         one = replace(problem, limits=(np.inf,) * problem.num_ranks, num_microbatches=1, reach=None)
         _, start = place(one.graph(np.full(one.num_units, problem.split)), np.arange(3.0 * one.num_units), 0.0, 0.0)
@@ -98,11 +100,12 @@ class OrderSearch:
         self.period = float(np.bincount(graph.rank, graph.seconds).max()) / problem.num_microbatches
         self.mean = float(graph.seconds[: 2 * problem.num_units].mean())
 
-    def goes_on(self, effort: float = 0) -> bool:
-        """Whether the best can still be beaten, and more than this effort is left."""
+    def may_improve(self, effort: float = 0) -> bool:
+        """Returns whether a better order may exist, and more than this effort is left."""
         return self.effort > effort and self.best.seconds > self.bound * (1 + ROUNDING)
 
     def compare_hand_written(self) -> None:
+        """Tries the hand-written schedules."""
         for schedule in [self.problem.whole, *hand_written(self.problem)]:
             if candidate := measure_order(self.problem, schedule):
                 self._offer(candidate)
@@ -112,10 +115,10 @@ class OrderSearch:
             self.best = candidate
 
     def compare_rules(self) -> None:
-        """List scheduling by a grid of rules."""
+        """Tries list scheduling by a grid of rules."""
         for lag, hurry, patience in product((0, 0.25, 0.5, 1, 2, 4), (-1, 0, 0.25, 0.5, 1, 2), (0.0, 0.5, 1.0)):
             for splitting in self.splittings:
-                if self.goes_on() and (splitting != "none" or patience == 0):
+                if self.may_improve() and (splitting != "none" or patience == 0):
                     rule = _PriorityRule(splitting, lag, hurry, patience)
                     self.rules[rule] = self._try(rule, self._priority(rule))
 
@@ -137,10 +140,10 @@ class OrderSearch:
         return candidate.seconds
 
     def vary(self) -> None:
-        """List scheduling by rules near the best ones, and by the best order's own times, both with noise."""
+        """Tries list scheduling by rules near the best ones, and by the best order's times, both with noise."""
         left = self.effort / 2
         for _ in range(_MAX_TRIALS):
-            if not self.goes_on(left):
+            if not self.may_improve(left):
                 return
             best = heapq.nsmallest(4, self.rules, key=self.rules.__getitem__)
             rule = best[self.random.integers(len(best))]
@@ -159,14 +162,14 @@ class OrderSearch:
                 self._try(rule._replace(splitting=max(splits, key=splits.__getitem__)), start + noise)
 
     def anneal(self) -> None:
-        """Local search on the best order, each time cooler."""
+        """Improves the best order by local search, each time at a lower temperature."""
         times = self.problem.seconds
         halves = np.concatenate([times[Op.I], times[Op.W]])
         if not self.problem.split:
             halves[:] = np.inf
         for seed, heat in enumerate(_HEATS):
             num_steps = min(int(self.effort / (len(_HEATS) - seed) / self.size * 2), _MAX_STEPS)
-            if not self.goes_on() or not num_steps:
+            if not self.may_improve() or not num_steps:
                 return
             _, order, split = self.best
             graph = self.problem.graph(split)
@@ -175,7 +178,7 @@ class OrderSearch:
             self._offer(MeasuredOrder(*found))
 
     def join(self) -> None:
-        """Make I and W that follow each other whole again where that costs nothing."""
+        """Merges I and W that follow each other into B where that costs nothing."""
         units = [unit for row, length in zip(*self.best.order, strict=True) for unit in self._halves(row[:length])]
         waiting = [units] if units else []
         for _ in range(_MAX_JOINS):
@@ -206,7 +209,7 @@ class OrderSearch:
 
 
 def _splittings(problem: OrderingProblem) -> dict[str, Flags]:
-    """Which backwards list scheduling splits."""
+    """The choices of which backwards list scheduling splits."""
     none = np.zeros(problem.num_units, np.bool_)
     if not problem.split:
         return {"none": none}

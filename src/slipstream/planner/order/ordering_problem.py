@@ -1,4 +1,4 @@
-"""An ordering problem as arrays: what compiled code schedules, and the way from and to a Schedule.
+"""An ordering problem as arrays for compiled code, and its conversion from and to a Schedule.
 
 Unit u = (stage · microbatches + microbatch) · slices + slice. Its forward is number u, its backward or input
 gradient U + u, and its weight gradient 2U + u, where U is the number of units.
@@ -19,27 +19,27 @@ from slipstream.simulator import CostModel
 
 
 class Graph(NamedTuple):
-    """What the compiled functions read; every array but some has one entry per action number."""
+    """The arrays that compiled functions read; most have one entry per action number."""
 
     seconds: Floats
     exists: Flags  # False for the weight gradients of whole backwards
     rank: Ints
     chain: Ints  # the slices of a microbatch that attend to each other, in the order of admission
-    channel: Ints  # on which the result travels; -1 where it stays on its rank
+    channel: Ints  # the channel that carries the result; -1 where it stays on its rank
     link_seconds: Floats
     link_occupied: Floats
-    acquired: Floats  # bytes from the action's start
-    released: Floats  # bytes at its end
+    acquired: Floats  # bytes allocated at the action's start
+    released: Floats  # bytes freed at its end
     first_before: Ints  # the actions before number n are before[first_before[n] : first_before[n + 1]]
     before: Ints
     first_after: Ints
     after: Ints
     limits: Floats  # bytes per rank
-    counts: Ints  # ranks, channels, chains, actions of the busiest rank if all backwards are split
+    counts: Ints  # of ranks, channels, chains, and actions of the busiest rank with all backwards split
 
 
 class Order(NamedTuple):
-    """Each rank's action numbers: rank r runs rows[r, : lengths[r]]."""
+    """The order of each rank's action numbers: rank r runs rows[r, : lengths[r]]."""
 
     rows: Ints
     lengths: Ints
@@ -47,7 +47,7 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class OrderingProblem:
-    """All that must run, what it costs, and what memory each rank has; see `find_order` for the arguments."""
+    """All actions, their costs, and the memory of each rank; see `find_order` for the arguments."""
 
     placement: tuple[int, ...]
     num_ranks: int
@@ -63,21 +63,23 @@ class OrderingProblem:
         return len(self.placement) * self.num_microbatches * self.num_slices
 
     def number(self, action: Action) -> int:
+        """Returns the number of an action."""
         part = 0 if action.op is Op.F else 2 if action.op is Op.W else 1
         unit = (action.stage * self.num_microbatches + action.microbatch) * self.num_slices + action.slice
         return part * self.num_units + unit
 
     def action(self, op: Op, unit: int) -> Action:
+        """Returns the action of an op on a unit."""
         rest, index = divmod(unit, self.num_slices)
         return Action(op, *divmod(rest, self.num_microbatches), index)
 
     @cached_property
     def whole(self) -> Schedule:
-        """All actions, backwards whole, chain after chain: the order that holds the least memory on every rank.
+        """The order that needs the least memory on every rank: chain after chain, with whole backwards.
 
-        The backward of a chain's last slice on the last stage follows all the chain's forwards on all stages,
-        and no backward of the chain comes before it. So any order holds a whole chain on every rank at that
-        moment, and this one never holds more.
+        The backward of a chain's last slice on the last stage follows all forwards of the chain on all stages,
+        and precedes all other backwards of the chain. So with any order every rank holds a whole chain at that
+        moment, and with this one never more.
         """
         rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
         stages = range(len(self.placement))
@@ -89,12 +91,13 @@ class OrderingProblem:
         return self.schedule_of(rows)
 
     def schedule_of(self, rows: Sequence[Sequence[Action]]) -> Schedule:
+        """Returns the Schedule of each rank's actions."""
         actions = tuple(map(tuple, rows))
         return Schedule("auto", actions, self.placement, self.num_microbatches, self.num_slices, self.reach)
 
     @cached_property
     def chains(self) -> list[tuple[int, range]]:
-        """(microbatch, slices): the runs of slices over whose ends no slice attends; a microbatch without reach."""
+        """The (microbatch, slices) of each chain: the longest runs of slices that attend to no slice before them."""
         chains = []
         for microbatch in range(self.num_microbatches):
             row = self.reach[microbatch] if self.reach else (0,) * self.num_slices
@@ -104,7 +107,7 @@ class OrderingProblem:
 
     @cached_property
     def seconds(self) -> dict[Op, Floats]:
-        """Per op, one time per unit. Without `split`, I and W count as never shorter than B."""
+        """The seconds of each op, one per unit. Without `split`, I and W together count as long as B."""
         ops = (Op.F, Op.B, Op.I, Op.W) if self.split else (Op.F, Op.B)
         times = {
             op: np.array([self.cost.seconds(self.action(op, unit)) for unit in range(self.num_units)], float)
@@ -114,22 +117,23 @@ class OrderingProblem:
 
     @cached_property
     def activations(self) -> Floats:
+        """The bytes of activations of each unit."""
         sizes = [self.cost.activation_bytes(self.action(Op.F, unit)) for unit in range(self.num_units)]
         return np.array(sizes, float)
 
     @cached_property
     def ranks(self) -> Ints:
-        """Per unit."""
+        """The rank of each unit."""
         return np.repeat(np.array(self.placement, np.int64), self.num_microbatches * self.num_slices)
 
     @cached_property
     def longest_row(self) -> int:
-        """The most actions of one rank, with every backward split."""
+        """The number of actions of the busiest rank with every backward split."""
         return 3 * int(np.bincount(self.ranks).max())
 
     @cached_property
     def least_memory(self) -> Floats:
-        """Bytes per rank with which an order exists: the largest chain (see `whole`)."""
+        """The bytes that each rank needs so that an order exists: its largest chain (see `whole`)."""
         held = np.zeros((self.num_ranks, len(self.chains)))
         np.add.at(held, (self.ranks, self._unit_chains), self.activations)
         return np.asarray(held.max(axis=1))
@@ -143,7 +147,7 @@ class OrderingProblem:
 
     @cached_property
     def _before(self) -> tuple[Ints, Ints]:
-        """What comes before each action, from the rules of order."""
+        """The actions that precede each action, from the rules of order."""
         forwards = (self.action(Op.F, unit) for unit in range(self.num_units))
         backwards = (self.action(Op.B, unit) for unit in range(self.num_units))
         lists = [[self.number(b) for b in predecessors(a, self.whole)] for part in (forwards, backwards) for a in part]
@@ -160,7 +164,7 @@ class OrderingProblem:
 
     @cached_property
     def _links(self) -> tuple[Ints, Floats, Floats, int]:
-        """Per action its channel, link seconds and occupied seconds; and the number of channels."""
+        """The channel, link seconds and occupied seconds of each action, and the number of channels."""
         channels = np.full(3 * self.num_units, -1, np.int64)
         seconds, occupied = np.zeros(3 * self.num_units), np.zeros(3 * self.num_units)
         numbers: dict[Channel, int] = {}
@@ -176,7 +180,7 @@ class OrderingProblem:
         return channels, seconds, occupied, len(numbers)
 
     def graph(self, split: Flags) -> Graph:
-        """The arrays where the backwards of the units in `split` are I and W."""
+        """Returns the arrays of the problem where the backwards of the units in `split` are I and W."""
         nothing, times, sizes = np.zeros(self.num_units), self.seconds, self.activations
         channels, link_seconds, link_occupied, num_channels = self._links
         units = np.ones(self.num_units, np.bool_)
@@ -200,7 +204,7 @@ class OrderingProblem:
         )
 
     def order(self, schedule: Schedule) -> tuple[Order, Flags]:
-        """A compute-only schedule as action numbers, and the units whose backwards it splits."""
+        """Returns a compute-only schedule as action numbers, and the units whose backwards it splits."""
         rows = [[self.number(action) for action in row] for row in schedule.actions]
         order = Order(np.zeros((self.num_ranks, self.longest_row), np.int64), np.array([len(row) for row in rows]))
         split = np.zeros(self.num_units, np.bool_)
@@ -210,7 +214,7 @@ class OrderingProblem:
         return order, split
 
     def schedule(self, order: Order, split: Flags) -> Schedule:
-        """The Schedule of an order."""
+        """Returns the Schedule of an order."""
 
         def action(number: int) -> Action:
             part, unit = divmod(number, self.num_units)
@@ -221,6 +225,6 @@ class OrderingProblem:
 
 
 def _rows(rows: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """(first, values): row n is values[first[n] : first[n + 1]]."""
+    """Concatenates rows to (first, values): row n is values[first[n] : first[n + 1]]."""
     first = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     return first, np.concatenate([*rows, np.empty(0, np.int64)]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Layers to stages where a rank holds several: the sums over a rank's stages are to be small and even."""
+"""Assigns layers to stages where ranks hold several, so that the sums over a rank's stages are small and even."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 
-_WORK = 20_000_000  # numbers written in one search, a few seconds at most
+_WORK = 20_000_000  # numbers written in one search: a few seconds at most
 
 
 class _PartialPartitions(NamedTuple):
-    """Ways to give the first layers to the first stages; one row each."""
+    """Ways to assign the first layers to the first stages, one per row."""
 
-    layers: Ints  # how many layers are given
+    layers: Ints  # how many layers are assigned
     costs: Floats  # (n, ranks)
     bytes: Floats  # (n, ranks)
-    squares: Floats  # of the stages' costs, summed
-    parent: Ints  # row among the labels of the stage before
+    squares: Floats  # the sum of the squares of the stages' costs
+    parent: Ints  # the row that it extends, of those of the previous stage
 
     def take(self, rows: Ints) -> _PartialPartitions:
         layers, costs, sizes, squares, parent = self
@@ -34,20 +34,20 @@ def evenest_ranks(
     start: list[int] | None,
     offsets: Floats | None = None,
 ) -> list[int] | None:
-    """The least largest cost of a rank, then the least sum of the ranks' squares, then of the stages' squares.
+    """Minimises the largest cost of a rank, then the ranks' sum of squares, then the stages' sum of squares.
 
-    Stage after stage, every count of layers is tried; of labels with equal sums on every rank the one with the evenest
-    stages stays. A label's bound fills what is left into the ranks that still get a stage, as water finds its level;
-    one that can't be better than the best known is dropped. Where labels are too many, the lowest bounds are kept, and
-    the result need not be the best.
+    Stage by stage, every count of layers is tried; of those with equal sums on every rank the one with the evenest
+    stages is kept. A lower bound distributes the remaining cost evenly over the ranks that still get a stage, as water
+    finds its level; what can't be better than the best known is dropped. Where too many are left, those with the lowest
+    bounds are kept, and the result need not be optimal.
 
     Args:
-        stage_costs: (stages, L+1, L+1), [g, a, b] of layers a to b-1 on stage g.
-        stage_bytes: likewise.
+        stage_costs: the cost of layers a to b-1 on stage g at [g, a, b], (stages, L+1, L+1).
+        stage_bytes: their bytes, of the same shape.
         limits: bytes per rank.
         placement: the rank of every stage.
-        start: counts to be at least as good as, if they fit.
-        offsets: costs the ranks have already.
+        start: layers per stage; if they fit, the result is at least as good.
+        offsets: costs that the ranks have already.
 
     Returns:
         Layers per stage, or None if no partition was found within the limits.
@@ -84,7 +84,7 @@ def evenest_ranks(
 def _value(
     counts: list[int] | None, stage_costs: Floats, stage_bytes: Floats, limits: Floats, placement: tuple[int, ...]
 ) -> tuple[float, float]:
-    """(largest, sum of squares) of the ranks' costs; infinite where that doesn't fit."""
+    """The largest and the sum of squares of the ranks' costs; infinite where the layers don't fit."""
     if counts is None:
         return inf, inf
     bounds = np.cumsum([0, *counts])
@@ -96,7 +96,7 @@ def _value(
 
 
 def _extend(labels: _PartialPartitions, costs: Floats, sizes: Floats, rank: int, most: int) -> _PartialPartitions:
-    """Every label with every count of layers for the next stage, up to `most` layers given."""
+    """Extends every row by every count of layers for the next stage, up to `most` layers in all."""
     counts = np.maximum(most - labels.layers, 0)
     parent = np.repeat(np.arange(len(counts)), counts)
     first = labels.layers[parent]
@@ -108,14 +108,14 @@ def _extend(labels: _PartialPartitions, costs: Floats, sizes: Floats, rank: int,
 
 
 def _bounds(costs: Floats, open_ranks: list[int], left: Floats) -> tuple[Floats, Floats]:
-    """What the largest rank and the sum of squares come to at least, with `left` spread over the open ranks."""
+    """Lower bounds of the largest rank and the sum of squares, with `left` spread over the open ranks."""
     fixed = np.delete(costs, open_ranks, axis=1)
     highest, squares = fixed.max(axis=1, initial=-inf), (fixed**2).sum(axis=1)
     if not open_ranks:
         return highest, squares
     ranks = np.sort(costs[:, open_ranks], axis=1)
     levels = (np.cumsum(ranks, axis=1) + left[:, None]) / np.arange(1, ranks.shape[1] + 1)
-    level = levels.min(axis=1)  # the water stands on the lowest ranks, as many as make it lowest
+    level = levels.min(axis=1)  # the level is lowest over the best number of lowest ranks
     filled = np.maximum(ranks, level[:, None])
     return np.maximum(highest, filled[:, -1]), squares + (filled**2).sum(axis=1)
 
@@ -123,12 +123,12 @@ def _bounds(costs: Floats, open_ranks: list[int], left: Floats) -> tuple[Floats,
 def _promising(
     labels: _PartialPartitions, highest: Floats, squares: Floats, evenness: Floats, best: tuple[float, float]
 ) -> Ints:
-    """The rows worth following, the lowest bounds first, one for each state."""
+    """The rows that may lead to a better partition, the lowest bounds first, one for each state."""
     slack = 1 + 1e-12  # sums in another order may round differently
     below = highest * slack < best[0]
     level = (highest <= best[0] * slack) & (squares <= best[1] * slack)
     rows = np.flatnonzero(below | level)
-    # bounds that differ by rounding alone count as equal, so that the next criterion decides
+    # bounds that differ only by rounding count as equal, so that the next criterion decides
     keys = [evenness[rows], _rounded(squares[rows]), _rounded(highest[rows])]
     rows = rows[np.lexsort(keys)]
     state = np.column_stack([labels.layers[rows], _rounded(labels.costs[rows]), _rounded(labels.bytes[rows])])
@@ -137,7 +137,7 @@ def _promising(
 
 
 def _rounded(values: Floats) -> Floats:
-    """To ten significant digits of the largest."""
+    """Rounds to ten significant digits of the largest."""
     scale = np.abs(values).max(initial=0) * 1e-10
     rounded: Floats = np.round(values / scale) * scale if scale else values
     return rounded

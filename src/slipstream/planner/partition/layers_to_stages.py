@@ -1,4 +1,4 @@
-"""Layers to stages: the slowest rank as fast as possible, then all ranks as even as possible, within their memory."""
+"""Assigns layers to stages: the slowest rank as fast as possible, then all ranks as even as possible, within memory."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def partition_layers(
     memory_limit: float | Sequence[float] | None = None,
     placement: Sequence[int] | None = None,
 ) -> list[int]:
-    """How many consecutive layers each stage takes, none of them empty.
+    """Returns how many consecutive layers each stage takes, at least one each.
 
-    The largest cost of a rank is minimal, and among the partitions that reach it the variance of the ranks' costs is
-    (GPipe section 2.2 minimises the variance alone, which can leave a slower slowest stage). With one stage a rank
-    that is exact. With several, a rank's cost is the sum over its stages, and of equally even ranks those with the
-    most even stages are taken; exact as long as the search has room for every state it needs, as for 32 layers on
-    4 ranks of 2 stages, otherwise the best that it finds.
+    The largest cost of a rank is minimal, and so is, among such partitions, the variance of the ranks' costs (GPipe
+    section 2.2 minimises only the variance, which can leave a slower slowest stage). With one stage per rank that is
+    exact. With several, a rank's cost is the sum over its stages, and of equally even ranks those with the evenest
+    stages win; that is exact if the search has room for every state, as for 32 layers on 4 ranks of 2 stages, and
+    otherwise the best that it finds.
 
     Args:
-        costs: one per layer, in any unit: GPipe's c_i, estimated or measured.
+        costs: the cost of each layer in any unit, estimated or measured: GPipe's c_i.
         num_stages: at most as many as layers.
-        embedding: what the first stage computes besides its layers, in the same unit.
-        head: the same for the last stage.
-        memory: bytes per layer, with the embedding's in the first and the head's in the last; or one such row for
-            each stage, where what is in flight depends on the stage.
-        memory_limit: bytes of a rank, or one number per rank.
-        placement: the rank of each stage, as `Schedule.placement`; one stage a rank if not given.
+        embedding: the additional cost of the first stage, in the same unit.
+        head: the additional cost of the last stage.
+        memory: bytes of each layer, the first with the embedding and the last with the head; or one such row for each
+            stage, where the microbatches in flight depend on the stage.
+        memory_limit: bytes of every rank, or one number per rank.
+        placement: the rank of each stage, as `Schedule.placement`; Default: one stage per rank.
 
     Raises:
-        SlipstreamError: counts that don't fit together, or memory that no partition fits in: who lacks how much.
+        SlipstreamError: for inconsistent numbers, or where no partition fits the memory: which rank lacks how much.
     """
     placement = tuple(range(num_stages)) if placement is None else tuple(placement)
     _check([*costs, embedding, head], len(costs), num_stages, placement)
@@ -63,7 +63,7 @@ def partition_layers(
 def _partition(
     stage_costs: Floats, stage_bytes: Floats, limits: Floats, placement: tuple[int, ...]
 ) -> list[int] | None:
-    """The best counts of layers, or None where no partition fits."""
+    """The best number of layers per stage, or None where no partition fits."""
     one_stage_a_rank = len(set(placement)) == len(placement)
     allowed = np.where(stage_bytes <= limits[list(placement), None, None], stage_costs, inf)
     evenest = _evenest_stages(allowed)
@@ -76,7 +76,7 @@ def _check(costs: Sequence[float], num_layers: int, num_stages: int, placement: 
             f"{num_stages} stages for {num_layers} layers: every stage needs a layer. Use 1 to {num_layers} stages."
         )
     if min(costs) < 0 or not np.isfinite(costs).all():
-        raise SlipstreamError(f"Layers, embedding and head cost {costs}: each must cost 0 or more, and finitely much.")
+        raise SlipstreamError(f"Layers, embedding and head cost {costs}: give finite numbers of 0 or more.")
     if len(placement) != num_stages or set(placement) != set(range(max(placement) + 1)):
         raise SlipstreamError(
             f"placement={list(placement)} for {num_stages} stages: give the rank of each stage, with ranks 0, 1, ... "
@@ -85,7 +85,7 @@ def _check(costs: Sequence[float], num_layers: int, num_stages: int, placement: 
 
 
 def _stage_costs(per_layer: Floats) -> Floats:
-    """(num_stages, L) -> (num_stages, L+1, L+1): [g, a, b] is what layers a to b-1 cost on stage g (b > a)."""
+    """Sums costs (num_stages, L) to (num_stages, L+1, L+1): [g, a, b] is that of layers a to b-1 on stage g (b > a)."""
     sums = np.concatenate([np.zeros((len(per_layer), 1)), np.cumsum(per_layer, axis=1)], axis=1)
     num_cuts = sums.shape[1]
     empty = np.tri(num_cuts, dtype=bool)
@@ -100,7 +100,7 @@ def _memory(
     num_ranks: int,
 ) -> tuple[Floats, Floats]:
     if memory is None or memory_limit is None:
-        raise SlipstreamError("memory and memory_limit go together: bytes per layer, and how many a rank has.")
+        raise SlipstreamError("give memory and memory_limit together: bytes of each layer, and bytes of a rank.")
     rows = np.asarray(memory, float)
     if rows.shape not in ((num_layers,), (num_stages, num_layers)) or not (rows >= 0).all():
         raise SlipstreamError(
@@ -116,15 +116,15 @@ def _memory(
 
 
 def _slowest(stage_costs: Floats) -> Floats:
-    """(num_stages, L+1): the least possible largest cost of layers a.. on stages g.. ."""
-    slowest = stage_costs[:, :, -1].copy()  # all the rest on one stage; right for the last stage
+    """The least possible largest cost of a stage for layers from a on stages from g, (num_stages, L+1)."""
+    slowest = stage_costs[:, :, -1].copy()  # all remaining layers on one stage: final for the last one
     for stage in range(len(stage_costs) - 2, -1, -1):
         slowest[stage] = np.maximum(stage_costs[stage], slowest[stage + 1]).min(axis=1)
     return slowest
 
 
 def _evenest_stages(stage_costs: Floats) -> list[int] | None:
-    """The least sum of squares among the partitions with the least largest stage: with the mean fixed, the variance."""
+    """The partition of least sum of squares, hence variance, among those with the least largest stage."""
     limit = _slowest(stage_costs)[0, 0]
     if limit == inf:
         return None
@@ -143,11 +143,11 @@ def _evenest_stages(stage_costs: Floats) -> list[int] | None:
 
 
 def _explain_memory(stage_bytes: Floats, limits: Floats, placement: tuple[int, ...]) -> str:
-    """Which rank lacks how much where the worst lack is smallest."""
+    """Says which rank lacks how much in the partition whose worst lack is smallest."""
     of_stage = limits[list(placement)]
     num_stages, num_layers = len(placement), stage_bytes.shape[1] - 1
     lack = stage_bytes - of_stage[:, None, None]
-    one_layer = np.diagonal(lack, offset=1, axis1=1, axis2=2).min(axis=0)  # on the stage that has most to spare for it
+    one_layer = np.diagonal(lack, offset=1, axis1=1, axis2=2).min(axis=0)  # on the stage with the most room for it
     if one_layer.max() > 0:
         layer = int(one_layer.argmax())
         stage = int(lack[:, layer, layer + 1].argmin())

@@ -1,4 +1,4 @@
-"""A plan for people: its wording, and the HTML report."""
+"""Presents a plan to people: its wording, and the HTML report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bar charts of the report as HTML and SVG: text of one size at any width, colours from the page's style."""
+"""Bar charts of the report in HTML and SVG: text of one size at any width, with colours from the page's style."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_COLORS = 10  # --color-0 ... of the page's style
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of a chart: its name, and its parts from left to right."""
+    """One bar of a chart: its name, and its parts from left to right."""
 
     name: str
     parts: Mapping[str, float]
@@ -27,7 +27,7 @@ class Bar:
 def bar_chart(
     bars: Sequence[Bar], axis: str, text: Callable[[float], str], limit: float | None = None, limit_name: str = ""
 ) -> str:
-    """Stacked bars from the left on one axis, their totals beside them, a legend above, a line at `limit`."""
+    """Returns horizontal stacked bars on one axis, with totals next to them, a legend above and a line at `limit`."""
     limit = limit if limit is not None and isfinite(limit) else None
     names = list(dict.fromkeys(name for bar in bars for name, value in bar.parts.items() if value > 0))
     most = max([*(bar.total for bar in bars), limit or 0.0]) or 1.0
@@ -45,7 +45,7 @@ def bar_chart(
 
 
 def axis_ticks(most: float) -> list[float]:
-    """Round numbers from 0 on, four to seven of them, the last at most `most`."""
+    """Returns four to seven round numbers from 0 to at most `most`."""
     widest = most / 3
     power = 10.0 ** floor(log10(widest))
     step = max(m * power for m in (1, 2, 2.5, 5) if m * power <= widest)
@@ -64,10 +64,10 @@ def _row(
     start = 0.0
     for name, value in bar.parts.items():
         if value > 0:
-            told = f"{bar.name}, {name}: {text(value)}"
+            title = f"{bar.name}, {name}: {text(value)}"
             pieces.append(
                 f'<rect class="c{color[name]}" x="{start / end:.4%}" y="10%" width="{value / end:.4%}" height="80%">'
-                f"<title>{escape(told)}</title></rect>"
+                f"<title>{escape(title)}</title></rect>"
             )
             start += value
     if limit is not None:
@@ -75,12 +75,12 @@ def _row(
     over = " over" if limit is not None and bar.total > limit else ""
     return (
         f'<div class="name">{escape(bar.name)}</div>'
-        f'<svg class="bar" role="img" aria-label="{escape(_told(bar, text))}">'
+        f'<svg class="bar" role="img" aria-label="{escape(_description(bar, text))}">'
         f'{"".join(pieces)}</svg><div class="total{over}">{escape(text(bar.total))}</div>\n'
     )
 
 
-def _told(bar: Bar, text: Callable[[float], str]) -> str:
+def _description(bar: Bar, text: Callable[[float], str]) -> str:
     parts = ", ".join(f"{name} {text(value)}" for name, value in bar.parts.items() if value > 0)
     return f"{bar.name}: {text(bar.total)}; {parts}"
 
@@ -90,7 +90,7 @@ def _line(share: float, kind: str) -> str:
 
 
 def _axis(ticks: Sequence[float], end: float, text: Callable[[float], str], title: str) -> str:
-    """Numbers under the grid's lines, and what they count."""
+    """The numbers under the grid's lines, and the axis' title."""
     numbers = [_ZEROS.sub(r"\1", text(tick)).replace(". ", " ") for tick in ticks]
     places = zip(ticks, numbers, strict=True)
     labels = "".join(f'<text x="{tick / end:.4%}" y="14">{escape(number)}</text>' for tick, number in places)

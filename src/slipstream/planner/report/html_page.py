@@ -1,4 +1,4 @@
-"""The report of a plan: one HTML file that asks nothing of the network and reads without scripts."""
+"""The report of a plan: one HTML file that needs no network and no scripts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from slipstream.units import bytes_text, count_text, seconds_text, share_text
 
 
 def write_report(plan: Plan, path: Path) -> None:
-    """Write the page; what is there is replaced."""
+    """Writes the report of a plan as one HTML file without scripts; an existing file is replaced."""
     path.write_text(report_page(plan), encoding="utf-8")
 
 
 def report_page(plan: Plan) -> str:
-    """The page as text."""
+    """Returns the HTML of the report."""
     sections = (_headline, _table, _time, _timeline, _memory, _reasons, _cuts, _notes)
     body = "\n".join(section(plan) for section in sections)
     title = escape(f"{plan.model} on {plan.cluster}")
@@ -45,11 +45,11 @@ def report_page(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> str:
     best = plan.best
-    room = f"of {bytes_text(best.memory_limit)}" if isfinite(best.memory_limit) else "no limit is known"
+    room = f"of {bytes_text(best.memory_limit)}" if isfinite(best.memory_limit) else "no known limit"
     facts = [
         ("Step", seconds_text(best.step_seconds), "predicted"),
-        ("Tokens per second", count_text(best.tokens_per_second), "all devices together"),
-        ("MFU", share_text(best.mfu), "of the devices' peak" if best.mfu is not None else "no peak is known"),
+        ("Tokens per second", count_text(best.tokens_per_second), "over all devices"),
+        ("MFU", share_text(best.mfu), "of the devices' peak" if best.mfu is not None else "unknown peak"),
         ("Idle", share_text(best.idle_fraction), "of the ranks' time"),
         ("Memory", bytes_text(best.peak_memory), f"rank {best.fullest_rank}, {room}"),
     ]
@@ -57,7 +57,7 @@ def _headline(plan: Plan) -> str:
         f"<div><dt>{name}</dt><dd>{escape(value)}<small>{escape(what)}</small></dd></div>"
         for name, value, what in facts
     )
-    lengths = f"{plural(plan.seq_len, 'token')} a sequence, {plural(plan.global_batch, 'sequence')} a step"
+    lengths = f"{plural(plan.seq_len, 'token')} per sequence, {plural(plan.global_batch, 'sequence')} per step"
     task = f"{plural(plan.num_devices, 'device')}, {lengths}"
     return (
         f"<h1>{escape(plan.model)} on {escape(plan.cluster)}</h1>\n<p class='soft'>{escape(task)}</p>\n"
@@ -79,7 +79,7 @@ def _table(plan: Plan) -> str:
 
 def _time(plan: Plan) -> str:
     bars = [Bar(f"plan {number}", each.seconds_by_cause) for number, each in enumerate(plan.predictions, 1)]
-    chart = bar_chart(bars, "time of a step, on the rank that ends last", seconds_text)
+    chart = bar_chart(bars, "time of a step on the rank that ends last", seconds_text)
     causes = list(dict.fromkeys(cause for bar in bars for cause in bar.parts))
     rows = [
         (bar.name, *(seconds_text(bar.parts.get(cause, 0.0)) for cause in causes), seconds_text(bar.total))
@@ -92,7 +92,9 @@ def _time(plan: Plan) -> str:
 def _timeline(plan: Plan) -> str:
     picture, left_out = timeline_svg(plan.timeline)
     after = plan.best.step_seconds - plan.timeline.makespan
-    follows = f"Gradient reduction and optimizer take the step's last {seconds_text(after)}." if after > 0 else ""
+    follows = (
+        f"Gradient reduction and the optimizer take the last {seconds_text(after)} of the step." if after > 0 else ""
+    )
     more = f"<p class='soft'>{escape(f'{left_out} {follows}'.strip())}</p>" if left_out or follows else ""
     inner = f"<div class='scroll timeline'>{picture}</div>{more}"
     return _section("The step of the best plan", inner)
@@ -101,7 +103,7 @@ def _timeline(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     best = plan.best
     bars = [_memory_bar(best, rank) for rank in range(len(best.memory))]
-    chart = bar_chart(bars, "memory of a device at its peak", bytes_text, best.memory_limit, "limit")
+    chart = bar_chart(bars, "peak memory of a device", bytes_text, best.memory_limit, "limit")
     kinds = [kind for kind in MemoryKind if any(each.get(kind) for each in best.memory)]
     rows = [
         (bar.name, *(bytes_text(held.get(kind, 0.0)) for kind in kinds), bytes_text(bar.total))
@@ -112,17 +114,15 @@ def _memory(plan: Plan) -> str:
 
 
 def _memory_bar(prediction: Prediction, rank: int) -> Bar:
-    """In the order in which kinds are listed, which is the same on every rank."""
+    """The bar of one rank, with the kinds of memory in the same order on every rank."""
     held = prediction.memory[rank]
     return Bar(f"rank {rank}", {str(kind): held[kind] for kind in MemoryKind if kind in held})
 
 
 def _reasons(plan: Plan) -> str:
     if not plan.alternatives:
-        return _section("Why it is the best", "<p>No choice could have been made otherwise.</p>")
-    intro = (
-        "<p class='soft'>The best that was found with another value of one choice, and how much longer it takes.</p>"
-    )
+        return _section("Why it is the best", "<p>There was no other choice.</p>")
+    intro = "<p class='soft'>The best plan found with another value of one choice, and how much longer it takes.</p>"
     return _section("Why it is the best", intro + _list(reasons(plan)))
 
 
@@ -135,11 +135,13 @@ def _cuts(plan: Plan) -> str:
     stages = _details(f"Layers of {len(rows)} stages", _table_html(["", "on", "layers"], rows))
     sequences = plural(best.configuration.microbatch_size, "sequence")
     batch = f"{plural(best.num_microbatches, 'microbatch')} of {sequences} in each pipeline"
-    return _section("How it is cut", f"<p>{escape(slices_text(best.slices))}; {escape(batch)}.</p>{stages}")
+    return _section(
+        "Stages, slices and microbatches", f"<p>{escape(slices_text(best.slices))}; {escape(batch)}.</p>{stages}"
+    )
 
 
 def _notes(plan: Plan) -> str:
-    return _section("What the numbers rest on", _list([*plan.notes, f"The planner {search_text(plan)}."]))
+    return _section("What the numbers are based on", _list([*plan.notes, f"The planner {search_text(plan)}."]))
 
 
 def _section(title: str, inner: str) -> str:

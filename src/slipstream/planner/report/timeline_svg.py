@@ -1,4 +1,4 @@
-"""The timeline's picture as SVG inside the report, of a long step its beginning and its end."""
+"""The timeline's picture as SVG in the report; of a long step, its beginning and its end."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from slipstream.timeline import Timeline, TimelineWindow, draw_timelines
 from slipstream.units import seconds_text
 
 MOST_RANKS = 16
-MOST_SPANS = 3000  # that a browser shows without delay
+MOST_SPANS = 3000  # as many as a browser shows without delay
 _XLINK = "{http://www.w3.org/1999/xlink}"
 _NAMESPACE = re.compile(r"^\{.*\}")
 _KEPT_STYLE = {"stroke-linejoin": "round", "stroke-linecap": "butt"}  # matplotlib sets them for the whole page
 
 
 def timeline_svg(timeline: Timeline) -> tuple[str, str]:
-    """The picture, and a sentence about what is not on it ("" where all of it is)."""
+    """Returns the picture, and a sentence that says what it shows, or "" where it shows everything."""
     parts, left_out = shown_parts(timeline)
     return _draw(parts), left_out
 
 
 def shown_parts(timeline: Timeline) -> tuple[tuple[Timeline, ...], str]:
-    """The timeline itself, or where it is long, the first and the last part of its first ranks."""
+    """Returns the timeline, or if it is long, the first and the last part of its first ranks."""
     num_ranks = min(timeline.num_ranks, MOST_RANKS)
     spans = sorted(span.end for span in timeline.compute_spans if span.rank < num_ranks)
     is_long = len(spans) > MOST_SPANS
@@ -33,7 +33,7 @@ def shown_parts(timeline: Timeline) -> tuple[tuple[Timeline, ...], str]:
     ranks = f"the first {num_ranks} of {timeline.num_ranks} ranks" if num_ranks < timeline.num_ranks else "all ranks"
     start, end = timeline.start, timeline.start + timeline.makespan
     if not is_long:
-        return (TimelineWindow.cut(timeline, num_ranks, start, end, timeline.title),), f"Shown are {ranks}."
+        return (TimelineWindow.cut(timeline, num_ranks, start, end, timeline.title),), f"The picture shows {ranks}."
     width = _window(timeline, num_ranks)
     shown, whole = seconds_text(width), seconds_text(timeline.makespan)
     cut = TimelineWindow.cut
@@ -41,12 +41,12 @@ def shown_parts(timeline: Timeline) -> tuple[tuple[Timeline, ...], str]:
         cut(timeline, num_ranks, start, start + width, f"{timeline.name}, the step's first {shown} of {whole}"),
         cut(timeline, num_ranks, end - width, end, f"{timeline.name}, its last {shown}"),
     )
-    left_out = f"Shown are {ranks} in the first and the last {shown} of {whole}; times and peaks are those of the part."
+    left_out = f"The picture shows {ranks} in the first and the last {shown} of {whole}, with their times and peaks."
     return parts, left_out
 
 
 def _window(timeline: Timeline, num_ranks: int) -> float:
-    """Seconds, the same at both ends, in which as much is computed as can be shown."""
+    """The seconds at each end in which as many actions run as can be shown."""
     spans = [span for span in timeline.compute_spans if span.rank < num_ranks]
     starts, ends = sorted(span.start for span in spans), sorted(span.end for span in spans)
     half = MOST_SPANS // 2
@@ -64,7 +64,7 @@ def _draw(parts: tuple[Timeline, ...]) -> str:
         return _inline(path.read_text(encoding="utf-8"))
 
 
-# Letters stay letters, in the page's own font; names of clip paths don't change from run to run.
+# Text stays text in the page's font, and the names of clip paths are the same in every run.
 _PLAIN_TEXT = {
     "svg.fonttype": "none",
     "svg.hashsalt": "slipstream",
@@ -74,7 +74,7 @@ _PLAIN_TEXT = {
 
 
 def _inline(text: str) -> str:
-    """The `svg` element as a part of a page: without namespaces, which HTML knows, metadata and page-wide style."""
+    """Returns the `svg` element for use in a page: without namespaces, metadata and style for the whole page."""
     root = ElementTree.fromstring(text)
     for parent in list(root.iter()):
         parent.tag = _NAMESPACE.sub("", str(parent.tag))
@@ -85,11 +85,11 @@ def _inline(text: str) -> str:
         for child in list(parent):
             if _NAMESPACE.sub("", str(child.tag)) in ("metadata", "style"):
                 parent.remove(child)
-    for background in root.findall("./g/g[@id='patch_1']"):  # the figure's own: the page has one
+    for background in root.findall("./g/g[@id='patch_1']"):  # the page has a background
         background.set("display", "none")
     for name, value in _KEPT_STYLE.items():
         root.set(name, value)
-    for name in ("width", "height"):  # the view box stays: the page decides
+    for name in ("width", "height"):  # the view box stays, and the page sets the size
         root.attrib.pop(name, None)
     root.set("role", "img")
     root.set("aria-label", "timeline of the step")

@@ -1,4 +1,4 @@
-"""A plan in words and numbers that people read: the same ones on the terminal and in the report."""
+"""A plan in words and numbers, the same on the terminal and in the report."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from math import isfinite
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.units import bytes_text, count_text, seconds_text, share_text
 
-_SMALL = 0.05  # of the largest change: what is less isn't named as a reason,
-_TINY = 5e-4  # and of the step
+_SMALL = 0.05  # of the largest change: smaller ones aren't named as reasons,
+_TINY = 5e-4  # nor those below this share of the step
 _NUM_REASONS = 3
 
 
@@ -30,19 +30,19 @@ _CHOICES: dict[str, tuple[str, Callable[[Configuration], str]]] = {
 
 
 def choice_text(choice: str, configuration: Configuration) -> str:
-    """The value of one of a configuration's fields."""
+    """Returns the value of one field of a configuration."""
     return _CHOICES[choice][1](configuration)
 
 
 def configuration_text(configuration: Configuration) -> str:
-    """All of it on one line; what isn't done to save memory isn't named."""
+    """Returns the configuration on one line; ways to save memory that it doesn't use are left out."""
     c = configuration
     parts = [
         f"tensor {c.tensor_parallel} x pipeline {c.pipeline_parallel} x data {c.data_parallel}",
         f"schedule {c.schedule}",
-        f"{plural(c.stages_per_rank, 'stage')} a rank",
+        f"{plural(c.stages_per_rank, 'stage')} per rank",
         plural(c.num_slices, "slice"),
-        f"{plural(c.microbatch_size, 'sequence')} a microbatch",
+        f"{plural(c.microbatch_size, 'sequence')} per microbatch",
         f"recompute {c.recompute}" if c.recompute != "none" else "",
         f"{c.offload:.0%} offloaded" if c.offload else "",
         "optimizer state sharded" if c.shard_optimizer else "",
@@ -51,12 +51,12 @@ def configuration_text(configuration: Configuration) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """2 slices, 1 slice."""
+    """Returns a number and its noun: 2 slices, 1 slice."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def slices_text(slices: Sequence[int]) -> str:
-    """Their number and lengths."""
+    """Returns the number of slices and their lengths."""
     lengths = f"{slices[0]:,}" if len(set(slices)) == 1 else ", ".join(f"{length:,}" for length in slices)
     return f"{plural(len(slices), 'slice')} of {lengths} tokens"
 
@@ -65,7 +65,7 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "tp x pp x dp": lambda p: " x ".join(
         choice_text(f"{kind}_parallel", p.configuration) for kind in ("tensor", "pipeline", "data")
     ),
-    "stages a rank": lambda p: choice_text("stages_per_rank", p.configuration),
+    "stages per rank": lambda p: choice_text("stages_per_rank", p.configuration),
     "schedule": lambda p: choice_text("schedule", p.configuration),
     "slices": lambda p: choice_text("num_slices", p.configuration),
     "microbatches": lambda p: f"{p.num_microbatches} of {p.configuration.microbatch_size}",
@@ -78,25 +78,25 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "idle": lambda p: share_text(p.idle_fraction),
     "memory": lambda p: memory_text(p),
 }
-"""The table of predictions: heading -> what stands in a row."""
+"""The columns of the table of predictions: heading -> the text of a cell."""
 
-_NUM_CHOSEN = 8  # the first columns are what is chosen, the others what follows
+_NUM_CHOSEN = 8  # the first columns are choices, the others predictions
 
 
 def memory_text(prediction: Prediction) -> str:
-    """What the fullest rank holds, and the limit if there is one."""
+    """Returns what the fullest rank holds, and the limit if there is one."""
     held = bytes_text(prediction.peak_memory)
     return f"{held} of {bytes_text(prediction.memory_limit)}" if isfinite(prediction.memory_limit) else held
 
 
 def shared_choices(predictions: Sequence[Prediction]) -> dict[str, str]:
-    """Heading and value of the choices, degrees aside, that are the same in every row."""
+    """Returns heading and value of the choices, other than the degrees, that are the same in every row."""
     values = {name: {COLUMNS[name](each) for each in predictions} for name in list(COLUMNS)[1:_NUM_CHOSEN]}
     return {name: found.pop() for name, found in values.items() if len(found) == 1}
 
 
 def shared_text(choices: Mapping[str, str]) -> str:
-    """A line that stands for the columns left out."""
+    """Returns a line that replaces the columns left out."""
     return f"In every row: {', '.join(f'{name} {value}' for name, value in choices.items())}."
 
 
@@ -104,9 +104,9 @@ def shared_text(choices: Mapping[str, str]) -> str:
 
 
 def reasons(plan: Plan) -> list[str]:
-    """A line for each configuration that is the best with another value of one or several choices.
+    """Returns a line for each configuration that is the best with other values of one or more choices.
 
-    It says what is chosen otherwise, how much longer a step takes, where that time goes, and what else changes.
+    It says which choices differ, how much longer a step takes, where that time goes, and what else differs.
     """
     best, groups = plan.best, dict[Configuration, list[Alternative]]()
     for alternative in plan.alternatives:
@@ -136,9 +136,9 @@ def _main_changes(alternative: Alternative, best: Prediction) -> list[tuple[str,
 
 
 def search_text(plan: Plan) -> str:
-    """How many configurations there were, and whether a better one could have been missed."""
-    none_is = "none of those that were not simulated can be faster"
-    gap = f"one that was not simulated could be faster by {plan.gap:.1%} at most" if plan.gap > 0 else none_is
+    """Returns how many configurations were searched, and whether a better one may have been missed."""
+    none_is = "no other one can be faster"
+    gap = f"one of the others could be faster by {plan.gap:.1%} at most" if plan.gap > 0 else none_is
     return (
         f"searched {plan.num_configurations:,} configurations in {seconds_text(plan.seconds)}: {plan.num_too_large:,} "
         f"too large for the memory, {plan.num_simulated:,} simulated; {gap}"

@@ -1,4 +1,4 @@
-"""The bytes of a configuration's actions, for `slipstream.simulator.memory_account` to add up."""
+"""The bytes that a configuration's actions keep and free, from which the simulator computes the ranks' memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from slipstream.simulator import Footprint, MemoryTable, StageSlice
 def memory_table(
     space: PlanSpace, configuration: Configuration, cut: PlacedPartition, times: StageTimes, schedule: Schedule
 ) -> MemoryTable:
+    """Returns the bytes of all actions of a configuration, per device."""
     c, state = configuration, space.source.state
     costs = space.costs(c.tensor_parallel, c.microbatch_size)
     numbers = [costs.num_parameters(layers) for layers in cut.stages]
     footprints: dict[tuple[StageSlice, Op], Footprint] = {}
-    alike: dict[object, list[_OfSlice]] = {}  # of stages of the same layers
+    alike: dict[object, list[_SliceFootprint]] = {}  # by kind of stage
     for g, layers in enumerate(cut.stages):
         kind = space.kinds_of(layers)
         if kind not in alike:
@@ -28,7 +29,7 @@ def memory_table(
         footprints |= {(StageSlice(g, *like), op): footprint for like, op, footprint in alike[kind]}
     splitting = {action.stage for action in schedule.positions if action.op is Op.W}
     gradients = {(g, Op.W if g in splitting else Op.B): state.gradients * n for g, n in enumerate(numbers)}
-    # a stage's first backward makes gradients while its activations go, so the two are never there in full at once
+    # a stage's first backward makes gradients while it frees activations, so the two never exist in full together
     first = {
         (unit, op): footprint.peak + gradient - min(gradient, -footprint.leaves)
         for (unit, op), footprint in footprints.items()
@@ -48,25 +49,25 @@ def memory_table(
     )
 
 
-class _OfSlice(NamedTuple):
-    """One op of one slice: (slice, recomputed, offloaded), op, bytes."""
+class _SliceFootprint(NamedTuple):
+    """The bytes of one op of one slice."""
 
-    like: tuple[int, bool, bool]
+    like: tuple[int, bool, bool]  # (slice, recomputed, offloaded)
     op: Op
     footprint: Footprint
 
 
 def _footprints(
     space: PlanSpace, configuration: Configuration, slices: tuple[int, ...], layers: range, ops: frozenset[Op]
-) -> Iterator[_OfSlice]:
-    """Of one stage, for `ops`; whether a slice is recomputed or moved to the host is up to the schedule."""
+) -> Iterator[_SliceFootprint]:
+    """Yields the footprints of one stage, for slices that are recomputed or offloaded and those that aren't."""
     c = configuration
     costs = space.costs(c.tensor_parallel, c.microbatch_size)
     ways = [(r, o) for r in {False, Op.R in ops} for o in {False, Op.OFFLOAD in ops}]
     for s, (length, before) in enumerate(zip(slices, accumulate(slices, initial=0), strict=False)):
         whole = costs.activation_bytes(layers, length, before)
         kept = whole if c.recompute == "none" else costs.kept_bytes(layers, c.recompute, length)
-        # what the first slice's forward and the last slice's backward make for the whole microbatch
+        # the first slice's forward and the last slice's backward allocate for the whole microbatch
         keys = costs.context_bytes(layers, space.seq_len) if s == 0 else 0
         made = costs.context_gradient_bytes(layers, space.seq_len) if s == len(slices) - 1 else 0
         made += costs.logits_gradient_bytes(layers, length)
@@ -86,4 +87,4 @@ def _footprints(
             }
             for op, footprint in bytes_by_op.items():
                 if op in ops:
-                    yield _OfSlice((s, recomputed, offloaded), op, footprint)
+                    yield _SliceFootprint((s, recomputed, offloaded), op, footprint)

@@ -1,6 +1,9 @@
-"""The least that a rank holds over a schedule by name, from the order of its actions alone: a quick test of memory.
+"""A lower bound of each rank's memory from the order of a schedule's actions alone.
 
-Counted before recomputation and offload are written into the schedule, so most of what doesn't fit costs milliseconds.
+It is a second, quick account of memory next to `slipstream.simulator.memory_account`: it needs neither recomputation
+nor offloading in the schedule and takes milliseconds, so most configurations that don't fit are dropped before their
+schedules are written out. That it never exceeds the full account is tested
+(`test_the_quick_test_of_memory_fails_nothing_that_fits`).
 """
 
 from __future__ import annotations
@@ -20,35 +23,35 @@ from slipstream.simulator.compiled_simulation import OPS, ActionArrays
 
 _F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _OFFLOAD = OPS.index(Op.OFFLOAD)
-_NOT_AWAY = 4  # slices of a rank
+_NOT_AWAY = 4  # slices of a rank that may be on the device
 
 
 @dataclass(frozen=True)
 class RankActions:
-    """One rank's actions as arrays."""
+    """The actions of one rank as arrays."""
 
     op: Ints
     stage: Ints
     slice: Ints
     opens: Flags  # the first forward of a microbatch on the stage
     closes: Flags  # the last B or I of one
-    reduces: Flags  # the stage's first B or W
+    reduces: Flags  # the first B or W of the stage
 
 
 @lru_cache(maxsize=256)
 def rank_actions(
     name: str, num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int
 ) -> tuple[RankActions, ...]:
-    """The actions of a schedule by name."""
+    """Returns the actions of each rank of a named schedule."""
     arrays = cached_schedule(name, num_ranks, num_microbatches, num_slices, stages_per_rank).arrays
     return tuple(_row(arrays, rank) for rank in range(num_ranks))
 
 
 def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floats:
-    """Bytes of every rank's buffers for messages, at least (see `slipstream.simulator.buffer_pool.pool_bytes`).
+    """Returns a lower bound of each rank's message buffers (see `slipstream.simulator.buffer_pool.pool_bytes`).
 
-    What a forward received stays until its slice's backward is done, unless it is moved to the host; and the last few
-    sends of a channel may not be there yet.
+    What a forward received stays until its slice's backward is done, unless it is offloaded; and the last few sends of
+    a channel may still be on their way.
     """
     awaited, channel, num_channels = arrays.messages
     received = (arrays.op == _F) & (awaited >= 0)
@@ -82,7 +85,7 @@ def _row(all_ranks: ActionArrays, rank: int) -> RankActions:
 
 
 def _firsts(key: Ints, among: Flags) -> Flags:
-    """The first entry of every key, of those among which it is looked for."""
+    """Marks the first entry of every key, of the entries in `among`."""
     places = np.flatnonzero(among)
     first = np.zeros(len(key), bool)
     first[places[np.unique(key[places], return_index=True)[1]]] = True
@@ -91,29 +94,31 @@ def _firsts(key: Ints, among: Flags) -> Flags:
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """Bytes of activations, keys, values and gradients."""
+    """The bytes of activations, keys, values and gradients of a configuration's stages."""
 
-    whole: Floats  # (stage, slice), all that F leaves
-    kept: Floats  # the same, where the slice is recomputed
+    whole: Floats  # (stage, slice): all activations of F
+    kept: Floats  # (stage, slice): what is kept of them where the slice is recomputed
     context: Floats  # per stage, of one microbatch
     gradients: Floats  # per stage
-    offloads: bool  # whether activations may be away until their backward; what I leaves for W never is
+    offloads: bool  # whether activations may be on the host until their backward; what I keeps for W never is
 
     def peaks(self, name: str, cut: PlacedPartition, num_microbatches: int, num_slices: int) -> Floats:
-        """Of every rank at its worst moment, at least."""
+        """Returns a lower bound of each rank's bytes at its peak."""
         stages_per_rank = len(cut.placement) // cut.num_ranks
         each = rank_actions(name, cut.num_ranks, num_microbatches, num_slices, stages_per_rank)
         return np.array([self.peak(row) for row in each])
 
     def away(self, name: str, cut: PlacedPartition, num_microbatches: int, num_slices: int) -> float:
-        """The most on one rank's host, at least: what is between forward and backward, but for a few slices.
+        """Returns a lower bound of the most bytes on one rank's host.
 
-        Those are about to be needed, or have a backward that follows too soon.
+        All slices between forward and backward are there but a few, which are needed soon or whose backward follows too
+        soon.
         """
         kept = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
         return float(kept.peaks(name, cut, num_microbatches, num_slices).max() - _NOT_AWAY * self.kept.max())
 
     def peak(self, row: RankActions) -> float:
+        """Returns a lower bound of one rank's bytes at its peak."""
         whole, kept = self.whole[row.stage, row.slice], self.kept[row.stage, row.slice]
         backward, last = (row.op == _B) | (row.op == _I), (row.op == _B) | (row.op == _W)
         if self.offloads:
@@ -123,7 +128,7 @@ class MemoryBound:
             before, after = np.where(row.op == _F, kept, 0), np.where(last, kept, 0)
             during = np.where(backward, whole - kept, 0)
         before = before + row.opens * self.context[row.stage]
-        # gradients are there once the backward that makes them has freed its activations
+        # gradients exist once the backward that makes them has freed its activations
         after = after + row.closes * self.context[row.stage] - row.reduces * self.gradients[row.stage]
         held = np.cumsum(before) - np.concatenate([[0.0], np.cumsum(after)[:-1]])
         return float((held + during).max())

@@ -1,4 +1,4 @@
-"""Nothing fits the memory: by how much, on which rank, and what is the cheapest change with which something would."""
+"""Explains that nothing fits the memory: by how much, on which rank, and the cheapest change that would help."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slipstream.planner.search.simulated_configuration import SimulatedConfigura
 from slipstream.units import bytes_text
 
 _SMALLEST = 8  # configurations whose memory is counted in full
-_MOST_NODES = 64  # times as many as there are
+_MOST_NODES = 64  # how many times the nodes may grow
 
 
 def explain_misfit(space: PlanSpace, num_configurations: int) -> SlipstreamError:
-    """The error for a search in which every one of the configurations is too large."""
+    """Returns the error for a search in which every configuration is too large."""
     peak, rank, configuration = min(
         (_fullest(SimulatedConfiguration.of(space, each)) for each in _smallest(space)), key=lambda found: found[0]
     )
@@ -32,7 +32,7 @@ def explain_misfit(space: PlanSpace, num_configurations: int) -> SlipstreamError
 
 
 def _smallest(space: PlanSpace) -> list[Configuration]:
-    """By their bounds, where all that saves memory is used unless the options say otherwise."""
+    """The configurations of least memory by their bounds, with every way to save memory that the options allow."""
     sizes = space.source.microbatch_sizes() or (1,)
     saving: dict[str, Any] = {
         "recompute": space.source.recomputations[-1:],
@@ -47,13 +47,13 @@ def _smallest(space: PlanSpace) -> list[Configuration]:
 
 
 def _fullest(candidate: SimulatedConfiguration) -> tuple[float, int, Configuration]:
-    """Bytes of the fullest rank, and which it is."""
+    """The bytes of the fullest rank, its number, and the configuration."""
     peaks = candidate.peaks()
     return max(peaks), peaks.index(max(peaks)), candidate.configuration
 
 
 def _changes(space: PlanSpace) -> Iterator[str]:
-    """What would fit, the cheapest first: more choices, more of the device's memory, more nodes, fewer tokens."""
+    """Yields changes that would fit, the cheapest first: more choices, more memory, more nodes, fewer tokens."""
     options, source = space.options, space.source
     for choice in (each.name for each in fields(Configuration)):
         anything: dict[str, Any] = {choice: None}
@@ -73,6 +73,6 @@ def _changes(space: PlanSpace) -> Iterator[str]:
 
 
 def _fitting(options: PlanOptions, space: PlanSpace) -> Configuration | None:
-    """One that fits, of the smallest."""
+    """Returns one of the smallest configurations that fits, if any."""
     other = PlanSpace(space.source, space.seq_len, space.global_batch, options)
     return next((c for c in _smallest(other) if may_fit(other, c) and SimulatedConfiguration.of(other, c).fits()), None)

@@ -1,4 +1,4 @@
-"""The whole plan: of all configurations that divide and fit, the one whose simulated step is shortest."""
+"""The search for a plan: of all configurations that divide and fit, the one whose simulated step is shortest."""
 
 from __future__ import annotations
 
@@ -22,21 +22,25 @@ from slipstream.planner.search.schedule_cache import cached_schedule
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.simulator import simulate
 
-ProgressReport = Callable[[str, int, int], None]  # what, how many, of how many (0: not known)
-BoundedConfiguration = tuple[float, Configuration]
+ProgressReport = Callable[[str, int, int], None]  # what is done, how many are done, out of how many (0: unknown)
+BoundedConfiguration = tuple[float, Configuration]  # a lower bound of its step, in seconds
 
 _SAVINGS = {"none": 0, "selective": 1, "full": 2}
 _EVERY = 5000  # configurations between two reports of progress
-_MOST_CUT_EACH = 2  # configurations that may turn out too large slowly, for each that may be simulated
-_MOST_UNITS = 100_000  # slices of stages, over all that is simulated: about a minute
-_MOST_TRIED, _MOST_CUT = 400, 8  # configurations of another choice that may turn out too large, quickly and slowly
+_MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
+_MOST_UNITS = 100_000  # slices of stages in all schedules that are made: about a minute
+_MOST_TRIED, _MOST_SCHEDULED = (
+    400,
+    8,
+)  # configurations with another choice that are tested quickly, and whose schedule is made
 
 
 @contextmanager
 def _working_memory() -> Iterator[None]:
-    """Schedules are millions of tuples, none of them in a cycle: looking for some took a third of the search.
+    """Turns garbage collection off for the time of a search, and empties the search's caches at its end.
 
-    Those that were kept for other configurations go at the end: they may take a gigabyte.
+    Schedules are millions of tuples, none of them in a cycle: collecting took a third of the search. The cached ones
+    may take a gigabyte.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -58,14 +62,21 @@ def search_plans(
     options: PlanOptions | None = None,
     progress: ProgressReport | None = None,
 ) -> Plan:
-    """The best plans for training on `global_batch` sequences of `seq_len` tokens a step.
+    """Returns the best plans for training on `global_batch` sequences of `seq_len` tokens per step.
 
-    Bounds are computed for every configuration. The most promising ones are simulated until no other can be faster, or
-    `options.num_simulated` are; `Plan.gap` says what that may have missed.
+    Lower bounds are computed for every configuration. The most promising ones are simulated until no other can be
+    faster, or `options.num_simulated` are simulated; `Plan.gap` bounds what that may have missed.
+
+    Args:
+        source: the model on its hardware, with what it costs there.
+        seq_len: tokens per sequence.
+        global_batch: sequences per step, over all devices.
+        options: the choices that are allowed.
+        progress: called with what is being done, how many are done, and out of how many (0 where that is unknown).
 
     Raises:
         SlipstreamError: where no degrees divide the devices and the batch, or nothing fits the memory: by how much, on
-            which rank, and the cheapest change with which it would fit.
+            which rank, and the cheapest change with which something would fit.
     """
     began = time.perf_counter()
     options = options or PlanOptions()
@@ -98,9 +109,9 @@ def search_plans(
 
 
 def _bounds(space: PlanSpace, report: ProgressReport) -> tuple[list[BoundedConfiguration], int]:
-    """The configurations that may fit, the most promising first, and how many there are in all.
+    """The configurations that may fit, the most promising first, and the number of all.
 
-    Of equally promising ones, those come first that save memory in the ways that cost least.
+    Of equally promising ones, those that save memory at the least cost come first.
     """
     fitting: list[BoundedConfiguration] = []
     number = 0
@@ -124,15 +135,15 @@ class _PlanSearch:
     seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of what fits
     too_large: set[Configuration] = field(default_factory=set)
     num_simulated: int = 0
-    num_cut: int = 0
-    num_units: int = 0  # slices of stages in what was cut
-    reached: int = 0  # of `fitting`, those before are dealt with
+    num_scheduled: int = 0  # configurations whose schedule was made
+    num_units: int = 0  # slices of stages in these schedules
+    reached: int = 0  # how many of `fitting` have been dealt with
     known: dict[Configuration, Prediction] = field(default_factory=dict)
 
     def settle(self) -> tuple[list[Prediction], list[Alternative]]:
-        """The best configurations, whose memory has been counted in full, messages included, and what else there is.
+        """Returns the best configurations, with their memory counted in full, and the alternatives to the best one.
 
-        Counting may rule some out, and looking for alternatives may find better ones: then it begins again.
+        Counting may rule some out, and looking for alternatives may find better ones: then the search resumes.
         """
         while True:
             self.simulate_promising()
@@ -143,33 +154,33 @@ class _PlanSearch:
                 return best, alternatives
 
     def simulate_promising(self) -> None:
-        """In the order of the bounds, until the next can't be among the best."""
+        """Simulates in the order of the bounds until the next configuration can't be among the best."""
         while self.reached < len(self.fitting):
             bound, configuration = self.fitting[self.reached]
             if (self._is_limited and self.seconds) or bound >= self._worst_reported():
                 return
-            self.judge(configuration)
+            self.simulate(configuration)
             self.reached += 1
 
     @property
     def _is_limited(self) -> bool:
-        """Whether as much was simulated, or cut in vain, as is to be."""
+        """Whether the limits on what is simulated, and on schedules made in vain, are reached."""
         most = self.options.num_simulated
-        cut_enough = self.num_cut >= _MOST_CUT_EACH * most or self.num_units >= _MOST_UNITS
-        return self.num_simulated >= most or cut_enough
+        scheduled_enough = self.num_scheduled >= _MOST_SCHEDULED_EACH * most or self.num_units >= _MOST_UNITS
+        return self.num_simulated >= most or scheduled_enough
 
     def _worst_reported(self) -> float:
-        """The step that a configuration must beat to be among the best that are reported."""
+        """The seconds that a configuration must beat to be reported."""
         best = nsmallest(self.options.num_best, self.seconds.values())
         return best[-1] if len(best) == self.options.num_best else inf
 
-    def judge(self, configuration: Configuration) -> float | None:
-        """Its step's seconds; None where it doesn't fit, or another one fits that is never slower."""
+    def simulate(self, configuration: Configuration) -> float | None:
+        """Returns the step's seconds; None where it doesn't fit, or where another one fits that is never slower."""
         if configuration in self.seconds:
             return self.seconds[configuration]
         if configuration in self.too_large or any(other in self.seconds for other in _cheaper(configuration)):
             return None
-        if not may_fit(self.space, configuration) or not (candidate := self._cut(configuration)).fits():
+        if not may_fit(self.space, configuration) or not (candidate := self._schedule(configuration)).fits():
             self.too_large.add(configuration)
             return None
         self.num_simulated += 1
@@ -177,9 +188,9 @@ class _PlanSearch:
         found = self.seconds[configuration] = candidate.step_seconds()
         return found
 
-    def _cut(self, configuration: Configuration) -> SimulatedConfiguration:
+    def _schedule(self, configuration: Configuration) -> SimulatedConfiguration:
         c = configuration
-        self.num_cut += 1
+        self.num_scheduled += 1
         self.num_units += (
             c.pipeline_parallel
             * c.stages_per_rank
@@ -189,7 +200,7 @@ class _PlanSearch:
         return SimulatedConfiguration.of(self.space, configuration)
 
     def predictions(self, count: int) -> Iterator[Prediction]:
-        """The best so many, best first; those whose messages don't fit as well are dropped."""
+        """Yields the best `count` of them, best first; those that don't fit with their messages are dropped."""
         for configuration in sorted(self.seconds, key=self.seconds.__getitem__):
             prediction = self.prediction(configuration)
             if prediction is not None:
@@ -199,6 +210,7 @@ class _PlanSearch:
                 return
 
     def prediction(self, configuration: Configuration) -> Prediction | None:
+        """Returns what a simulated configuration does; None where it doesn't fit with its messages."""
         if configuration not in self.known:
             self.known[configuration] = predict(SimulatedConfiguration.of(self.space, configuration))
         found = self.known[configuration]
@@ -206,16 +218,16 @@ class _PlanSearch:
             return found
         del self.seconds[configuration]
         self.too_large.add(configuration)
-        self.reached = 0  # what it was preferred to comes into question again
+        self.reached = 0  # configurations that it excluded count again
         return None
 
     def gap(self, best: Prediction) -> float:
-        """How much faster than the best, as a share of it, the most promising one left could be."""
+        """Returns by which share of the best step the most promising configuration left could be faster, at most."""
         left = (b for b, c in self.fitting[self.reached :] if c not in self.seconds and c not in self.too_large)
         return max(0.0, 1 - next(left, best.step_seconds) / best.step_seconds)
 
     def alternatives(self, best: Prediction) -> Iterator[Alternative]:
-        """For each choice, the best found that differs from the winner's in it; what else suits it may differ too."""
+        """Yields for each choice the best configuration with another value of it; other choices may differ as well."""
         for each in fields(Configuration):
             configuration = self._best_with_other(each.name, getattr(best.configuration, each.name))
             prediction = self.prediction(configuration) if configuration else None
@@ -223,19 +235,19 @@ class _PlanSearch:
                 yield Alternative(each.name, prediction)
 
     def _best_with_other(self, choice: str, value: object) -> Configuration | None:
-        """Of what has been simulated, and of a few more where that is nothing."""
+        """The best simulated one; a few more are simulated where there is none yet."""
         others = (c for _, c in self.fitting if getattr(c, choice) != value and c not in self.too_large)
-        until = self.num_cut + _MOST_CUT
+        until = self.num_scheduled + _MOST_SCHEDULED
         for configuration in islice(others, _MOST_TRIED):
-            if any(getattr(c, choice) != value for c in self.seconds) or self.num_cut >= until:
+            if any(getattr(c, choice) != value for c in self.seconds) or self.num_scheduled >= until:
                 break
-            self.judge(configuration)
+            self.simulate(configuration)
         found = [c for c in self.seconds if getattr(c, choice) != value]
         return min(found, key=self.seconds.__getitem__, default=None)
 
 
 def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
-    """The same configuration with memory saved in fewer of the ways that cost time."""
+    """Yields the configuration with less of what saves memory at the cost of time."""
     recomputations = [what for what, rank in _SAVINGS.items() if rank <= _SAVINGS[configuration.recompute]]
     offloads = {0.0, configuration.offload}
     shards = {configuration.shard_optimizer, True}

@@ -1,4 +1,4 @@
-"""Every configuration that divides, and what its stages cost."""
+"""The space of a plan: every configuration that divides, with the costs of its stages and its lower bounds."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from slipstream.planner.costs import CostSource, StageCosts
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.step_bounds import Bounds, PlacedPartition, RankSizes, Shared, StageTimes, TailSeconds
+from slipstream.planner.search.step_bounds import (
+    ConfigurationGroup,
+    PlacedPartition,
+    RankSizes,
+    StageTimes,
+    TailSeconds,
+)
 from slipstream.planner.slicing import equal_time_slices
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
 
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_SHORTEST = 128  # tokens of a slice: shorter ones have no times of their own on any device described
+_SHORTEST = 128  # tokens of a slice; the described devices have no times for shorter ones
 _MOST_TENSOR_PARALLEL_NODES = 2
-_MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced: beyond, that takes a second for each cut
-_SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")  # their backwards are I and W
-_SCHEDULES = tuple(name for name in GENERATORS if name != "gpipe")  # 1f1b is as fast and holds less
+_MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
+_SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")  # all their backwards are I and W
+_SCHEDULES = tuple(name for name in GENERATORS if name != "gpipe")  # 1f1b is as fast and takes less memory
 
 
 class PlanSpace:
-    """The configurations of one search, and what their stages cost; costs that many share are computed once."""
+    """The configurations of one search and their stages' costs; costs that many share are computed once."""
 
     def __init__(self, source: CostSource, seq_len: int, global_batch: int, options: PlanOptions) -> None:
         self.source, self.seq_len, self.global_batch, self.options = source, seq_len, global_batch, options
@@ -50,7 +56,7 @@ class PlanSpace:
     # --- what divides ------------------------------------------------------------------------------------------------
 
     def meshes(self) -> Iterator[tuple[int, int, int, int]]:
-        """(tensor parallel, pipeline parallel, data parallel, sequences of a microbatch)."""
+        """Yields (tensor-parallel, pipeline-parallel, data-parallel degree, sequences of a microbatch)."""
         num_devices, num_layers = self.source.num_devices, len(self.source.kinds)
         most = _MOST_TENSOR_PARALLEL_NODES * self.source.devices_per_node
         for tensor in self.source.tensor_parallel_degrees():
@@ -70,7 +76,7 @@ class PlanSpace:
         return [size for size in sizes if self.options.allows("microbatch_size", size)]
 
     def shapes(self, pipeline: int, num_microbatches: int) -> Iterator[tuple[int, list[str]]]:
-        """Stages per rank, and the schedules that can have as many; of two that are one, the first."""
+        """Yields stages per rank and the schedules that allow them; of two equal schedules only the first."""
         num_layers = len(self.source.kinds)
         for stages in self.options.stages_per_rank or _STAGES_PER_RANK:
             if pipeline * stages > num_layers or (pipeline == 1 and stages > 1):
@@ -98,7 +104,7 @@ class PlanSpace:
         return self._costs[tensor, size]
 
     def cut(self, tensor: int, size: int, pipeline: int, stages_per_rank: int, schedule: str) -> PlacedPartition:
-        """Layers to stages, the slowest rank as fast as can be by the time of whole sequences."""
+        """Returns the partition of layers that makes the slowest rank fastest, by the time of whole sequences."""
         placement = _placement(schedule, pipeline, stages_per_rank)
         key = (tensor, size, placement)
         if key not in self._cuts:
@@ -121,7 +127,7 @@ class PlanSpace:
         return [found[kind, i == 0, i == num_layers - 1] for i, kind in enumerate(self.source.kinds)]
 
     def slices(self, tensor: int, size: int, count: int) -> tuple[int, ...]:
-        """Lengths that take equal time, at multiples that matrix products like."""
+        """Returns slice lengths that take equal time, in multiples that suit matrix products."""
         key = (tensor, size)
         if key not in self._shares:
             self._shares[key] = self._attention_share(tensor, size)
@@ -132,7 +138,7 @@ class PlanSpace:
         return found
 
     def _attention_share(self, tensor: int, size: int) -> float:
-        """A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of the whole and the first half."""
+        """Returns A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of T and T/2 tokens."""
         costs, length = self.costs(tensor, size), min(self.seq_len, self.longest)
         middle = range(len(self.source.kinds) // 2, len(self.source.kinds) // 2 + 1)
         whole, half = (
@@ -153,7 +159,7 @@ class PlanSpace:
         return self._times[key]
 
     def _row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Floats:
-        """F, B, I, W, the all-reduces of F and I, and R of each kind, of one stage; equal stages are computed once."""
+        """The times of one stage: F, B, I, W, the all-reduces in F and I, and each R; equal stages share them."""
         key = (tensor, size, self.kinds_of(layers), slices)
         if key not in self._rows:
             costs = self.costs(tensor, size)
@@ -168,7 +174,7 @@ class PlanSpace:
         return self._rows[key]
 
     def kinds_of(self, layers: range) -> tuple[object, ...]:
-        """Stages for which this is equal cost the same."""
+        """Returns a key that is equal for stages that cost the same."""
         if layers not in self._kinds:
             counts = tuple(sorted(self.source.kinds[layer] for layer in layers))
             self._kinds[layers] = counts, layers.start == 0, layers.stop == len(self.source.kinds)
@@ -211,38 +217,38 @@ class PlanSpace:
     # --- bounds ------------------------------------------------------------------------------------------------------
 
     def bounded(self) -> Iterator[tuple[float, float, Configuration]]:
-        """(bound of the step's seconds, bound of the fullest rank's bytes, configuration) of all that divides."""
+        """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all that divide."""
         for mesh in self.meshes():
             tensor, pipeline, data, size = mesh
             for stages_per_rank, names in self.shapes(pipeline, self.num_microbatches(data, size)):
-                known: dict[tuple[PlacedPartition, int, bool], Bounds] = {}
+                known: dict[tuple[PlacedPartition, int, bool], list[tuple[float, float]]] = {}
                 for name, count in product(names, self.slice_counts(pipeline)):
                     cut = self.cut(tensor, size, pipeline, stages_per_rank, name)
                     key = (cut, count, name in _SPLIT)
                     if key not in known:
-                        known[key] = self._bounds(tensor, data, size, *key)
-                    bounds = known[key]
-                    for way in self._savings(data):
+                        group = self._group(tensor, data, size, *key)
+                        known[key] = [(group.least_seconds(*w), group.least_bytes(*w)) for w in self._savings(data)]
+                    for way, (seconds, size_bound) in zip(self._savings(data), known[key], strict=True):
                         configuration = Configuration(*mesh[:3], stages_per_rank, name, size, count, *way)
-                        yield bounds.seconds(*way), bounds.bytes(*way), configuration
+                        yield seconds, size_bound, configuration
 
-    def _bounds(self, tensor: int, data: int, size: int, cut: PlacedPartition, count: int, splits: bool) -> Bounds:
-        return Bounds(
-            Shared(
-                cut=cut,
-                times=self.times(tensor, size, cut, count),
-                sizes=self.sizes(tensor, size, cut),
-                state=self.source.state,
-                host=self.source.host(),
-                tails={shard: self.tails(tensor, size, cut, data, data if shard else 1) for shard in (True, False)},
-                num_microbatches=self.num_microbatches(data, size),
-                data_parallel=data,
-                splits=splits,
-            )
+    def _group(
+        self, tensor: int, data: int, size: int, cut: PlacedPartition, count: int, splits_all: bool
+    ) -> ConfigurationGroup:
+        return ConfigurationGroup(
+            cut=cut,
+            times=self.times(tensor, size, cut, count),
+            sizes=self.sizes(tensor, size, cut),
+            state=self.source.state,
+            host=self.source.host(),
+            tails={shard: self.tails(tensor, size, cut, data, data if shard else 1) for shard in (True, False)},
+            num_microbatches=self.num_microbatches(data, size),
+            data_parallel=data,
+            splits_all=splits_all,
         )
 
     def _savings(self, data: int) -> list[tuple[str, float, bool]]:
-        """Ways to save memory, those that cost nothing first."""
+        """Returns the ways to save memory as (recompute, offload, shard_optimizer), those that cost nothing first."""
         recomputations = [w for w in self.source.recomputations if self.options.allows("recompute", w)]
         offloads = self.options.offload or ((0.0, 1.0) if self.source.host() else (0.0,))
         shards = [s for s in ((True, False) if data > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
@@ -250,17 +256,17 @@ class PlanSpace:
 
 
 def _check_known(source: CostSource, options: PlanOptions) -> None:
-    """What a source has no times for isn't planned as if it took none."""
+    """Refuses choices whose times the source doesn't know."""
     unknown = [what for what in options.recompute or () if what not in source.recomputations]
     if unknown:
         raise SlipstreamError(
-            f"recompute={unknown[0]!r} can't be predicted for {source.hardware}: its times were not measured. Use "
+            f"recompute={unknown[0]!r} can't be predicted for {source.hardware}: its times weren't measured. Use "
             f"{' or '.join(source.recomputations)}."
         )
     if source.host() is None and any(options.offload or ()):
         raise SlipstreamError(
             f"offload={max(options.offload or ()):g} can't be predicted for {source.hardware}: copies to the host were "
-            "not measured. Leave it at 0, or plan on a described cluster."
+            "not measured. Use 0, or plan on a described cluster."
         )
 
 

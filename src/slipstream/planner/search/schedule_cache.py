@@ -1,4 +1,4 @@
-"""Schedules as a Pipeline runs them, written out once for all the configurations of a search that share them."""
+"""Schedules as a Pipeline runs them, made once for all configurations of a search that share them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEPT = 32  # schedules; a large one takes 30 MB
 
 @dataclass(frozen=True, eq=False)
 class CachedSchedule:
-    """A schedule of compute actions, R, OFFLOAD and RELOAD, and the same as arrays."""
+    """A schedule of compute actions, R, OFFLOAD and RELOAD, also as arrays."""
 
     schedule: Schedule
 
@@ -32,7 +32,7 @@ def cached_schedule(
     recompute: bool = False,
     offload: float = 0.0,
 ) -> CachedSchedule:
-    """A schedule by name, the backwards split that send their result."""
+    """Returns a named schedule whose backwards are split where they send their result to another rank."""
     plain = name, num_ranks, num_microbatches, num_slices, stages_per_rank
     if offload:
         return CachedSchedule(add_offload(cached_schedule(*plain, recompute).schedule, offload))

@@ -1,4 +1,4 @@
-"""One configuration, simulated: its step, where the step's time goes, and what every rank's memory holds."""
+"""One simulated configuration: its step, where the step's time goes, and what every rank's memory holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.simulator.compiled_simulation import OPS
 
 @dataclass(frozen=True)
 class SimulatedConfiguration:
-    """A configuration with its layers and tokens cut, and what its actions cost."""
+    """A configuration with its partition, slices and schedule, and what its actions cost."""
 
     space: PlanSpace
     configuration: Configuration
@@ -47,44 +47,42 @@ class SimulatedConfiguration:
 
     @property
     def schedule(self) -> Schedule:
-        """Compute actions, R, OFFLOAD and RELOAD; backwards split as a Pipeline does."""
+        """Compute actions, R, OFFLOAD and RELOAD, with backwards split as in a Pipeline."""
         return self.cached.schedule
 
     def fits(self) -> bool:
-        """Whether every device and its host have room, with the fewest buffers for messages that may be needed."""
+        """Returns whether all devices and hosts have room, with the fewest message buffers that may be needed."""
         host = self.space.source.host()
-        return max(self.peaks()) <= self.space.memory and (host is None or max(self._away) <= host.capacity)
+        most_on_host = max(on_host for _, on_host in self._most_bytes)
+        return max(self.peaks()) <= self.space.memory and (host is None or most_on_host <= host.capacity)
 
     def peaks(self) -> list[float]:
-        """Bytes of every rank, at least: how many buffers messages need, only the lowered schedule tells."""
+        """Returns a lower bound of each rank's bytes; only the lowered schedule says how many buffers messages need."""
         messages = least_messages(self.cached.arrays, self.table.message_bytes)
-        return [peak + buffers for (peak, _), buffers in zip(self._held, messages, strict=True)]
-
-    @property
-    def _away(self) -> list[float]:
-        return [away for _, away in self._held]
+        return [peak + buffers for (peak, _), buffers in zip(self._most_bytes, messages, strict=True)]
 
     @cached_property
-    def _held(self) -> list[tuple[float, float]]:
+    def _most_bytes(self) -> list[tuple[float, float]]:
         return [quick_peaks(row, self.schedule, self.table) for row in self.schedule.actions]
 
     @cached_property
     def run(self) -> tuple[Floats, Floats]:
-        """When each of its actions ends, and how long it takes."""
+        """When each action ends, and how long it takes, in seconds."""
         return self.cached.arrays.ends(self.cost)
 
     def step_seconds(self) -> float:
+        """Returns the seconds of the step, optimizer included."""
         return _step(self)[0]
 
 
 def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
-    """A quick test that only what is too large fails, messages and the gradients of keys and values aside."""
+    """Returns False only if a configuration is too large, even without messages and gradients of keys and values."""
     c, state = configuration, space.source.state
     cut = space.cut(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank, c.schedule)
     slices = np.array(space.slices(c.tensor_parallel, c.microbatch_size, c.num_slices)) / space.seq_len
     sizes = space.sizes(c.tensor_parallel, c.microbatch_size, cut)
     per_parameter = state.weights + state.optimizer / c.optimizer_shards
-    held = MemoryBound(
+    bound = MemoryBound(
         whole=np.outer(sizes.of_stages["none"], slices),
         kept=np.outer(sizes.of_stages[c.recompute], slices),
         context=sizes.context_of_stages,
@@ -92,11 +90,11 @@ def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
         offloads=bool(c.offload),
     )
     counts = (space.num_microbatches(c.data_parallel, c.microbatch_size), c.num_slices)
-    peaks = held.peaks(c.schedule, cut, *counts)
+    peaks = bound.peaks(c.schedule, cut, *counts)
     if (peaks + per_parameter * sizes.parameters).max() > space.memory:
         return False
     host = space.source.host()
-    return c.offload < 1 or host is None or held.away(c.schedule, cut, *counts) <= host.capacity
+    return c.offload < 1 or host is None or bound.away(c.schedule, cut, *counts) <= host.capacity
 
 
 def _seconds(times: StageTimes, recompute: str) -> dict[tuple[int, int, Op], float]:
@@ -107,7 +105,7 @@ def _seconds(times: StageTimes, recompute: str) -> dict[tuple[int, int, Op], flo
 
 
 def predict(candidate: SimulatedConfiguration) -> Prediction:
-    """What the configuration does, from its simulation, with all that its ranks hold."""
+    """Returns the configuration's step, its causes, and what all ranks hold at their peaks."""
     space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
     step, causes = _step(candidate)
     ends, seconds = candidate.run
@@ -130,7 +128,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
 
 
 def _step(candidate: SimulatedConfiguration) -> tuple[float, dict[str, float]]:
-    """Seconds of the step, optimizer included, and where they go on the rank that ends last."""
+    """The seconds of the step, optimizer included, and where they go on the rank that ends last."""
     c = candidate.configuration
     tails = candidate.space.tails(
         c.tensor_parallel, c.microbatch_size, candidate.cut, c.data_parallel, c.optimizer_shards
@@ -144,13 +142,13 @@ def _step(candidate: SimulatedConfiguration) -> tuple[float, dict[str, float]]:
 
 def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
     during = dict(memory.worst.during)
-    if during[MemoryKind.WORKSPACE] < 0:  # activations that go while gradients are made
-        during[MemoryKind.ACTIVATIONS] += during.pop(MemoryKind.WORKSPACE)
+    def _most_bytes(self) -> list[tuple[float, float]]:
+        return [quick_peaks(row, self.schedule, self.table) for row in self.schedule.actions]
     return {kind: size for kind, size in during.items() if size}
 
 
 def _causes(candidate: SimulatedConfiguration, rank: int, end: float) -> dict[str, float]:
-    """Where one rank's time until its last action goes."""
+    """Where one rank's time goes until its last action ends."""
     arrays = candidate.cached.arrays
     here = slice(*arrays.firsts[rank : rank + 2])
     op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], candidate.run[1][here]
@@ -167,7 +165,7 @@ def _causes(candidate: SimulatedConfiguration, rank: int, end: float) -> dict[st
 def _with_host(
     candidate: SimulatedConfiguration, step: float, causes: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """The step is no shorter than the way of all that is offloaded, to the host and back at the same time."""
+    """The step takes at least as long as the copies to the host; those back run at the same time."""
     host, c = candidate.space.source.host(), candidate.configuration
     if not c.offload or host is None:
         return step, dict(causes)

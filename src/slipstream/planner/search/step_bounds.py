@@ -1,4 +1,4 @@
-"""How fast and how small a configuration can be at best: bounds that no simulation beats."""
+"""Lower bounds of a configuration's step time and memory, which no simulation beats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.schedule import Op
 
 @dataclass(frozen=True, eq=False)
 class PlacedPartition:
-    """Layers and their ranks."""
+    """The layers of each stage, and the rank that holds it."""
 
     placement: tuple[int, ...]
     partition: tuple[int, ...]
@@ -31,27 +31,27 @@ class PlacedPartition:
 
     @cached_property
     def firsts(self) -> list[int]:
-        """The first stage of every rank."""
+        """The first stage on each rank."""
         return [self.placement.index(rank) for rank in range(self.num_ranks)]
 
     @cached_property
     def sends_back(self) -> Flags:
-        """Of every stage, whether the one before is on another rank."""
+        """Whether each stage's predecessor is on another rank, to which its input gradient is sent."""
         return np.array([False, *(a != b for a, b in pairwise(self.placement))])
 
     def per_rank(self, values: Sequence[float] | Floats) -> Floats:
-        """Sums over the stages of each rank."""
+        """Returns the sum over the stages of each rank."""
         return np.bincount(self.placement, values, self.num_ranks).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class RankSizes:
-    """Of every rank: its parameters, and the bytes of one microbatch's keys and values and of what its F leave."""
+    """The parameters of each rank, and the bytes of one microbatch's keys and values and of what its F keep."""
 
     parameters: Floats
     context: Floats
     kept: dict[str, Floats]  # by kind of recomputation
-    largest: Floats  # of the largest of the rank's stages, where nothing is recomputed
+    largest: Floats  # without recomputation, of the rank's largest stage
     of_stages: dict[str, Floats]  # `kept`, per stage
     context_of_stages: Floats
     parameters_of_stages: Floats
@@ -59,22 +59,22 @@ class RankSizes:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of each (stage, slice)."""
+    """The seconds of each (stage, slice)."""
 
     forward: Floats
-    backward: Floats  # in one; not always as long as its two halves together
+    backward: Floats  # in one, which may differ from the sum of its two halves
     input_gradient: Floats
     weight_gradient: Floats
     replay: dict[str, Floats]  # by kind of recomputation
-    reduce: dict[Op, Floats]  # what of F and I are all-reduces between tensor-parallel ranks
+    reduce: dict[Op, Floats]  # the part of F and of I that is all-reduces between tensor-parallel ranks
     slices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TailSeconds:
-    """Of every rank, seconds after its last action."""
+    """The seconds that each rank spends after its last action."""
 
-    gradients: Floats  # their reduction between the replicas
+    gradients: Floats  # reducing gradients between the replicas
     optimizer: Floats
 
     @cached_property
@@ -82,9 +82,12 @@ class TailSeconds:
         return self.gradients + self.optimizer
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What the configurations share that differ only in how they save memory."""
+@dataclass(frozen=True, eq=False)
+class ConfigurationGroup:
+    """The configurations that differ only in how they save memory, and the bounds of each.
+
+    That no simulation beats the bounds is tested (`test_no_simulation_beats_a_bound`).
+    """
 
     cut: PlacedPartition
     times: StageTimes
@@ -94,74 +97,64 @@ class Shared:
     tails: dict[bool, TailSeconds]  # by whether the optimizer is sharded
     num_microbatches: int
     data_parallel: int
-    splits: bool  # whether all backwards are I and W; else those that send their result to another rank are
+    splits_all: bool  # whether all backwards are I and W, or only those that send their result to another rank
 
+    def least_seconds(self, recompute: str, offload: float, shard: bool) -> float:
+        """Returns a lower bound of the step.
 
-class Bounds:
-    """Of the configurations that share all that; each bound is computed once."""
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._seconds: dict[tuple[str, float, bool], float] = {}
-        self._bytes: dict[tuple[str, float, bool], float] = {}
-        self._ends: dict[str, Floats] = {}  # by kind of recomputation
-
-    def seconds(self, recompute: str, offload: float, shard: bool) -> float:
-        """The longest of the ranks' times: what must come before their first stage's first forward, their work, what
-        must follow their first stage's last backward, and the optimizer; or the way to the host and back, if longer.
-
-        Where a backward is split, what follows overlaps with weight gradients that come late: the larger counts.
+        It is the longest of the ranks' times: what precedes their first stage's first forward, their work, what follows
+        their first stage's last backward, and the optimizer; or the copies to the host and back, if longer. Where a
+        backward is split, what follows overlaps with late weight gradients: the larger counts.
         """
-        key = recompute, offload, shard
-        if key not in self._seconds:
-            if recompute not in self._ends:
-                self._ends[recompute] = self._ranks_end(recompute)
-            ends = float((self._ends[recompute] + self._shared.tails[shard].total).max())
-            self._seconds[key] = max(ends, self._copied(recompute, offload))
-        return self._seconds[key]
+        ends = float((self._last_action_ends(recompute) + self.tails[shard].total).max())
+        return max(ends, self._copy_seconds(recompute, offload))
 
-    def _ranks_end(self, recompute: str) -> Floats:
-        """Of every rank, its last action at the soonest."""
-        times, cut = self._shared.times, self._shared.cut
+    def _last_action_ends(self, recompute: str) -> Floats:
+        """The earliest end of each rank's last action."""
+        if recompute in self._ends:
+            return self._ends[recompute]
+        times, cut = self.times, self.cut
         replay = times.replay[recompute].copy()
-        replay[-1, -1] = 0  # its backward may follow its forward at once, and then nothing is recomputed
-        split = (self._shared.splits | cut.sends_back)[:, None]
+        replay[-1, -1] = 0  # not recomputed where its backward directly follows its forward
+        split = (self.splits_all | cut.sends_back)[:, None]
         whole = np.where(split, times.input_gradient + times.weight_gradient, times.backward)
         back = np.where(split, times.input_gradient, times.backward)
-        before, after = _before(times.forward[:, 0]), _before(back[:, 0])
-        must, everything = (
-            cut.per_rank((times.forward + replay + each).sum(axis=1)) * self._shared.num_microbatches
-            for each in (back, whole)
+        before, after = _sums_before(times.forward[:, 0]), _sums_before(back[:, 0])
+        critical, everything = (
+            cut.per_rank((times.forward + replay + each).sum(axis=1)) * self.num_microbatches for each in (back, whole)
         )
-        return before[cut.firsts] + np.maximum(must + after[cut.firsts], everything)
+        self._ends[recompute] = before[cut.firsts] + np.maximum(critical + after[cut.firsts], everything)
+        return self._ends[recompute]
 
-    def _copied(self, recompute: str, offload: float) -> float:
-        """Seconds of a rank's copies to the host; a slice or two of a microbatch may find no time to be away."""
-        num_slices = len(self._shared.times.slices)
-        if not offload or self._shared.host is None or num_slices < 3:
+    @cached_property
+    def _ends(self) -> dict[str, Floats]:
+        return {}
+
+    def _copy_seconds(self, recompute: str, offload: float) -> float:
+        """The seconds of a rank's copies to the host; one or two slices of a microbatch may stay on the device."""
+        num_slices = len(self.times.slices)
+        if not offload or self.host is None or num_slices < 3:
             return 0.0
-        sent = offload * self._shared.num_microbatches * self._shared.sizes.kept[recompute].min()
-        return float(sent * (1 - 2 / num_slices) / self._shared.host.bandwidth)
+        sent = offload * self.num_microbatches * self.sizes.kept[recompute].min()
+        return float(sent * (1 - 2 / num_slices) / self.host.bandwidth)
 
-    def bytes(self, recompute: str, offload: float, shard: bool) -> float:
-        """Of the fullest rank: state, and one microbatch, which at its turn every rank holds whole or on its host.
+    def least_bytes(self, recompute: str, offload: float, shard: bool) -> float:
+        """Returns a lower bound of the fullest rank's bytes: its state and one microbatch.
 
-        At the first microbatch's turn there are no gradients yet.
+        Between its forwards and its backwards every rank holds a microbatch whole, on the device or on its host. For
+        the first microbatch there are no gradients yet.
         """
-        key = recompute, offload, shard
-        if key not in self._bytes:
-            sizes, state = self._shared.sizes, self._shared.state
-            per_parameter = state.weights + (state.gradients if self._shared.num_microbatches > 1 else 0)
-            per_parameter += state.optimizer / (self._shared.data_parallel if shard else 1)
-            # a backward has all of its slice's activations, whatever was dropped or away before
-            slices = self._shared.times.slices
-            at_once = sizes.largest * max(slices) / sum(slices)
-            if not offload:
-                at_once = np.maximum(at_once, sizes.kept[recompute])
-            self._bytes[key] = float((per_parameter * sizes.parameters + sizes.context + at_once).max())
-        return self._bytes[key]
+        sizes, state = self.sizes, self.state
+        per_parameter = state.weights + (state.gradients if self.num_microbatches > 1 else 0)
+        per_parameter += state.optimizer / (self.data_parallel if shard else 1)
+        # a backward has all of its slice's activations, whatever was dropped or offloaded before
+        slices = self.times.slices
+        activations = sizes.largest * max(slices) / sum(slices)
+        if not offload:
+            activations = np.maximum(activations, sizes.kept[recompute])
+        return float((per_parameter * sizes.parameters + sizes.context + activations).max())
 
 
-def _before(seconds: Floats) -> Floats:
-    """The sum of all entries before each."""
+def _sums_before(seconds: Floats) -> Floats:
+    """Returns the sum of all entries before each."""
     return np.concatenate([[0.0], np.cumsum(seconds)[:-1]])

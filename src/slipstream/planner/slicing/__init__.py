@@ -1,4 +1,4 @@
-"""Where to cut a sequence into token slices (TeraPipe, sections 3.3 and 3.4)."""
+"""Finds where to cut a sequence into token slices (TeraPipe, sections 3.3 and 3.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch and tokens cut jointly: how many sequences go together, and where their tokens are cut (TeraPipe 3.4)."""
+"""Batch and tokens sliced together: the sequences of each microbatch, and its slices (TeraPipe section 3.4)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BatchTime = Callable[[int, Any, Any], Any]  # (num_sequences, slice_length, cont
 
 @dataclass(frozen=True)
 class SlicedMicrobatch:
-    """Some sequences that go through the pipeline together, in slices of these lengths."""
+    """Sequences that go through the pipeline together, in slices of these lengths."""
 
     num_sequences: int
     slices: tuple[int, ...]
@@ -26,17 +26,17 @@ class SlicedMicrobatch:
 
 @dataclass(frozen=True)
 class BatchSlicing:
-    """The microbatches, largest first, and the seconds they are predicted to take."""
+    """The microbatches, largest first, and the seconds that they are predicted to take."""
 
     microbatches: tuple[SlicedMicrobatch, ...]
     latency: float
 
 
 def split_batch(latencies: Sequence[float], batch: int) -> list[int]:
-    """b_1 + ... + b_D = batch with the least sum of latencies, largest first: the knapsack of TeraPipe's section 3.4.
+    """Returns b_1 + ... + b_D = B with the least sum of latencies, largest first: TeraPipe's knapsack (section 3.4).
 
     Args:
-        latencies: of microbatches of 1, 2, ... sequences; infinite where one is not allowed.
+        latencies: seconds of microbatches of 1, 2, ... sequences; infinite where one is not allowed.
         batch: B sequences.
     """
     if batch < 1 or not latencies:
@@ -66,20 +66,19 @@ def slice_batch(
     *,
     max_sequences: int | None = None,
 ) -> BatchSlicing:
-    """The microbatches and slices with the least latency, exactly, all of them one behind the other in the pipeline.
+    """Returns the microbatches and slices with the least latency, exactly, for microbatches that follow each other.
 
-    The pipeline fills once, so the latency is the sum of all slice times plus (K-1) times the slowest of all. What
-    is cut best depends on what the others allow the slowest to be: for every limit on it the least sums are
-    knapsacked, and the limits are searched as in `slice_tokens`.
+    The pipeline fills once, so the latency is the sum of all slice times plus (K-1) times the slowest of all. For
+    every limit on the slowest, a knapsack combines the least sums, and the limits are searched as in `slice_tokens`.
 
     Args:
-        t: the seconds of a slice of so many sequences on one stage, (num_sequences, slice_length, context_length) ->
-            seconds; the lengths come as integer arrays where it takes them.
+        t: the time of a slice on one stage, (num_sequences, slice_length, context_length) -> seconds, called with
+            integer arrays of lengths if it takes them.
         batch: B sequences, each of `length` tokens.
         num_stages: K.
         granularity: slices begin at multiples of this many tokens.
         min_slice: tokens every slice has at least.
-        max_sequences: of one microbatch; `batch` if not given.
+        max_sequences: sequences per microbatch, at most. Default: `batch`.
     """
     check_counts(num_stages)
     tables = [time_table([time], length, granularity, min_slice) for time in _times(t, batch, max_sequences)]
@@ -104,9 +103,9 @@ def slice_batch_with_flushes(
     *,
     max_sequences: int | None = None,
 ) -> BatchSlicing:
-    """As `slice_batch`, but the pipeline drains before the next microbatch: the sum of T_b of TeraPipe's section 3.4.
+    """Like `slice_batch`, but the pipeline drains before the next microbatch: TeraPipe's sum of T_b, section 3.4.
 
-    That is what memory for one microbatch at a time forces (appendix A); it also bounds `slice_batch` from above.
+    Memory for only one microbatch at a time forces this (appendix A). It is an upper bound of `slice_batch`.
     """
     slicings: list[Slicing] = [
         slice_tokens(time, length, num_stages, granularity, min_slice) for time in _times(t, batch, max_sequences)

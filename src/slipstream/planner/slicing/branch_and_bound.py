@@ -1,4 +1,4 @@
-"""The least sum plus weighted maxima, exactly: TeraPipe's Eq. 6 without trying every maximum."""
+"""The exact minimum of a sum plus weighted maxima: TeraPipe's Eq. 6 without trying every maximum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Solution(Protocol):
-    """The best there is under some limits."""
+    """The best solution under some limits on its maxima."""
 
     @property
     def total(self) -> float:
@@ -19,11 +19,11 @@ class Solution(Protocol):
 
     @property
     def maxima(self) -> tuple[float, ...]:
-        """Of this solution, at most the limits."""
+        """The maxima of this solution, at most the limits."""
 
     @property
     def above(self) -> tuple[float, ...]:
-        """The smallest values over the limits: lower limits than these allow nothing more."""
+        """The smallest values over the limits: limits below these allow no other solution."""
 
 
 S = TypeVar("S", bound=Solution)
@@ -41,11 +41,11 @@ class _Box(Generic[S]):
 
 
 def minimize(solve: Callable[[tuple[float, ...]], S], lower: tuple[float, ...], weight: float) -> S:
-    """The solution with the least total + weight · (sum of its maxima).
+    """Returns the solution with the least total + weight · (sum of its maxima).
 
     A box of solutions, with maxima of at least `lower` and at most `limits`, costs solve(limits).total + weight ·
     sum(lower) or more. The solution found there costs more than that only by the gap between `lower` and its own
-    maxima. So the box with the least bound is cut in two inside its widest gap: the lower part is solved anew, the
+    maxima. So the box with the least bound is cut in two inside its widest gap: the lower part is solved again, the
     upper part keeps its solution and its `lower` rises to the next value there is. It ends when no bound is below the
     best cost. No maximum is skipped, so there is no ε (TeraPipe, section 3.3).
 

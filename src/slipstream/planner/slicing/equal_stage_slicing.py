@@ -1,4 +1,4 @@
-"""Where to cut a sequence: the exact optimum of TeraPipe's Eq. 5, for any number of stages and microbatches."""
+"""Slices for equal stages: the exact optimum of TeraPipe's Eq. 5, for any number of stages and microbatches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.planner.slicing.time_table import SliceTime, TimeTable, time_tab
 
 @dataclass(frozen=True)
 class Slicing:
-    """Slice lengths in tokens, first to last, and the seconds they are predicted to take."""
+    """Slice lengths in tokens, first to last, and the seconds that they are predicted to take."""
 
     slices: tuple[int, ...]
     latency: float
@@ -21,14 +21,14 @@ class Slicing:
 
 @dataclass(frozen=True)
 class SlicingTradeoff:
-    """A slicing of which no other has both a smaller sum of times and a faster slowest slice."""
+    """A slicing: no other one has both a smaller sum of times and a faster slowest slice."""
 
     slices: tuple[int, ...]
     total: float
     slowest: float
 
     def latency(self, num_stages: int, num_microbatches: int = 1) -> float:
-        """Seconds of that many equal microbatches, one behind the other."""
+        """Returns the seconds of so many equal microbatches that follow each other."""
         return num_microbatches * self.total + (num_stages - 1) * self.slowest
 
 
@@ -42,26 +42,26 @@ def slice_tokens(
     backward: SliceTime | None = None,
     num_microbatches: int = 1,
 ) -> Slicing:
-    """The slices with the least latency on equal stages, exactly: TeraPipe's Eq. 5 without its ε.
+    """Returns the slices with the least latency on equal stages: TeraPipe's Eq. 5, exactly, without its ε.
 
     The latency is sum(t) + (K-1)·max(t) for K stages. With `backward` = b it is that of all forwards, then all
     backwards: sum(t) + sum(b) + (K-1)·(max(t) + max(b)), where the slowest slices may be different ones; the paper's
-    t = forward + backward never exceeds that. Of M equal microbatches, one behind the other, the sums count M times
-    and the maxima once.
+    t = forward + backward never exceeds that. For M equal microbatches that follow each other, the sums count M
+    times and the maxima once.
 
     Args:
-        t: the seconds a slice takes on one stage, its message included: a function (slice_length, context_length) ->
-            seconds, called with integer arrays where it takes them, or a table whose entry [i, j] is for
-            i·granularity tokens after j·granularity. Infinite where a slice is not allowed.
+        t: the time of a slice on one stage, its message included: a function (slice_length, context_length) ->
+            seconds, called with integer arrays if it takes them, or a table whose entry [i, j] is for i·granularity
+            tokens after j·granularity. Infinite where a slice is not allowed.
         length: tokens of the sequence.
         num_stages: K.
         granularity: slices begin at multiples of this many tokens.
         min_slice: tokens every slice has at least, the last one too.
-        backward: like t, if the backward is to have a maximum of its own.
+        backward: the time of a backward, like t, if it is to count with a separate maximum.
         num_microbatches: M.
 
     Raises:
-        SlipstreamError: numbers or times that make no sense, or no slicing that is allowed.
+        SlipstreamError: for numbers or times that are impossible, or if no slicing is allowed.
     """
     check_counts(num_stages, num_microbatches)
     table = time_table([t] if backward is None else [t, backward], length, granularity, min_slice)
@@ -87,17 +87,17 @@ def check_allowed(path: CutPath, length: int) -> None:
 def slicing_frontier(
     t: SliceTime, length: int, granularity: int = 1, min_slice: int | None = None, *, slowest: float = inf
 ) -> list[SlicingTradeoff]:
-    """Every trade between the sum of times and the slowest slice that is worth making, the least sum first.
+    """Returns all slicings that no other beats in both the sum of times and the slowest slice, the least sum first.
 
     The best slicing for any number of stages and microbatches is among them: min(f.latency(K, M) for f in frontier).
-    Args are those of `slice_tokens`; only slicings with slices of at most `slowest` seconds are listed.
+    The arguments are those of `slice_tokens`; only slicings whose slices take at most `slowest` seconds are returned.
     """
     table = time_table([t], length, granularity, min_slice)
     check_allowed(shortest_path(table, (inf,)), length)
     frontier: list[SlicingTradeoff] = []
     while (path := shortest_path(table, (slowest,))).total < inf:
         if frontier and frontier[-1].total == path.total:
-            frontier.pop()  # as little in all, and a faster slowest slice
+            frontier.pop()  # an equal sum, and a faster slowest slice
         frontier.append(_tradeoff(path, table))
         slowest = nextafter(path.maxima[0], -inf)
     return frontier

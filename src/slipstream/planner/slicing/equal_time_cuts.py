@@ -1,4 +1,4 @@
-"""Slices that take equal time, in closed form: where the search for a schedule's slices starts."""
+"""Slices that take equal time, in closed form."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from slipstream.errors import SlipstreamError
 
 
 def equal_time_cuts(num_slices: int, attention_share: float) -> list[float]:
-    """Where slices 1, 2, ... begin, as fractions of the sequence, so that all take equal time.
+    """Returns where slices 1, 2, ... begin, as fractions of the sequence, so that all take equal time.
 
-    Where attention has a share A of the whole sequence's time, the first x of it take (1-A)x + Ax²; the i-th of s
-    cuts solves that for i/s. With A = 0 the slices have equal lengths.
+    If attention takes a share A of the whole sequence's time, the first fraction x of it takes (1-A)x + Ax²; the i-th
+    of s cuts solves this for i/s. With A = 0 the slices have equal lengths.
     """
     if not 0 <= attention_share <= 1:
-        raise SlipstreamError(f"attention_share={attention_share}: a fraction of the time, 0 to 1.")
+        raise SlipstreamError(f"attention_share={attention_share}: give a fraction of the time, 0 to 1.")
     linear, square = 1 - attention_share, attention_share
     shares = [i / num_slices for i in range(1, num_slices)]
-    # the root in the denominator: nothing cancels, and A = 0 needs no case of its own
+    # with the root in the denominator nothing cancels, and A = 0 isn't a special case
     return [2 * share / (linear + sqrt(linear**2 + 4 * square * share)) for share in shares]
 
 
 def equal_time_slices(length: int, num_slices: int, attention_share: float, granularity: int = 1) -> tuple[int, ...]:
-    """Slice lengths in tokens for `equal_time_cuts`, each cut at the nearest multiple of `granularity`, none empty.
+    """Returns slice lengths in tokens that take equal time, cut at multiples of `granularity`, none of them empty.
 
-    Raises SlipstreamError if there are fewer multiples than slices.
+    Raises:
+        SlipstreamError: if there are fewer multiples than slices.
     """
     units = -(-length // granularity)
     if not 1 <= num_slices <= units:

@@ -1,4 +1,4 @@
-"""Where to cut a sequence for any schedule: equal-time cuts, then local search, every candidate simulated."""
+"""Slices for any schedule: equal-time cuts, then local search with the simulator."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slipstream.simulator import CostModel, simulate
 
 ScheduleForSlices = Callable[[tuple[int, ...]], tuple[Schedule, CostModel]]
 
-_SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)  # of attention, for the cuts to start from
-_STARTS = 3  # counts of slices that are improved
+_SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)  # attention's share of the time, for the first cuts
+_STARTS = 3  # how many counts of slices are improved
 
 
 def slice_for_schedule(
@@ -26,12 +26,12 @@ def slice_for_schedule(
     max_slices: int = 16,
     max_simulations: int = 1500,
 ) -> Slicing:
-    """The slices with the shortest simulated step that a local search finds, for any schedule and any costs.
+    """Returns the slices with the shortest simulated step that a local search finds, for any schedule and costs.
 
-    For each count of slices the start is the best of some equal-time cuts (`equal_time_slices`). From the best counts
-    on, tokens move from one slice to another, in large portions first; slices are halved and joined. That is a
-    heuristic: the result is at least as good as every start and no single such change improves it, unless
-    `max_simulations` ended the search.
+    For each count of slices the search starts from the best of some equal-time cuts. From the best counts, it moves
+    tokens from one slice to another, large portions first, and halves and joins slices. This is a heuristic: the result
+    is at least as good as every start, and no single such change improves it, unless `max_simulations` ended the
+    search.
 
     Args:
         candidate: slice lengths -> the schedule for that many slices and its costs (see `schedule_costs`). Only the
@@ -40,7 +40,7 @@ def slice_for_schedule(
         granularity: slices begin at multiples of this many tokens.
         min_slice: tokens every slice has at least.
         max_slices: the largest count tried.
-        max_simulations: a simulation takes milliseconds in proportion to the schedule's actions.
+        max_simulations: simulations, at most; each takes milliseconds, in proportion to the schedule's actions.
     """
     search = _SliceSearch(candidate, length, granularity, min_slice or 1, max_slices, max_simulations)
     if not search.allowed((length,)):
@@ -72,7 +72,7 @@ class _SliceSearch:
         self.best: tuple[int, ...] = ()
 
     def seconds(self, slices: tuple[int, ...]) -> float:
-        """The simulated step; infinite once the simulations are used up."""
+        """Returns the seconds of the simulated step; infinite once the simulations are used up."""
         if slices not in self.known:
             if len(self.known) >= self.max_simulations:
                 return inf
@@ -85,7 +85,7 @@ class _SliceSearch:
         return min(*slices, self.granularity, self.max_slices - len(slices) + 1) >= 1 and min(slices) >= self.min_slice
 
     def starts(self) -> Iterator[tuple[int, ...]]:
-        """The best equal-time cuts of each count."""
+        """Yields the best equal-time cuts of each count."""
         units = -(-self.length // self.granularity)
         for count in range(1, min(self.max_slices, units) + 1):
             cuts = {equal_time_slices(self.length, count, share, self.granularity): None for share in _SHARES}
@@ -93,7 +93,7 @@ class _SliceSearch:
                 yield min(candidates, key=self.seconds)
 
     def descend(self, slices: tuple[int, ...]) -> None:
-        """Change the slices as long as that helps, in ever smaller portions."""
+        """Changes the slices as long as that helps, in ever smaller portions."""
         portion = self.granularity * max(1, self.length // (4 * self.granularity * len(slices)))
         while True:
             better = self._first_better(slices, portion)
@@ -110,7 +110,7 @@ class _SliceSearch:
         return next((changed for changed in changes if self.seconds(changed) < now), None)
 
     def _changes(self, slices: tuple[int, ...], portion: int) -> Iterable[tuple[int, ...]]:
-        """A portion moves to a neighbour, then further; then slices are halved or joined."""
+        """Yields the slices with a portion moved to a neighbour, then farther; then with slices halved or joined."""
         count = len(slices)
         for distance in range(1, count):
             for giver in range(count):

@@ -1,4 +1,4 @@
-"""The least sum of slice times when no slice may be slower than a limit: TeraPipe's Eq. 7, with and without Numba."""
+"""The least sum of slice times if no slice may be slower than a limit: TeraPipe's Eq. 7, with and without Numba."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import numpy as np
 from slipstream.array_types import Floats, Ints
 from slipstream.planner.slicing.time_table import TimeTable
 
-NUMBA_PAYS_FROM = 200  # cuts: below, NumPy is done before Numba is imported
+NUMBA_PAYS_FROM = 200  # cuts; with fewer, NumPy is done before Numba is imported
 
-# (times, floors, weight, limits) -> per cut the least sum and the cut before it; per time `above` and `maxima`
+# (times, floors, weight, limits) -> least sum and previous cut of each cut; `above` and `maxima` of each time
 PathSearch = Callable[[Floats, Floats, Floats, Floats], tuple[Floats, Ints, Floats, Floats]]
 
 
 class CutPath(NamedTuple):
-    """The best cuts under the limits; `total` is infinite where none keep to them."""
+    """The best cuts under the limits; `total` is infinite where there are none."""
 
     total: float
-    maxima: tuple[float, ...]  # the slowest slice, in each of the times that are limited
-    above: tuple[float, ...]  # per time the smallest entry over its limit: the next limit that allows more
-    previous: Ints  # per cut the one before it
+    maxima: tuple[float, ...]  # the slowest slice in each of the limited times
+    above: tuple[float, ...]  # of each time the smallest entry over its limit: the next limit that allows more
+    previous: Ints  # the cut before each cut
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """0, ..., n, or nothing where no cuts keep to the limits."""
+        """The cuts 0, ..., n; empty where the limits allow none."""
         return tuple(_backwards(self.previous))[::-1] if self.total < inf else ()
 
 
 def shortest_path(table: TimeTable, limits: tuple[float, ...], search: PathSearch | None = None) -> CutPath:
-    """Cut the sequence so that the sum of times is least and no slice takes more than the limits (one for each time).
+    """Returns the cuts with the least sum of times whose slices keep to the limits, one for each time.
 
     Among equal sums, each cut takes the longest slice before it, so that both searches give the same cuts.
     """
@@ -53,7 +53,7 @@ def _backwards(previous: Ints) -> list[int]:
 
 
 def search_numpy(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> tuple[Floats, Ints, Floats, Floats]:
-    """Every cut looks back at all earlier ones at once: the inner line of the paper's Algorithm 1."""
+    """Searches with NumPy, for every cut over all earlier ones together: the inner line of the paper's Algorithm 1."""
     over = times > limits[:, None, None]
     above = np.where(over, times, inf).min(axis=(1, 2))
     allowed = np.where(over.any(axis=0), inf, weight)
@@ -73,7 +73,7 @@ def search_numpy(times: Floats, floors: Floats, weight: Floats, limits: Floats) 
 
 @cache
 def search_compiled() -> PathSearch:
-    """The same as machine code, or `search_numpy` where Numba can't be imported."""
+    """Returns the search compiled by Numba, or `search_numpy` where Numba can't be imported."""
     try:
         from slipstream.planner.slicing.shortest_path_compiled import search
     except ImportError:

@@ -1,4 +1,4 @@
-"""The search of `shortest_path` as machine code; it imports Numba, so it is loaded where that pays."""
+"""The search of `shortest_path` compiled by Numba, whose import takes a while: loaded only where it pays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.simulator.numba_jit import compiled
 
 @compiled
 def search(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> tuple[Floats, Ints, Floats, Floats]:
-    """The same as `search_numpy`, looking only at slices that start late enough to keep to the limits."""
+    """Searches as `search_numpy` does, but only slices that start late enough to keep to the limits."""
     n = len(weight) - 1
     best = np.full(n + 1, np.inf)
     best[0] = 0
@@ -18,9 +18,9 @@ def search(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> tup
     above = np.full(len(times), np.inf)
     within = np.zeros(len(times), np.int64)  # the first start that keeps to each limit
     for end in range(1, n + 1):
-        first = 0  # slices that start before it are all over a limit
+        first = 0  # all slices that start before it are over a limit
         for d in range(len(times)):
-            own = within[d]  # mostly near the one before; `floors` falls, so a step or two finds it
+            own = within[d]  # usually near the previous one; `floors` falls, so a step or two finds it
             while own < end and floors[d, end, own] > limits[d]:
                 own += 1
             while own > 0 and floors[d, end, own - 1] <= limits[d]:

@@ -1,4 +1,4 @@
-"""What the actions of a pipeline cost on slices of given lengths, for `slipstream.simulate`."""
+"""The costs of a pipeline's actions on slices of given lengths, for `slipstream.simulate`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def schedule_costs(
     latency: float = 0,
     bandwidth: float | None = None,
 ) -> TableCost:
-    """What the schedule's actions cost on slices of these lengths, plain causal attention.
+    """Returns the costs of a schedule's actions on slices of these lengths under plain causal attention.
 
     Args:
-        schedule: with as many slices as there are lengths.
+        schedule: a schedule with as many slices as there are lengths.
         slices: tokens, first to last.
-        time: (stage, op, slice_length, context_length) -> seconds, asked for the ops F, B, I, W, R that occur.
-        bytes_per_token: of a message from stage to stage.
-        latency: of a message, in seconds.
-        bandwidth: in bytes per second; None: messages take `latency` only.
+        time: (stage, op, slice_length, context_length) -> seconds, called for each of F, B, I, W, R in the schedule.
+        bytes_per_token: bytes of a message between stages, per token.
+        latency: seconds of a message, however short.
+        bandwidth: bytes per second; None: messages take only `latency`.
     """
     contexts = list(accumulate(slices, initial=0))
     actions = (action for row in schedule.actions for action in row)
@@ -49,27 +49,27 @@ def layer_sequence_costs(
     overhead: float = 0.0,
     backward: float = 2.0,
 ) -> TableCost:
-    """For `simulate`, from what each layer's forward of a microbatch costs.
+    """Returns the costs of a sequence of layers whose tokens are sliced at the layer CutTokens.
 
-    A layer after `cut` takes of it each slice's share of the tokens; those before run with slice 0 alone:
+    A layer after `cut` takes its time in proportion to the slice's tokens; the layers before run with slice 0 alone:
 
         slice 0   |  encoder  | decoder |        slice 1, 2, ...   | decoder |
 
     Args:
-        costs: of every layer, in seconds.
+        costs: seconds of every layer's forward of a microbatch.
         stages: the number of layers of each stage.
         cut: the number of the layer CutTokens.
         slices: the tokens of each slice.
-        overhead: seconds that a stage's forward of a slice takes besides, where it has anything to do.
-        backward: how many forwards a backward takes; half of it is the input's gradient.
+        overhead: additional seconds of a stage's forward of a slice, if it computes anything.
+        backward: the time of a backward in forwards; half of it is the input gradient.
 
     Raises:
-        SlipstreamError: where the stages are of another number of layers, or there is no layer `cut`.
+        SlipstreamError: where the stages have another number of layers, or there is no layer `cut`.
     """
     if sum(stages) != len(costs) or not 0 <= cut < len(costs):
         raise SlipstreamError(
-            f"stages={list(stages)} are {sum(stages)} layers, cut={cut}, but costs has {len(costs)}: give as many, and "
-            "as cut the number of the layer CutTokens."
+            f"stages={list(stages)} are {sum(stages)} layers, cut={cut}, but costs has {len(costs)}: give as many "
+            "layers, and as cut the number of the layer CutTokens."
         )
     length, times = sum(slices), dict[tuple[int, int, Op], float]()
     ranges = [range(a, b) for a, b in pairwise(accumulate(stages, initial=0))]

@@ -1,4 +1,4 @@
-"""Times of every slice a sequence can be cut into, from a function or a table."""
+"""The times of all slices into which a sequence can be cut, from a function or a table."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from slipstream.errors import SlipstreamError
 SliceTime = Callable[[Any, Any], Any] | ArrayLike
 
 MAX_CUTS = 8192  # a table of 0.5 GiB; the search reads it a hundred times
-_BLOCK = 64  # cuts whose slices are timed in one call: small enough for the cache, large enough to be few
+_BLOCK = 64  # cuts whose slices are timed in one call: small enough for the cache, large enough for few calls
 
 
 @dataclass(frozen=True)
 class TimeTable:
-    """Seconds of the slice between any two cuts: one or more times (forward, backward) with maxima of their own.
+    """The seconds of the slice between any two cuts: one or more times (forward, backward) with separate maxima.
 
     `times[d, end, start]` is the d-th time of the slice of tokens bounds[start]..bounds[end], infinite where there is
     no such slice.
@@ -32,7 +32,7 @@ class TimeTable:
 
     @cached_property
     def weight(self) -> Floats:
-        """(n+1, n+1): what is summed over the slices."""
+        """The time that is summed over the slices, (n+1, n+1)."""
         total: Floats = self.times[0] if len(self.times) == 1 else self.times.sum(axis=0)
         return total
 
@@ -40,38 +40,39 @@ class TimeTable:
     def floors(self) -> Floats:
         """The least time among the slices that end where this one does and start no later.
 
-        Where that is over a limit, so are all of those slices: the search doesn't look at them one by one.
+        Where it is over a limit, so are all of these slices, and the search skips them.
         """
         return np.minimum.accumulate(self.times, axis=-1)
 
     @cached_property
     def least(self) -> tuple[float, ...]:
-        """No slicing has maxima below these: it has a first slice and a last one."""
+        """Lower bounds of a slicing's maxima: it has a first slice and a last one."""
         first, last = self.times[:, :, 0].min(axis=1), self.times[:, -1].min(axis=1)
         return tuple(np.maximum(first, last).tolist())
 
     def lengths(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        """Returns the tokens of the slices between cuts."""
         return tuple(int(tokens) for tokens in np.diff(self.bounds[list(cuts)]))
 
 
 def cut_positions(length: int, granularity: int) -> Ints:
-    """0, granularity, 2·granularity, ... and the length, where a shorter slice may end."""
+    """Returns 0, granularity, 2·granularity, ... and the length, where a shorter slice may end."""
     if length < 1 or granularity < 1:
         raise SlipstreamError(f"length={length}, granularity={granularity}: both are tokens, 1 or more.")
     num_cuts = -(-length // granularity)
     if num_cuts > MAX_CUTS:
         raise SlipstreamError(
-            f"{length} tokens at granularity {granularity} make {num_cuts} places to cut; at most {MAX_CUTS} are "
+            f"{length} tokens at granularity {granularity} have {num_cuts} possible cuts; at most {MAX_CUTS} are "
             f"searched. Use granularity={-(-length // MAX_CUTS)} or more."
         )
     return np.append(np.arange(num_cuts) * granularity, length)
 
 
 def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_slice: int | None) -> TimeTable:
-    """Time all slices of at least `min_slice` tokens.
+    """Returns the times of all slices of at least `min_slice` tokens.
 
     Args:
-        times: each a function (slice_length, context_length) -> seconds, called with integer arrays where it takes
+        times: each a function (slice_length, context_length) -> seconds, called with integer arrays if it takes
             them, or an array whose entry [i, j] is for i·granularity tokens after j·granularity (row 0 is not used).
             Infinite: such a slice is not allowed.
     """
@@ -100,14 +101,16 @@ def _evaluate(time: SliceTime, bounds: Ints, granularity: int) -> Floats:
         ends = bounds[first + 1 : first + 1 + _BLOCK, None]
         last = first + len(ends)
         starts = bounds[None, :last]
-        contexts = np.minimum(starts, bounds[first:last, None])  # slices that end before they start: any time will do
+        contexts = np.minimum(
+            starts, bounds[first:last, None]
+        )  # the time of slices that end before they start doesn't matter
         seconds = _seconds(time, ends - contexts, contexts)
         table[first + 1 : last + 1, :last] = np.where(starts < ends, seconds, np.inf)
     return table
 
 
 def _seconds(time: Callable[[Any, Any], Any], lengths: Ints, contexts: Ints) -> Floats:
-    """The times of all these slices, asked for one by one where the function doesn't take arrays."""
+    """The times of these slices, computed one by one if the function doesn't take arrays."""
     try:
         seconds = time(lengths, contexts)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Where to cut a sequence when stages differ, as with a heavy head: judged by the recurrence, with a proven bound."""
+"""Slices for stages that differ, as with a heavy head: the best by the recurrence, with a proven bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORK = 15_000_000  # stage times added up in one search: a second or two
 
 @dataclass(frozen=True)
 class SlicingWithBound(Slicing):
-    """A slicing, and what no slicing can beat."""
+    """A slicing, and a lower bound of every slicing's latency in seconds."""
 
     lower_bound: float
 
@@ -33,16 +33,16 @@ class SlicingWithBound(Slicing):
 def slice_for_stages(
     times: Sequence[SliceTime], length: int, granularity: int = 1, min_slice: int | None = None
 ) -> SlicingWithBound:
-    """The slices with the least latency on stages with times of their own.
+    """Returns the slices with the least latency on stages whose times differ.
 
     Slice i leaves stage k at C(k,i) = max(C(k-1,i), C(k,i-1)) + t_k(i); the latency is the last of these, which is
-    Eq. 5 where stages are equal. All ways to cut are followed from the left. Of two that reach the same cut, the one
-    that leaves every stage earlier wins; one whose remaining work on any stage takes it over the best known latency
-    is dropped. What is left can still be too much: then only the most promising are followed at every cut, and
-    `lower_bound` says how far from the optimum the result may be. Up to 64 places to cut on four stages that is rare.
+    TeraPipe's Eq. 5 where stages are equal. All ways to cut are followed from the left. Of two that reach the same cut,
+    the one that leaves every stage earlier wins; one whose remaining work on any stage exceeds the best known latency
+    is dropped. If too many are left, only the most promising are followed at every cut, and `lower_bound` says how far
+    from the optimum the result may be. With up to 64 possible cuts on four stages that is rare.
 
     Args:
-        times: one for each stage, as `t` of `slice_tokens`.
+        times: one for each stage, like `t` of `slice_tokens`.
         length: tokens of the sequence.
         granularity: slices begin at multiples of this many tokens.
         min_slice: tokens every slice has at least.
@@ -63,7 +63,7 @@ def _latency(table: TimeTable, cuts: Sequence[int]) -> float:
 
 
 def _bound_of_fastest(table: TimeTable) -> float:
-    """Eq. 5 with every slice as fast as on the stage where it is fastest."""
+    """The latency by Eq. 5 with every slice as fast as on the stage where it is fastest."""
     fastest = TimeTable(table.bounds, table.times.min(axis=0)[None])
     others = len(table.times) - 1
     path = minimize(lambda limits: shortest_path(fastest, limits), fastest.least, others)
@@ -71,7 +71,7 @@ def _bound_of_fastest(table: TimeTable) -> float:
 
 
 def _after_slice(done: Floats, seconds: Floats) -> Floats:
-    """The recurrence: when each stage (last axis) is done with one slice more."""
+    """The recurrence: when each stage (last axis) is done with one more slice."""
     out: Floats = np.empty(np.broadcast_shapes(done.shape, seconds.shape))
     arrival: Floats = np.zeros(())
     for stage in range(done.shape[-1]):
@@ -93,16 +93,16 @@ def _good_cuts(table: TimeTable, length: int) -> tuple[int, ...]:
 
 
 class _LabelSearch:
-    """Labels at every cut: when each stage is done with everything to the left of it."""
+    """A search with labels at every cut: when each stage is done with everything to the left of it."""
 
     def __init__(self, table: TimeTable, best: float, width: int) -> None:
         self.times, self.width, self.best = np.moveaxis(table.times, 0, -1), width, best  # [end, start, stage]
-        self.dropped = inf  # the least bound of what was not followed for want of room
+        self.dropped = inf  # the least bound of the labels that were dropped because there were too many
         self.n = len(table.bounds) - 1
         self.rest = self._remaining()
 
     def _remaining(self) -> Floats:
-        """(n, K): the least time stage k needs for what is right of a cut, and the last slice after it."""
+        """The least time of what is right of a cut on stage k, and of the last slice on later stages: (n, K)."""
         rest = np.zeros((self.n + 1, self.times.shape[-1]))
         tail = np.cumsum(self.times[self.n, :, ::-1], axis=-1)[:, ::-1]  # [start, k]: the last slice on stages k...
         for start in range(self.n - 1, -1, -1):
@@ -148,7 +148,7 @@ class _LabelSearch:
         return float(latencies[index]), tuple(reversed(cuts))
 
     def _select(self, waiting: list[tuple[Floats, Floats, Ints]]) -> tuple[Floats, Ints]:
-        """The labels at a cut that may still lead to the best slicing; at most `width`, the lowest bounds first."""
+        """The labels at a cut that may still lead to the best slicing: at most `width`, the lowest bounds first."""
         if not waiting:
             return np.zeros((0, self.times.shape[-1])), np.zeros((0, 2), np.int64)
         labels, bounds, origins = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
@@ -169,13 +169,13 @@ class _LabelSearch:
 
 
 def _dominated(labels: Floats, others: Floats) -> Flags:
-    """Which labels leave no stage earlier than some other one does."""
+    """Marks the labels that leave no stage earlier than some other label does."""
     no_later: Flags = np.all(others[None] <= labels[:, None], axis=-1)
     return np.array(no_later.any(axis=1), bool)
 
 
 def _dominated_within(labels: Floats) -> Flags:
-    """The same within one set; of equal labels the first stays."""
+    """Marks the dominated labels within one set; of equal labels the first stays."""
     below: Flags = np.all(labels[None] <= labels[:, None], axis=-1)
     below &= ~(below.T & np.triu(np.ones_like(below)))
     return np.array(below.any(axis=1), bool)
