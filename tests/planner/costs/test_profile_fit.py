@@ -111,7 +111,7 @@ def test_a_window_is_found_from_what_queries_see(window: AttentionWindow) -> Non
 
 
 def test_an_unknown_window_is_refused() -> None:
-    with pytest.raises(SlipstreamError, match="neither everything before, a sliding window nor blocks"):
+    with pytest.raises(SlipstreamError, match="neither full attention, a sliding window nor blocks"):
         find_window({100: 90, 99: 40})
 
 

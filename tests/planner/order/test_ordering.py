@@ -11,11 +11,12 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+from benchmarks.schedule_search import best_hand_written
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.order.best_order import best_hand_written, find_order, step_lower_bound
+from slipstream.planner.order.best_order import find_order, step_lower_bound
 from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import (

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.order.makespan_bounds import makespan_bound
-from slipstream.planner.order.order_search import ROUNDING, OrderSearch, hand_written, measure_order
+from slipstream.planner.order.order_search import ROUNDING, OrderSearch
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Schedule, validate
 from slipstream.simulator import CostModel
@@ -43,7 +42,7 @@ def find_order(
     Raises:
         SlipstreamError: where no order fits the memory: on which rank, and the least limit that would do.
     """
-    problem = _problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
+    problem = ordering_problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
     search = OrderSearch(problem, effort)
     search.compare_hand_written()
     search.compare_rules()
@@ -87,37 +86,19 @@ def step_lower_bound(
        taken before the other: gap(1) is J of the backwards that must have freed and the forwards that wait
        for it, with heads from one turn and tails to the next.
     """
-    return makespan_bound(_problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split))
+    return makespan_bound(ordering_problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split))
 
 
-def best_hand_written(
+def ordering_problem(
     placement: Sequence[int],
     num_microbatches: int,
     num_slices: int,
     cost: CostModel,
-    *,
     memory_limit: Sequence[float] | None = None,
     reach: Sequence[Sequence[int]] | None = None,
     split: bool = True,
-) -> Schedule | None:
-    """Returns the fastest hand-written schedule from which `find_order` starts; None if none fits the memory."""
-    problem = _problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
-    fitting = [
-        (found.seconds, schedule) for schedule in hand_written(problem) if (found := measure_order(problem, schedule))
-    ]
-    _, best = min(fitting, key=lambda pair: pair[0], default=(np.inf, None))
-    return best and replace(best, reach=problem.reach)
-
-
-def _problem(
-    placement: Sequence[int],
-    num_microbatches: int,
-    num_slices: int,
-    cost: CostModel,
-    memory_limit: Sequence[float] | None,
-    reach: Sequence[Sequence[int]] | None,
-    split: bool,
 ) -> OrderingProblem:
+    """Returns the checked problem of `find_order`."""
     num_ranks = max(placement, default=-1) + 1
     if set(placement) != set(range(num_ranks)) or not placement:
         raise SlipstreamError(

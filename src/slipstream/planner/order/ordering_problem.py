@@ -97,7 +97,7 @@ class OrderingProblem:
 
     @cached_property
     def chains(self) -> list[tuple[int, range]]:
-        """The (microbatch, slices) of each chain: the longest runs of slices that attend to no slice before them."""
+        """The (microbatch, slices) of each chain: the runs of slices that attend only to each other."""
         chains = []
         for microbatch in range(self.num_microbatches):
             row = self.reach[microbatch] if self.reach else (0,) * self.num_slices

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 
 import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import CostSource, StageCosts
+from slipstream.planner.costs import CostSource
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.plan_options import PlanOptions
@@ -41,14 +41,11 @@ class PlanSpace:
         _check_known(source, options)
         self.memory = source.memory if options.memory_limit is None else options.memory_limit
         self.shortest, self.longest = source.slice_range(seq_len)
-        self._costs: dict[tuple[int, int], StageCosts] = {}
-        self._cuts: dict[tuple[int, int, tuple[int, ...]], PlacedPartition] = {}
-        self._times: dict[tuple[object, ...], StageTimes] = {}
+        self.costs = cache(source.costs)
+        self.kinds_of, self._attention_share = cache(self._kinds_of), cache(self._compute_attention_share)
+        self._partition, self.times = cache(self._compute_partition), cache(self._compute_times)
+        self.tails, self.sizes = cache(self._compute_tails), cache(self._compute_sizes)
         self._rows: dict[tuple[object, ...], Floats] = {}
-        self._kinds: dict[range, tuple[object, ...]] = {}
-        self._shares: dict[tuple[int, int], float] = {}
-        self._tails: dict[tuple[object, ...], TailSeconds] = {}
-        self._sizes: dict[tuple[object, ...], RankSizes] = {}
 
     def num_microbatches(self, data: int, size: int) -> int:
         return self.global_batch // (data * size)
@@ -98,22 +95,14 @@ class PlanSpace:
 
     # --- what stages cost --------------------------------------------------------------------------------------------
 
-    def costs(self, tensor: int, size: int) -> StageCosts:
-        if (tensor, size) not in self._costs:
-            self._costs[tensor, size] = self.source.costs(tensor, size)
-        return self._costs[tensor, size]
-
     def cut(self, tensor: int, size: int, pipeline: int, stages_per_rank: int, schedule: str) -> PlacedPartition:
         """Returns the partition of layers that makes the slowest rank fastest, by the time of whole sequences."""
-        placement = _placement(schedule, pipeline, stages_per_rank)
-        key = (tensor, size, placement)
-        if key not in self._cuts:
-            weights = self._layer_seconds(tensor, size)
-            ranks = placement if len(weights) <= _MOST_LAYERS else None
-            self._cuts[key] = PlacedPartition(
-                placement, tuple(partition_layers(weights, len(placement), placement=ranks))
-            )
-        return self._cuts[key]
+        return self._partition(tensor, size, _placement(schedule, pipeline, stages_per_rank))
+
+    def _compute_partition(self, tensor: int, size: int, placement: tuple[int, ...]) -> PlacedPartition:
+        weights = self._layer_seconds(tensor, size)
+        ranks = placement if len(weights) <= _MOST_LAYERS else None
+        return PlacedPartition(placement, tuple(partition_layers(weights, len(placement), placement=ranks)))
 
     def _layer_seconds(self, tensor: int, size: int) -> list[float]:
         costs, num_layers = self.costs(tensor, size), len(self.source.kinds)
@@ -128,16 +117,13 @@ class PlanSpace:
 
     def slices(self, tensor: int, size: int, count: int) -> tuple[int, ...]:
         """Returns slice lengths that take equal time, in multiples that suit matrix products."""
-        key = (tensor, size)
-        if key not in self._shares:
-            self._shares[key] = self._attention_share(tensor, size)
         granularity = max(1, min(64, self.seq_len // (4 * count)))
-        found = equal_time_slices(self.seq_len, count, self._shares[key], granularity)
+        found = equal_time_slices(self.seq_len, count, self._attention_share(tensor, size), granularity)
         if min(found) < self.shortest or max(found) > self.longest:
             found = equal_time_slices(self.seq_len, count, 0.0)
         return found
 
-    def _attention_share(self, tensor: int, size: int) -> float:
+    def _compute_attention_share(self, tensor: int, size: int) -> float:
         """Returns A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of T and T/2 tokens."""
         costs, length = self.costs(tensor, size), min(self.seq_len, self.longest)
         middle = range(len(self.source.kinds) // 2, len(self.source.kinds) // 2 + 1)
@@ -146,17 +132,15 @@ class PlanSpace:
         )
         return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
 
-    def times(self, tensor: int, size: int, cut: PlacedPartition, count: int) -> StageTimes:
-        key = (tensor, size, cut, count)
-        if key not in self._times:
-            slices = self.slices(tensor, size, count)
-            rows = [self._row(tensor, size, layers, slices) for layers in cut.stages]
-            table = np.stack(rows, axis=1)  # (kind of time, stage, slice)
-            forward, backward, inputs, weights, forward_reduce, backward_reduce, *replays = table
-            replay = dict(zip(self.source.recomputations, replays, strict=True))
-            reduce = {Op.F: forward_reduce, Op.I: backward_reduce}
-            self._times[key] = StageTimes(forward, backward, inputs, weights, replay, reduce, slices)
-        return self._times[key]
+    def _compute_times(self, tensor: int, size: int, cut: PlacedPartition, count: int) -> StageTimes:
+        slices = self.slices(tensor, size, count)
+        rows = [self._row(tensor, size, layers, slices) for layers in cut.stages]
+        table = np.stack(rows, axis=1)  # (kind of time, stage, slice)
+        forward, backward, inputs, weights, forward_reduce, backward_reduce, *replays = table
+        replay = dict(zip(self.source.recomputations, replays, strict=True))
+        return StageTimes(
+            forward, backward, inputs, weights, replay, {Op.F: forward_reduce, Op.I: backward_reduce}, slices
+        )
 
     def _row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Floats:
         """The times of one stage: F, B, I, W, the all-reduces in F and I, and each R; equal stages share them."""
@@ -173,46 +157,38 @@ class PlanSpace:
             self._rows[key] = np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in rows])
         return self._rows[key]
 
-    def kinds_of(self, layers: range) -> tuple[object, ...]:
+    def _kinds_of(self, layers: range) -> tuple[object, ...]:
         """Returns a key that is equal for stages that cost the same."""
-        if layers not in self._kinds:
-            counts = tuple(sorted(self.source.kinds[layer] for layer in layers))
-            self._kinds[layers] = counts, layers.start == 0, layers.stop == len(self.source.kinds)
-        return self._kinds[layers]
+        counts = tuple(sorted(self.source.kinds[layer] for layer in layers))
+        return counts, layers.start == 0, layers.stop == len(self.source.kinds)
 
-    def tails(self, tensor: int, size: int, cut: PlacedPartition, data: int, shards: int) -> TailSeconds:
-        key = (tensor, cut, data, shards)
-        if key not in self._tails:
-            costs = self.costs(tensor, size)
-            self._tails[key] = TailSeconds(
-                cut.per_rank([costs.gradient_seconds(layers, data) for layers in cut.stages]),
-                cut.per_rank([costs.optimizer_step_seconds(layers, shards) for layers in cut.stages]),
-            )
-        return self._tails[key]
+    def _compute_tails(self, tensor: int, size: int, cut: PlacedPartition, data: int, shards: int) -> TailSeconds:
+        costs = self.costs(tensor, size)
+        return TailSeconds(
+            cut.per_rank([costs.gradient_seconds(layers, data) for layers in cut.stages]),
+            cut.per_rank([costs.optimizer_step_seconds(layers, shards) for layers in cut.stages]),
+        )
 
-    def sizes(self, tensor: int, size: int, cut: PlacedPartition) -> RankSizes:
-        key = (tensor, size, cut)
-        if key not in self._sizes:
-            costs, length = self.costs(tensor, size), self.seq_len
-            whole = np.array([costs.activation_bytes(g, length, 0) for g in cut.stages])
-            kept = {
-                what: whole if what == "none" else np.array([costs.kept_bytes(g, what, length) for g in cut.stages])
-                for what in self.source.recomputations
-            }
-            parameters = np.array([costs.num_parameters(g) for g in cut.stages])
-            context = np.array([costs.context_bytes(g, length) for g in cut.stages])
-            largest = np.zeros(cut.num_ranks)
-            np.maximum.at(largest, list(cut.placement), whole)
-            self._sizes[key] = RankSizes(
-                parameters=cut.per_rank(parameters),
-                context=cut.per_rank(context),
-                kept={what: cut.per_rank(sizes) for what, sizes in kept.items()},
-                largest=largest,
-                of_stages=kept,
-                context_of_stages=context,
-                parameters_of_stages=parameters,
-            )
-        return self._sizes[key]
+    def _compute_sizes(self, tensor: int, size: int, cut: PlacedPartition) -> RankSizes:
+        costs, length = self.costs(tensor, size), self.seq_len
+        whole = np.array([costs.activation_bytes(g, length, 0) for g in cut.stages])
+        kept = {
+            what: whole if what == "none" else np.array([costs.kept_bytes(g, what, length) for g in cut.stages])
+            for what in self.source.recomputations
+        }
+        parameters = np.array([costs.num_parameters(g) for g in cut.stages])
+        context = np.array([costs.context_bytes(g, length) for g in cut.stages])
+        largest = np.zeros(cut.num_ranks)
+        np.maximum.at(largest, list(cut.placement), whole)
+        return RankSizes(
+            parameters=cut.per_rank(parameters),
+            context=cut.per_rank(context),
+            kept={what: cut.per_rank(sizes) for what, sizes in kept.items()},
+            largest=largest,
+            of_stages=kept,
+            context_of_stages=context,
+            parameters_of_stages=parameters,
+        )
 
     # --- bounds ------------------------------------------------------------------------------------------------------
 

@@ -142,8 +142,8 @@ def _step(candidate: SimulatedConfiguration) -> tuple[float, dict[str, float]]:
 
 def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
     during = dict(memory.worst.during)
-    def _most_bytes(self) -> list[tuple[float, float]]:
-        return [quick_peaks(row, self.schedule, self.table) for row in self.schedule.actions]
+    if during[MemoryKind.WORKSPACE] < 0:  # activations are freed while gradients are made
+        during[MemoryKind.ACTIVATIONS] += during.pop(MemoryKind.WORKSPACE)
     return {kind: size for kind, size in during.items() if size}
 
 
