@@ -42,7 +42,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator predicts for a configuration with its partition and slices.
+    """The simulator's prediction for a configuration with its partition and slices.
 
     `seconds_by_cause` adds up to `step_seconds`, on the rank that ends last.
     """

@@ -68,7 +68,7 @@ def plan_settings(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _predicted(plan: Plan) -> dict[str, Any]:
-    """What training doesn't read: the predictions, and what they are based on."""
+    """The predictions and what they are based on, which training doesn't read."""
     best = plan.best
     return {
         "model": plan.model,

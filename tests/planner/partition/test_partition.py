@@ -143,10 +143,10 @@ def test_memory_may_depend_on_the_stage() -> None:
     [
         ({"num_stages": 0}, r"0 stages for 3 layers: .* Use 1 to 3 stages"),
         ({"num_stages": 4}, r"4 stages for 3 layers: .* Use 1 to 3 stages"),
-        ({"head": -1}, "must cost 0 or more"),
+        ({"head": -1}, "give finite numbers of 0 or more"),
         ({"placement": [0]}, r"placement=\[0\] for 2 stages"),
         ({"placement": [0, 2]}, r"with ranks 0, 1, \.\.\. that all have a stage"),
-        ({"memory": [1, 1, 1]}, "memory and memory_limit go together"),
+        ({"memory": [1, 1, 1]}, "give memory and memory_limit together"),
         ({"memory": [1, 1], "memory_limit": 1}, r"memory has shape \(2,\): .* each of 3 layers"),
         ({"memory": [1, 1, 1], "memory_limit": [1, 1, 1]}, "one number for each of 2"),
         ({"memory": [5, 9, 5], "memory_limit": [7, 8]}, "Layer 1 alone needs 9 bytes, but there are 8: 1 too few"),

@@ -146,7 +146,7 @@ def test_the_frontier_holds_the_best_for_every_pipeline(data: st.DataObject) -> 
     [
         ({"length": 0}, "length=0, granularity=1: both are tokens, 1 or more"),
         ({"granularity": 0}, "granularity=0"),
-        ({"length": 10**6}, r"1000000 places to cut; at most 8192 .* Use granularity=123 or more"),
+        ({"length": 10**6}, r"1000000 possible cuts; at most 8192 .* Use granularity=123 or more"),
         ({"num_stages": 0}, "num_stages=0"),
         ({"num_microbatches": 0}, "num_microbatches=0"),
         ({"min_slice": 65}, "min_slice=65: a slice has 1 to 64 tokens"),

@@ -28,7 +28,7 @@ from slipstream.simulator import TableCost
 
 
 class AttentionKernel(StrEnum):
-    """How attention is computed."""
+    """The kernel that computes attention."""
 
     FUSED = "fused"
     """FlashAttention: only the scores under the mask, recomputed in the backward, never written to memory."""
@@ -209,7 +209,7 @@ class AnalyticCosts(StageCosts):
         return self.state or StateBytes(size, size, 2 * size)
 
     def activation_bytes(self, layers: range, length: int, context: int = 0) -> float:
-        """What a slice's F keeps for its backward.
+        """The activations that a slice's F keeps for its backward.
 
         Every tensor-parallel rank has the whole of tensors as wide as the hidden state, and a part of all others.
         """

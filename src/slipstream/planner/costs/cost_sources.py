@@ -1,4 +1,4 @@
-"""Where a plan's numbers come from: counted operations on a described cluster, or a profile of the present hardware."""
+"""The sources of a plan's numbers: counted operations on a described cluster, or a profile of this hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stages of a model cost: the interface that plans read, and the simulator's costs of a whole pipeline."""
+"""The costs of a model's stages: the interface that plans read, and the simulator's costs of a whole pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StateBytes:
 
 
 class StageCosts(ABC):
-    """What any stage costs on one of its tensor-parallel ranks, for microbatches of one size.
+    """The costs of any stage on one of its tensor-parallel ranks, for microbatches of one size.
 
     A stage is given by its `layers`; a slice by its `length` and its `context`, the tokens before it, of each sequence.
     Times are in seconds, sizes in bytes.
@@ -54,7 +54,7 @@ class StageCosts(ABC):
 
     @abstractmethod
     def activation_bytes(self, layers: range, length: int, context: int = 0) -> float:
-        """What a slice's F keeps for its backward where nothing is recomputed, without keys and values."""
+        """The activations that a slice's F keeps for its backward without recomputation, except keys and values."""
 
     @abstractmethod
     def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
@@ -74,7 +74,7 @@ class StageCosts(ABC):
 
     @abstractmethod
     def message_bytes(self, length: Any) -> Any:
-        """What a slice sends to the next stage, b T h elements, and its gradient back."""
+        """The message of a slice to the next stage, b T h elements, as large as its gradient back."""
 
     @abstractmethod
     def num_parameters(self, layers: range) -> float:

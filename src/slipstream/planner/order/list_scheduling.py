@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.order.ordering_problem import Graph, Order
+from slipstream.planner.order.ordering_problem import ActionGraph, ActionOrder
 from slipstream.simulator.numba_jit import compiled
 
 _NEVER = np.inf
@@ -26,7 +26,7 @@ def _update_room(limit: float, held: Floats, missing_bytes: Floats, open_actions
 
 
 @compiled
-def place(graph: Graph, priority: Floats, window: float, patience: float) -> tuple[Order, Floats]:
+def place(graph: ActionGraph, priority: Floats, window: float, patience: float) -> tuple[ActionOrder, Floats]:
     """Returns the order of list scheduling and its start times. It always ends, within the memory limits.
 
     The rank that can start an action first does. Of the forwards and backwards that it could start within
@@ -51,7 +51,7 @@ def place(graph: Graph, priority: Floats, window: float, patience: float) -> tup
             totals[rank] += 1
             missing_bytes[rank, chain] += graph.acquired[number]
             open_actions[rank, chain] += 1
-    order = Order(np.empty((num_ranks, longest), np.int64), np.zeros(num_ranks, np.int64))
+    order = ActionOrder(np.empty((num_ranks, longest), np.int64), np.zeros(num_ranks, np.int64))
     candidates = np.empty((num_ranks, totals.max()), np.int64)
     num_candidates = np.zeros(num_ranks, np.int64)
     fillers = np.empty((num_ranks, totals.max()), np.int64)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.planner.order.ordering_problem import Graph, Order
+from slipstream.planner.order.ordering_problem import ActionGraph, ActionOrder
 from slipstream.simulator.numba_jit import compiled
 
 _NEVER = np.inf
-_SPLIT, _SWAP = 0.3, 0.6  # how often a whole backward is split, and how often only neighbours change places
+_SPLIT, _SWAP = 0.3, 0.6  # how often a whole backward is split, and how often only neighbours are swapped
 _FARTHEST = 12  # places an action moves at most
 
 
 @compiled
-def start_times(graph: Graph, order: Order) -> Floats:
-    """When each action starts if the ranks run `order`, as `slipstream.simulator.simulation.simulate` has it.
+def start_times(graph: ActionGraph, order: ActionOrder) -> Floats:
+    """Returns each action's start if the ranks run `order`, as `slipstream.simulator.simulation.simulate` does.
 
-    Actions that never start, because they are not there or the ranks get stuck, are at -1.
+    Actions that never start, because they are missing or the ranks get stuck, have -1.
     """
     num_ranks, num_channels = graph.counts[0], graph.counts[1]
     missing = graph.first_before[1:] - graph.first_before[:-1]
@@ -57,13 +57,13 @@ def start_times(graph: Graph, order: Order) -> Floats:
 
 
 @compiled
-def _is_next(order: Order, rank: int, at: int, number: int) -> bool:
+def _is_next(order: ActionOrder, rank: int, at: int, number: int) -> bool:
     return bool(at < order.lengths[rank] and order.rows[rank, at] == number)
 
 
 @compiled
-def makespan(graph: Graph, start: Floats) -> float:
-    """The end of the last action; infinite if one never starts."""
+def makespan(graph: ActionGraph, start: Floats) -> float:
+    """Returns the end of the last action; infinite if one never starts."""
     last = 0.0
     for number in range(len(start)):
         if graph.exists[number]:
@@ -74,8 +74,8 @@ def makespan(graph: Graph, start: Floats) -> float:
 
 
 @compiled
-def peak(graph: Graph, order: Order, rank: int) -> float:
-    """Most bytes of activations the rank holds at once; its order alone decides."""
+def peak(graph: ActionGraph, order: ActionOrder, rank: int) -> float:
+    """Returns the peak bytes of activations of a rank, which depend only on its order."""
     most = held = 0.0
     for number in order.rows[rank, : order.lengths[rank]]:
         held += graph.acquired[number]
@@ -86,19 +86,26 @@ def peak(graph: Graph, order: Order, rank: int) -> float:
 
 @compiled
 def anneal(
-    graph: Graph, order: Order, split: Flags, whole: Floats, halves: Floats, num_steps: int, heat: float, seed: int
-) -> tuple[float, Order, Flags]:
-    """The best makespan that was found from `order` and `split` on, its order and its split.
+    graph: ActionGraph,
+    order: ActionOrder,
+    split: Flags,
+    whole: Floats,
+    halves: Floats,
+    num_steps: int,
+    heat: float,
+    seed: int,
+) -> tuple[float, ActionOrder, Flags]:
+    """Returns the best makespan found from `order` and `split`, its order and its split.
 
-    A step takes two actions that follow each other on the critical path and on their rank, and lets them
-    change places, moves one of them farther, or splits or joins a backward. It stays if the makespan grows by no
-    more than an exponential draw; the mean falls from `heat`, a share of the makespan, to nothing. `whole` and
+    A step takes two actions that follow each other on the critical path and on their rank, and swaps them,
+    moves one of them farther, or splits or merges a backward. It is kept if the makespan grows by at most an
+    exponential draw, whose mean falls from `heat`, a share of the makespan, to 0. `whole` and
     `halves` are the seconds of B, and of I and W one after the other.
     """
     np.random.seed(seed)
     num_units = len(split)
     size = 3 * num_units
-    # Always copies: numba takes long to compile an assignment to all of an array.
+    # Always copied: numba takes long to compile an assignment to a whole array.
     best_order, best_split = order, split
     graph, order, split = _own(graph), _copy(order), split.copy()
     start = start_times(graph, order)
@@ -137,15 +144,15 @@ def anneal(
 
 
 @compiled
-def _copy(order: Order) -> Order:
-    return Order(order.rows.copy(), order.lengths.copy())
+def _copy(order: ActionOrder) -> ActionOrder:
+    return ActionOrder(order.rows.copy(), order.lengths.copy())
 
 
 @compiled
-def _proposal(graph: Graph, order: Order, split: Flags, late: int, at: int) -> tuple[int, int]:
-    """Which place of the rank's row moves to which, where `late` stands at `at`.
+def _proposal(graph: ActionGraph, order: ActionOrder, split: Flags, late: int, at: int) -> tuple[int, int]:
+    """The move to try as (from, to) places of the rank's row, where `late` is at `at`.
 
-    From -1: the weight gradient of a whole backward comes in. To -1: it goes, and the backward is whole.
+    From -1: the weight gradient of a whole backward is inserted. To -1: it is removed, and the backward is whole.
     """
     num_units, length = len(split), order.lengths[graph.rank[late]]
     if late >= 2 * num_units and order.rows[graph.rank[late], at - 1] == late - num_units:
@@ -160,9 +167,9 @@ def _proposal(graph: Graph, order: Order, split: Flags, late: int, at: int) -> t
 
 
 @compiled
-def _own(graph: Graph) -> Graph:
-    """The graph with copies of what splitting changes."""
-    return Graph(
+def _own(graph: ActionGraph) -> ActionGraph:
+    """Copies the arrays of the graph that splitting changes."""
+    return ActionGraph(
         graph.seconds.copy(),
         graph.exists.copy(),
         graph.rank,
@@ -182,8 +189,8 @@ def _own(graph: Graph) -> Graph:
 
 
 @compiled
-def _flip(graph: Graph, split: Flags, unit: int, whole: Floats, halves: Floats) -> None:
-    """Split the unit's backward, or join it."""
+def _flip(graph: ActionGraph, split: Flags, unit: int, whole: Floats, halves: Floats) -> None:
+    """Splits the unit's backward, or merges it."""
     num_units = len(split)
     back, weight = unit + num_units, unit + 2 * num_units
     split[unit] = graph.exists[weight] = not split[unit]
@@ -193,8 +200,8 @@ def _flip(graph: Graph, split: Flags, unit: int, whole: Floats, halves: Floats) 
 
 
 @compiled
-def _move(order: Order, rank: int, source: int, target: int, inserted: int) -> None:
-    """Move the action at `source` to `target`; -1 stands for outside: the action `inserted` comes in, or goes."""
+def _move(order: ActionOrder, rank: int, source: int, target: int, inserted: int) -> None:
+    """Moves the action at `source` to `target`; -1 is outside of the row: `inserted` is inserted or removed."""
     row = order.rows[rank]
     number = row[source] if source >= 0 else inserted
     if source < 0:
@@ -210,16 +217,18 @@ def _move(order: Order, rank: int, source: int, target: int, inserted: int) -> N
 
 
 @compiled
-def _needs(graph: Graph, late: int, early: int) -> bool:
+def _needs(graph: ActionGraph, late: int, early: int) -> bool:
     return bool(np.any(graph.before[graph.first_before[late] : graph.first_before[late + 1]] == early))
 
 
 @compiled
-def _critical_pairs(graph: Graph, order: Order, start: Floats, last: float, position: Ints, pairs: Ints) -> int:
-    """Fill `pairs` with the actions on one critical path that waited for the action before them on their rank.
+def _critical_pairs(
+    graph: ActionGraph, order: ActionOrder, start: Floats, last: float, position: Ints, pairs: Ints
+) -> int:
+    """Fills `pairs` with the actions on one critical path that waited for the previous action on their rank.
 
-    Returns their number. The path is followed from the last end back, along ranks where it can be. Behind
-    a message that waited for its channel it goes on with the message before.
+    Returns their number. The path is followed backwards from the last end, along ranks where possible. Before
+    a message that waited for its channel it continues with the previous message.
     """
     size = len(start)
     tolerance = 1e-9 * last
@@ -257,8 +266,8 @@ def _critical_pairs(graph: Graph, order: Order, start: Floats, last: float, posi
 
 
 @compiled
-def _before_on_channel(graph: Graph, order: Order, number: int, position: Ints) -> int:
-    """The action whose message goes before this one's on the channel; -1 if there is none."""
+def _before_on_channel(graph: ActionGraph, order: ActionOrder, number: int, position: Ints) -> int:
+    """Returns the action whose message precedes this one's on the channel; -1 if there is none."""
     rank = graph.rank[number]
     for at in range(position[number] - 1, -1, -1):
         other = order.rows[rank, at]

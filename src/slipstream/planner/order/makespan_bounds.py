@@ -11,7 +11,7 @@ from itertools import permutations
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.order.ordering_problem import Graph, OrderingProblem
+from slipstream.planner.order.ordering_problem import ActionGraph, OrderingProblem
 from slipstream.schedule import Op
 from slipstream.simulator.numba_jit import compiled
 
@@ -73,12 +73,12 @@ def one_machine(heads: Floats, seconds: Floats, tails: Floats) -> float:
 
 
 @compiled
-def _link(graph: Graph, before: int, after: int) -> float:
+def _link(graph: ActionGraph, before: int, after: int) -> float:
     return graph.link_seconds[before] if graph.rank[before] != graph.rank[after] else 0.0
 
 
 @compiled
-def _paths_before(graph: Graph, numbers: Ints, at: Floats) -> None:
+def _paths_before(graph: ActionGraph, numbers: Ints, at: Floats) -> None:
     """Raises at[n] to the longest path to n's start; `numbers` are in an order of precedence."""
     for number in numbers:
         for before in graph.before[graph.first_before[number] : graph.first_before[number + 1]]:
@@ -86,7 +86,7 @@ def _paths_before(graph: Graph, numbers: Ints, at: Floats) -> None:
 
 
 @compiled
-def _paths_after(graph: Graph, numbers: Ints, rest: Floats) -> None:
+def _paths_after(graph: ActionGraph, numbers: Ints, rest: Floats) -> None:
     """Raises rest[n] to the longest path from n's end; `numbers` are in reverse order of precedence."""
     for number in numbers:
         for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
@@ -94,7 +94,7 @@ def _paths_after(graph: Graph, numbers: Ints, rest: Floats) -> None:
 
 
 @compiled
-def _travels(graph: Graph, senders: Ints, tails: Floats) -> Floats:
+def _travels(graph: ActionGraph, senders: Ints, tails: Floats) -> Floats:
     """The longest path of each message after its channel is free again."""
     travels = np.zeros(len(senders))
     for k in range(len(senders)):
@@ -106,7 +106,7 @@ def _travels(graph: Graph, senders: Ints, tails: Floats) -> Floats:
     return travels
 
 
-def _on_machines(graph: Graph, numbers: Ints, heads: Floats, tails: Floats) -> float:
+def _on_machines(graph: ActionGraph, numbers: Ints, heads: Floats, tails: Floats) -> float:
     """The largest one-machine bound over the ranks and the channels, for these actions and their messages."""
     found = [0.0]
     for rank in range(graph.counts[0]):
@@ -119,7 +119,7 @@ def _on_machines(graph: Graph, numbers: Ints, heads: Floats, tails: Floats) -> f
     return max(found)
 
 
-def _bound(graph: Graph, turns: Ints, activations: Floats, under: Floats) -> float:
+def _bound(graph: ActionGraph, turns: Ints, activations: Floats, under: Floats) -> float:
     size = len(graph.seconds)
     num_units = size // 3
     forwards, weights = np.arange(num_units), np.arange(2 * num_units, size)
@@ -153,7 +153,7 @@ def _bound(graph: Graph, turns: Ints, activations: Floats, under: Floats) -> flo
     return float(bound)
 
 
-def _turn_by_turn(graph: Graph, turns: Ints, apart: Floats, heads: Floats, tails: Floats) -> float:
+def _turn_by_turn(graph: ActionGraph, turns: Ints, apart: Floats, heads: Floats, tails: Floats) -> float:
     """The longest sum of the path to a turn, from turn to turn, and from the last, over the size of the steps."""
     first, last = heads[turns].min(), (tails[turns] + graph.seconds[turns]).min()
     least = graph.seconds[turns].min()
@@ -165,7 +165,13 @@ def _turn_by_turn(graph: Graph, turns: Ints, apart: Floats, heads: Floats, tails
 
 
 def _memory_over_time(
-    graph: Graph, here: Ints, activations: Floats, heads: Floats, tails: Floats, to_turn: Floats, from_turn: Floats
+    graph: ActionGraph,
+    here: Ints,
+    activations: Floats,
+    heads: Floats,
+    tails: Floats,
+    to_turn: Floats,
+    from_turn: Floats,
 ) -> float:
     """The bound from bytes times seconds: a unit is held from its forward over its chain's turn to its backward."""
     num_units = len(activations)
@@ -177,7 +183,7 @@ def _memory_over_time(
 
 
 def _turns_apart(
-    graph: Graph, here: Ints, activations: Floats, under: Floats, to_turn: Floats, from_turn: Floats
+    graph: ActionGraph, here: Ints, activations: Floats, under: Floats, to_turn: Floats, from_turn: Floats
 ) -> Floats:
     """Returns apart[k]: the least seconds from a chain's turn to the k-th turn after it that one rank's memory allows.
 
@@ -210,7 +216,7 @@ def _turns_apart(
 
 
 @compiled
-def _freed_at(graph: Graph, mine: Ints, activations: Floats, from_turn: Floats, size: float) -> float:
+def _freed_at(graph: ActionGraph, mine: Ints, activations: Floats, from_turn: Floats, size: float) -> float:
     """The earliest time, in seconds from its turn, by which a chain can have freed `size` bytes of one rank."""
     num_units = len(activations)
     if len(mine) == 0:
@@ -233,7 +239,7 @@ def _freed_at(graph: Graph, mine: Ints, activations: Floats, from_turn: Floats, 
 
 @compiled
 def _turn_after(
-    graph: Graph,
+    graph: ActionGraph,
     mine: Ints,
     theirs: Ints,
     slack: float,

@@ -14,7 +14,7 @@ from slipstream.array_types import Flags, Floats, Ints
 from slipstream.planner.order.list_scheduling import place
 from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
 from slipstream.planner.order.makespan_bounds import makespan_bound
-from slipstream.planner.order.ordering_problem import Order, OrderingProblem
+from slipstream.planner.order.ordering_problem import ActionOrder, OrderingProblem
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, make_schedule, sending, split_backwards
 
 ROUNDING = 1e-9  # bytes and times are sums of floats
@@ -43,7 +43,7 @@ class MeasuredOrder(NamedTuple):
     """An order, the seconds it takes, and which backwards it splits."""
 
     seconds: float
-    order: Order
+    order: ActionOrder
     split: Flags
 
 
@@ -201,7 +201,7 @@ class OrderSearch:
         split = self.best.split.copy()
         split[units] = False
         graph = self.problem.graph(split)
-        order = Order(np.zeros_like(self.best.order.rows), self.best.order.lengths.copy())
+        order = ActionOrder(np.zeros_like(self.best.order.rows), self.best.order.lengths.copy())
         for rank, (row, length) in enumerate(zip(*self.best.order, strict=True)):
             kept = row[:length][graph.exists[row[:length]]]
             order.rows[rank, : len(kept)], order.lengths[rank] = kept, len(kept)

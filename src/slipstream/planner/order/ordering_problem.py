@@ -18,7 +18,7 @@ from slipstream.schedule import Action, Channel, Op, Schedule, channel, predeces
 from slipstream.simulator import CostModel
 
 
-class Graph(NamedTuple):
+class ActionGraph(NamedTuple):
     """The arrays that compiled functions read; most have one entry per action number."""
 
     seconds: Floats
@@ -38,7 +38,7 @@ class Graph(NamedTuple):
     counts: Ints  # of ranks, channels, chains, and actions of the busiest rank with all backwards split
 
 
-class Order(NamedTuple):
+class ActionOrder(NamedTuple):
     """The order of each rank's action numbers: rank r runs rows[r, : lengths[r]]."""
 
     rows: Ints
@@ -179,13 +179,13 @@ class OrderingProblem:
                 occupied[number] = self.cost.link_occupied(send, line.source, line.destination)
         return channels, seconds, occupied, len(numbers)
 
-    def graph(self, split: Flags) -> Graph:
+    def graph(self, split: Flags) -> ActionGraph:
         """Returns the arrays of the problem where the backwards of the units in `split` are I and W."""
         nothing, times, sizes = np.zeros(self.num_units), self.seconds, self.activations
         channels, link_seconds, link_occupied, num_channels = self._links
         units = np.ones(self.num_units, np.bool_)
         backward, weight = np.where(split, times[Op.I], times[Op.B]), np.where(split, times[Op.W], 0)
-        return Graph(
+        return ActionGraph(
             seconds=np.concatenate([times[Op.F], backward, weight]),
             exists=np.concatenate([units, units, split]),
             rank=np.tile(self.ranks, 3),
@@ -203,17 +203,19 @@ class OrderingProblem:
             counts=np.array([self.num_ranks, num_channels, len(self.chains), self.longest_row], np.int64),
         )
 
-    def order(self, schedule: Schedule) -> tuple[Order, Flags]:
+    def order(self, schedule: Schedule) -> tuple[ActionOrder, Flags]:
         """Returns a compute-only schedule as action numbers, and the units whose backwards it splits."""
         rows = [[self.number(action) for action in row] for row in schedule.actions]
-        order = Order(np.zeros((self.num_ranks, self.longest_row), np.int64), np.array([len(row) for row in rows]))
+        order = ActionOrder(
+            np.zeros((self.num_ranks, self.longest_row), np.int64), np.array([len(row) for row in rows])
+        )
         split = np.zeros(self.num_units, np.bool_)
         for rank, row in enumerate(rows):
             order.rows[rank, : len(row)] = row
             split[[number - 2 * self.num_units for number in row if number >= 2 * self.num_units]] = True
         return order, split
 
-    def schedule(self, order: Order, split: Flags) -> Schedule:
+    def schedule(self, order: ActionOrder, split: Flags) -> Schedule:
         """Returns the Schedule of an order."""
 
         def action(number: int) -> Action:

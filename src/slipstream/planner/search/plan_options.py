@@ -1,4 +1,4 @@
-"""What a plan may choose from: its choices, checked."""
+"""The options of a plan: the values that its choices may take, and their checks."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class _PlanSearch:
 
     @property
     def _is_limited(self) -> bool:
-        """Whether the limits on what is simulated, and on schedules made in vain, are reached."""
+        """True once the limits on simulations, and on schedules made in vain, are reached."""
         most = self.options.num_simulated
         scheduled_enough = self.num_scheduled >= _MOST_SCHEDULED_EACH * most or self.num_units >= _MOST_UNITS
         return self.num_simulated >= most or scheduled_enough

@@ -236,7 +236,7 @@ def _check_known(source: CostSource, options: PlanOptions) -> None:
     unknown = [what for what in options.recompute or () if what not in source.recomputations]
     if unknown:
         raise SlipstreamError(
-            f"recompute={unknown[0]!r} can't be predicted for {source.hardware}: its times weren't measured. Use "
+            f"recompute={unknown[0]!r} can't be predicted for {source.hardware}: its times were not measured. Use "
             f"{' or '.join(source.recomputations)}."
         )
     if source.host() is None and any(options.offload or ()):

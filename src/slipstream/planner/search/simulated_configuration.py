@@ -67,7 +67,7 @@ class SimulatedConfiguration:
 
     @cached_property
     def run(self) -> tuple[Floats, Floats]:
-        """When each action ends, and how long it takes, in seconds."""
+        """The end and the duration of each action, in seconds."""
         return self.cached.arrays.ends(self.cost)
 
     def step_seconds(self) -> float:
@@ -148,7 +148,7 @@ def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
 
 
 def _causes(candidate: SimulatedConfiguration, rank: int, end: float) -> dict[str, float]:
-    """Where one rank's time goes until its last action ends."""
+    """The causes of one rank's seconds until its last action ends."""
     arrays = candidate.cached.arrays
     here = slice(*arrays.firsts[rank : rank + 2])
     op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], candidate.run[1][here]

@@ -36,7 +36,7 @@ class PlacedPartition:
 
     @cached_property
     def sends_back(self) -> Flags:
-        """Whether each stage's predecessor is on another rank, to which its input gradient is sent."""
+        """Marks the stages that send their input gradient to another rank."""
         return np.array([False, *(a != b for a, b in pairwise(self.placement))])
 
     def per_rank(self, values: Sequence[float] | Floats) -> Floats:

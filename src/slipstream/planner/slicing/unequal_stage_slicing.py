@@ -26,7 +26,7 @@ class SlicingWithBound(Slicing):
 
     @property
     def optimal(self) -> bool:
-        """Whether it is proven that no slicing is faster."""
+        """True where it is proven that no slicing is faster."""
         return self.latency <= self.lower_bound
 
 
