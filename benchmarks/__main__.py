@@ -41,7 +41,7 @@ TRIALS = {
     "gpipe.memory": "formula",
     "gpipe.throughput": "--repeats 1",
     "gpipe.breakdown": "--repeats 1",
-    "gpipe.peers": "--rows 8 --image-size 32 --repeats 2 --schedules gpipe",
+    "gpipe.peers": "--rows 16 --image-size 64 --repeats 2 --schedules gpipe",
     "loss_curves": "",
     "exactness": "--most 1",
     "same_numbers": "",
