@@ -1,8 +1,9 @@
-"""The house stays easy to see: folders of at most fourteen modules."""
+"""The house stays easy to see: folders of at most fourteen modules, and one public class of each name."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ def test_a_folder_has_at_most_fourteen_modules_and_says_what_it_is_for(folder: P
     modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= 14
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    homes = defaultdict(list)
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path.relative_to(SRC)))
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 def test_nothing_is_called_utils() -> None:

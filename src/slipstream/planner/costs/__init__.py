@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
 from slipstream.planner.costs.cluster import SHIPPED, Cluster, Device, load_cluster
-from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, HostMemory, ProfileSource
+from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, HostMemorySpec, ProfileSource
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, Measurement, ModelIdentity
 from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount
 from slipstream.planner.costs.paper_formulas import GPT, training_seconds
@@ -27,7 +27,7 @@ __all__ = [
     "CostSource",
     "Device",
     "Hardware",
-    "HostMemory",
+    "HostMemorySpec",
     "MeasuredLink",
     "MeasuredStage",
     "Measurement",

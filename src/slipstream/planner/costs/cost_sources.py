@@ -14,7 +14,7 @@ from slipstream.planner.costs.stage_costs import StageCosts, StateBytes
 from slipstream.schedule import Op
 
 
-class HostMemory(NamedTuple):
+class HostMemorySpec(NamedTuple):
     """The host's memory as one device sees it."""
 
     bandwidth: float  # bytes per second between the device and its host, in one direction
@@ -54,7 +54,7 @@ class CostSource(Protocol):
         """Returns the seconds of three forwards' products at one device's peak: the numerator of MFU, if known."""
         ...
 
-    def host(self) -> HostMemory | None:
+    def host(self) -> HostMemorySpec | None:
         """Returns the host's memory; None where offloading can't be predicted."""
         ...
 
@@ -102,8 +102,8 @@ class AnalyticSource:
                 flops += 2 * scores * (call.key_width + call.value_width)
         return 3 * flops / self.cluster.device.flops[self.model.dtype]
 
-    def host(self) -> HostMemory:
-        return HostMemory(self.cluster.device.host_bandwidth, self.cluster.device.host_memory)
+    def host(self) -> HostMemorySpec:
+        return HostMemorySpec(self.cluster.device.host_bandwidth, self.cluster.device.host_memory)
 
     def larger(self, most: int) -> Iterator[CostSource]:
         times = 2

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from slipstream.array_types import Flags, Floats
-from slipstream.planner.costs import HostMemory, StateBytes
+from slipstream.planner.costs import HostMemorySpec, StateBytes
 from slipstream.schedule import Op
 
 
@@ -93,7 +93,7 @@ class ConfigurationGroup:
     times: StageTimes
     sizes: RankSizes
     state: StateBytes
-    host: HostMemory | None
+    host: HostMemorySpec | None
     tails: dict[bool, TailSeconds]  # by whether the optimizer is sharded
     num_microbatches: int
     data_parallel: int
