@@ -123,7 +123,7 @@ def check_shapes(
     position_ids: Tensor | None,
     document_ids: Tensor | None,
 ) -> None:
-    """Raise SlipstreamError where the tensors of a step don't fit each other or the pipeline."""
+    """Raises SlipstreamError where the tensors of a step don't fit each other or the pipeline."""
     if inputs.dim() != 2 or inputs.dtype != torch.int64:
         raise SlipstreamError(f"inputs are {_describe(inputs)}; expected token ids, (batch, sequence) int64.")
     others = {"targets": targets, "position_ids": position_ids, "document_ids": document_ids}
@@ -145,7 +145,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _document_starts(inputs: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-    """Where the document of each token starts: (B, L); None where every sequence is one document."""
+    """Returns where the document of each token starts, (B, L); None where every sequence is one document."""
     begins = torch.zeros_like(inputs, dtype=torch.bool)
     if document_ids is not None:
         begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]

@@ -13,7 +13,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import keyed_seed
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.execution import Executor, run_together
-from slipstream.pipeline.families import ExecutedStep, family_of
+from slipstream.pipeline.families import ExecutedStep, family_of, gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.messages import LocalTransport, ScatterGather, Transport, connect, skip_channels
 from slipstream.pipeline.parameters import Parameters
@@ -96,24 +96,29 @@ class Engine:
         self.parameters.release()
         return loss
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state on rank 0, an empty dict on the others. Collective."""
+        self.parameters.publish()
+        return gather_state([*self.stages.values()], self.ranks, self.parameters)
+
     def train(self, training: bool) -> None:
         """Sets the mode of all stages of this process."""
         for stage in self.stages.values():
             stage.model.train(training)
 
     def timeline(self) -> Timeline:
-        """What ran when in the last step or evaluation, on all ranks. Collective."""
+        """Returns what ran when in the last step or evaluation, on all ranks. Collective."""
         mine = [span for executor in self.executors for span in executor.spans]
         spans = [span for spans in self.ranks.gather(mine) for span in spans]
         return Timeline(tuple(spans), self.layout.num_ranks, name=self.schedule_name, measured=True)
 
     def rehearsed_step(self, whole: WholeBatch) -> RehearsedStep:
-        """What is rehearsed of the next step, were it on this batch. Collective."""
+        """Returns what a rehearsal of the next step needs, were the step on this batch. Collective."""
         length = self.family.length(whole)
         return self._to_rehearse(whole, length, self._split(whole, length))
 
     def _within_limit(self, whole: WholeBatch, length: int) -> SplitBatch:
-        """The batch as the next step splits it; before, the tuner passes over orders that hold too much.
+        """Returns the batch as the next step splits it, after the tuner has skipped orders that hold too much.
 
         Raises SlipstreamError where the next step would hold more than the memory limit.
         """
@@ -125,7 +130,7 @@ class Engine:
         return batch
 
     def _split(self, whole: WholeBatch, length: int) -> SplitBatch:
-        """The batch's slices on this rank, with the number of targets that count on all replicas."""
+        """Splits the batch, and counts the valid targets of all replicas."""
         seed = keyed_seed(*self.random_state, self.ranks.data.rank)
         num_microbatches = self.layout.training.num_microbatches
         batch = self.family.split(whole, self.tuner.lengths(length), num_microbatches, seed)
@@ -152,7 +157,7 @@ class Engine:
         )
 
     def _tune(self, result: TrialResult) -> None:
-        """The leader learns from the step that ran, or from what it would hold, and all follow."""
+        """Lets the leader learn from the step that ran, or from what it would hold; all ranks follow its decision."""
         decision, error = None, None
         if self.ranks.leads:
             try:

@@ -20,7 +20,7 @@ from slipstream.pipeline.tied import TiedGradients
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What this rank's optimizer updates of one parameter: rows of its share, from `first_row` of that on."""
+    """The rows of one parameter that this rank's optimizer updates: rows of its share, from `first_row` on."""
 
     name: str
     parameter: nn.Parameter
@@ -67,12 +67,12 @@ class Parameters:
         self._is_stale = False  # the masters may have been updated since the parameters were
 
     def begin(self, loss_scale: float = 1.0) -> None:
-        """After `publish`: a step comes next."""
+        """Begins a step; call it after `publish`."""
         self._is_stale = False
         self._gradients.begin(loss_scale)
 
     def reduce(self, stage: int) -> None:
-        """No backward of the stage comes any more: its gradients are summed over replicas, while others still run."""
+        """Sums a stage's gradients over replicas after its last backward, while other stages still run."""
         self._gradients.reduce(stage)
 
     def end(self) -> None:
@@ -83,20 +83,20 @@ class Parameters:
         self._is_stale = True
 
     def publish(self) -> None:
-        """Collective: what an optimizer has done since the last step is done to what computes.
+        """Copies the optimizer's updates since the last step to the parameters that compute. Collective.
 
-        It may do more after an evaluation: only the next step ends that.
+        The optimizer may do more after an evaluation: only the next step ends that.
         """
         if self._is_stale:
             self._masters.publish()
 
     def release(self) -> None:
-        """After an evaluation: of sharded parameters only this replica's rows stay."""
+        """Frees what an evaluation gathered: of sharded parameters only this replica's rows stay."""
         if isinstance(self._masters, ShardedParameters):
             self._masters.publish()
 
     def refresh(self) -> None:
-        """What `named` yields was changed: the next `publish` tells what computes."""
+        """Notes that what `named` yields was changed, so that the next `publish` copies it to what computes."""
         self._is_stale = True
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -117,7 +117,7 @@ class Parameters:
             yield ParameterShard(name, parameter, self._shares[name], rows.start, is_own and not is_copy)
 
     def bytes_of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-        """Of some of this rank's parameters: copies that the optimizer updates, and all that it updates."""
+        """Returns the bytes of the optimizer's copies of some parameters, and of all that it updates of them."""
         masters, names = dict(self.named()), {id(parameter): name for name, parameter in self._own()}
         copies = updated = 0
         for parameter in parameters:
@@ -129,8 +129,8 @@ class Parameters:
         return copies, updated
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Collective: scale all gradients so that the norm of the whole model's is at most `max_norm`; returns what it
-        was. Each weight counts once, wherever it has copies."""
+        """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns what it
+        was. Each weight counts once, wherever it has copies. Collective."""
         named = [(name, p.grad) for name, p in self.named() if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for name, gradient in named:
@@ -162,7 +162,7 @@ class Parameters:
 
 
 def _trained_by(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
-    """What a stage's backwards leave gradients in: a tied head has an accumulator of its own."""
+    """Yields the parameters in which a stage's backwards leave gradients; a tied head has a separate accumulator."""
     idle = set() if stage.is_first else {id(tied.parameter) for tied in stage.tied}
     yield from ((name, parameter) for name, parameter in stage.named_parameters() if id(parameter) not in idle)
     for tied in stage.tied:

@@ -16,17 +16,9 @@ from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, 
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
-from slipstream.pipeline.families import (
-    Balance,
-    ExecutedStep,
-    StageLayout,
-    WeightSource,
-    causal_lm,
-    gather_state,
-    layer_sequence,
-    pretrained_weights,
-    random_weights,
-)
+from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout, WeightSource
+from slipstream.pipeline.families.choose_family import causal_lm, layer_sequence
+from slipstream.pipeline.families.weight_source import pretrained_weights, random_weights
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
@@ -249,10 +241,8 @@ class Pipeline:
         return self._engine.evaluate(WholeBatch.of(inputs, targets, None, document_ids, self.device))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields what this rank's optimizer updates, under the unsplit model's names, each once.
-
-        With tp a rank has its share of a weight, with shard_optimizer its rows of that, and with master_dtype copies.
-        """
+        """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a
+        weight, with shard_optimizer its rows of that, and with master_dtype copies."""
         return self._engine.parameters.named()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -264,10 +254,8 @@ class Pipeline:
         return self._engine.parameters.shards()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over all ranks is at most `max_norm`. Collective.
-
-        Returns the norm before, a float64 scalar. A weight counts once, however many ranks have copies of it.
-        """
+        """Scales all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before, a
+        float64 scalar. A weight counts once, however many ranks have copies of it. Collective."""
         return self._engine.parameters.clip_(max_norm)
 
     def timeline(self) -> Timeline:
@@ -286,20 +274,14 @@ class Pipeline:
         self._engine.parameters.refresh()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective.
-
-        Raises SlipstreamError for an nn.Sequential.
-        """
-        family = causal_lm(self._engine.family, "save_pretrained")
-        self._engine.parameters.publish()
-        family.save_pretrained(folder, self._engine.stages, self._engine.parameters)
+        """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective. Raises
+        SlipstreamError for an nn.Sequential."""
+        causal_lm(self._engine.family, "save_pretrained").save_pretrained(folder, self._engine.state_dict())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the
         others. Collective."""
-        engine = self._engine
-        engine.parameters.publish()
-        return gather_state([*engine.stages.values()], engine.ranks, engine.parameters)
+        return self._engine.state_dict()
 
     def train(self) -> Self:
         """Sets training mode: dropout is on."""

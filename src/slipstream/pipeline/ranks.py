@@ -44,7 +44,7 @@ class Ranks:
         return self.world.rank == 0
 
     def count(self, num_ranks: int | None, schedule: str | Schedule) -> int:
-        """Of the pipeline: its processes, or as many as are asked for in this one."""
+        """Returns the number of the pipeline's ranks: its processes, or as many as are wanted in this one."""
         if self.size == 1:
             return num_ranks or (schedule.num_ranks if isinstance(schedule, Schedule) else 1)
         if num_ranks not in (None, self.size):
@@ -58,10 +58,10 @@ class Ranks:
         return [self.rank] if self.size > 1 else list(range(num_ranks))
 
     def connect(self, ends: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-        """Collective over all ranks: a group of these ranks of the pipeline, and of those of each pipeline beside it.
+        """Returns a group of these ranks of the pipeline; each other pipeline makes one too. Collective over all ranks.
 
-        Every rank makes all of them, in one order: torch numbers groups, and ranks that only made their own would give
-        one group several names. None where this rank isn't in one.
+        Every rank makes all of them, in one order: torch numbers groups, and ranks that made only the groups they are
+        in would give one group several names. None where this rank isn't in one.
         """
         mine = None
         for pipeline in self._pipelines:
@@ -84,7 +84,7 @@ class Ranks:
         return self.world.gather(value)[0]
 
     def agree(self, error: SlipstreamError | None) -> None:
-        """Raise the leader's finding on every rank, so that none waits for one that has given up."""
+        """Raises the leader's error on every rank, so that none waits for a rank that has given up."""
         found = self.follow(None if error is None else str(error))
         if found is not None:
             raise SlipstreamError(found) from error

@@ -1,4 +1,4 @@
-"""What the executor, parameters and export ask of a stage, whatever kind of model it is a part of."""
+"""The interface of a stage, whatever kind of model it is a part of."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slipstream.model import Tensors, TensorSpec, TiedWeight
 
 
 class BatchPart(Protocol):
-    """What of a batch one F works on: a token slice of a microbatch, or a microbatch."""
+    """The part of a batch that one F works on: a token slice of a microbatch, or a microbatch."""
 
     @property
     def tensors(self) -> Tensors:
-        """What of the batch is in it: memory that isn't a stage's."""
+        """The tensors of the batch that are in it: memory that isn't a stage's."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class Stage(Protocol):
         ...
 
     def compute(self, piece: Any, inputs: Tensors, store: ContextStore) -> Any:
-        """Its forward: what is handed on, a tuple of tensors; of the last stage the model's outputs, for the loss.
+        """Runs its forward; returns a tuple of tensors for the next stage, on the last stage the model's outputs.
 
         The first stage works on the piece's tensors, all others on what they `receive`.
         """
@@ -68,5 +68,5 @@ class Stage(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What of the unsplit model's state dict lives here, by its names."""
+        """The part of the unsplit model's state dict that is here, by its names."""
         ...

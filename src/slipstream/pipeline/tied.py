@@ -27,7 +27,7 @@ class TiedGradients:
 
     @property
     def names(self) -> set[str]:
-        """Of the tied weights that this rank holds."""
+        """The names of the tied weights that this rank holds."""
         return set(self._all())
 
     @property

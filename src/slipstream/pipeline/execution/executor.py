@@ -33,7 +33,7 @@ from slipstream.timeline import Span
 
 
 class Executor:
-    """One pipeline rank. `start` a batch, then `run` its actions; `finish` checks that nothing is left."""
+    """Runs the actions of one pipeline rank: `start` a batch, then iterate; `finish` checks that nothing is left."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Executor:
         self._handlers = {op: partial(self._observed, observer, handler) for op, handler in self._handlers.items()}
 
     def start(self, schedule: Schedule, batch: SplitBatch) -> Generator[Action]:
-        """Run this rank's actions of a lowered schedule, yielding before each that must wait for a message.
+        """Runs this rank's actions of a lowered schedule, and yields before each that must wait for a message.
 
-        Only ranks that share a process need to look at what is yielded: the next one's turn has come.
+        Only where ranks share a process does what is yielded matter: then the next rank runs.
         """
         self._schedule = schedule
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -84,7 +84,7 @@ class Executor:
         return self._actions(schedule.actions[self._rank])
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The (sum, count) of the losses of this rank's slices. Raises if anything of the step is left over."""
+        """Returns (sum, count) of the losses of this rank's slices. Raises RuntimeError if anything is left over."""
         self._transport.finish()
         leftovers = self._state.leftovers() + self._skips.leftovers()
         if leftovers:
@@ -93,7 +93,7 @@ class Executor:
 
     @property
     def spans(self) -> list[Span]:
-        """What ran when in the last step."""
+        """The spans of the last step's actions."""
         return self._stopwatch.spans()
 
     def _actions(self, actions: tuple[Action, ...]) -> Generator[Action]:
@@ -188,7 +188,7 @@ class Executor:
         return total / (self._state.batch.num_valid / self._state.batch.loss_scale)
 
     def _replay(self, action: Action) -> None:
-        """R: under the autocast of F, since both belong to one step."""
+        """Runs R, under the autocast of F, since both belong to one step."""
         g, m, _ = key = key_of(action)
         self._saved.await_reload(key)
         began = self._stopwatch.mark()
@@ -205,14 +205,14 @@ class Executor:
         self._release(self._differentiate(action))
 
     def _backward_input(self, action: Action) -> None:
-        """I: everything but the weight gradients of linear layers. W needs what came in, so it releases that."""
+        """Runs I: everything but the weight gradients of linear layers. W needs what came in, so it releases that."""
         with defer_weight_gradients() as work:
             messages = self._differentiate(action)
         work.append(partial(self._release, messages))
         self._state.weights[key_of(action)] = work
 
     def _differentiate(self, action: Action) -> list[Message]:
-        """The backward of one slice. Returns the messages whose buffers it worked on."""
+        """Runs the backward of one slice, and returns the messages whose buffers it worked on."""
         g, m, i = key = key_of(action)
         stage, state = self._stages[g], self._state
         gradients = () if stage.is_last else self._output_gradients(action)
@@ -252,8 +252,8 @@ class Executor:
         return (*regular, *self._skips.take(Op.SEND_B, action))
 
     def _hand_on(self, send: Action, tensors: Tensors, local: dict[SliceKey, Tensors], key: SliceKey) -> None:
-        """To the next stage in the direction of `send`: as a message, or directly where that stage is here too. Skips
-        go to stages of their own, at once."""
+        """Passes tensors to the next stage in the direction of `send`: as a message, or directly where that stage is
+        here too. Skips are sent to their stages immediately."""
         tensors = self._skips.hand_on(send, tensors)
         if self._is_here(key[0]):
             local[key] = tuple(tensor.detach() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Host memory for offloaded activations: pinned buffers and a stream of their own on CUDA, a file on the CPU."""
+"""Host memory for offloaded activations: pinned buffers and a separate stream on CUDA, a file on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class OffloadedBlocks(Protocol):
     """Blocks of bytes on the host."""
 
     def load(self) -> list[Tensor]:
-        """Bring them back, into new memory of the device; returns at once. Use them after `wait`."""
+        """Begins to copy the blocks into new memory of the device. Use them after `wait`."""
         ...
 
     def wait(self) -> None:
@@ -26,10 +26,10 @@ class OffloadedBlocks(Protocol):
 
 
 class HostMemory(Protocol):
-    """Where blocks of bytes go."""
+    """A store for blocks of bytes."""
 
     def store(self, blocks: list[Tensor]) -> OffloadedBlocks:
-        """Move them out; returns at once. Their memory is free as soon as the caller lets go of them."""
+        """Begins to move blocks out. Their memory is free as soon as the caller drops them."""
         ...
 
 
@@ -69,7 +69,7 @@ class _File:
 
 
 class PinnedMemory:
-    """Copies run beside the computing, on one stream: in the order of the schedule."""
+    """Copies alongside the computing, on one stream, in the order of the schedule."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from slipstream.schedule import Action, Schedule, report_wait
 
 
 def run_together(executors: list[Executor], schedule: Schedule, batch: SplitBatch) -> None:
-    """Run the ranks of this process in turn, each as far as it gets: one rank, or all of a pipeline in one process."""
+    """Runs the ranks of this process alternately, each as far as it gets: one, or all of a pipeline."""
     with ExitStack() as stack:
         rows = [stack.enter_context(closing(executor.start(schedule, batch))) for executor in executors]
         _take_turns(rows, schedule)
@@ -25,4 +25,4 @@ def _take_turns(rows: list[Generator[Action]], schedule: Schedule) -> None:
         if awaiting == before:
             waiting = [action for action in awaiting.values() if action is not None]
             reports = [report_wait(schedule, schedule.placement[action.stage], action) for action in waiting]
-            raise RuntimeError("\n".join(["no rank can go on:", *reports]))
+            raise RuntimeError("\n".join(["no rank can continue:", *reports]))

@@ -29,7 +29,7 @@ def key_of(action: Action) -> SliceKey:
 
 @dataclass
 class StepState:
-    """What a step holds between its actions; all of it is empty when the step ends."""
+    """The tensors and graphs that a step holds between its actions; all is empty when the step ends."""
 
     batch: SplitBatch
     loss: Tensor  # sum over this rank's slices so far, float64
@@ -88,7 +88,7 @@ class _Entrance(torch.autograd.Function):
 
 
 def roots_of(outputs: Tensors) -> Roots:
-    """Where the backward of a forward's outputs begins: not the tensors, whose memory the next stage needs."""
+    """Returns where the backward of a forward's outputs begins: not the tensors, whose memory the next stage needs."""
     return {
         number: output if output.dim() == 0 else get_gradient_edge(output)
         for number, output in enumerate(outputs)

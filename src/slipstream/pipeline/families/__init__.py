@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from slipstream.pipeline.families.choose_family import causal_lm, family_of, layer_sequence
+from slipstream.pipeline.families.choose_family import family_of
 from slipstream.pipeline.families.export import gather_state
 from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.pipeline.families.sequence_partition import Balance
 from slipstream.pipeline.families.stage_layout import ExecutedStep, StageLayout
-from slipstream.pipeline.families.weight_source import WeightSource, pretrained_weights, random_weights
+from slipstream.pipeline.families.weight_source import WeightSource
 
 __all__ = [
     "Balance",
@@ -15,10 +15,6 @@ __all__ = [
     "StageLayout",
     "WeightSource",
     "causal_cross_entropy",
-    "causal_lm",
     "family_of",
     "gather_state",
-    "layer_sequence",
-    "pretrained_weights",
-    "random_weights",
 ]

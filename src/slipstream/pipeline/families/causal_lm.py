@@ -1,4 +1,4 @@
-"""A Pipeline's model as a causal LM of transformers, whose pieces are token slices."""
+"""Causal LMs of transformers, whose batches are split into microbatches and token slices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
@@ -22,7 +23,6 @@ from slipstream.pipeline.families.causal_lm_stages import (
 from slipstream.pipeline.families.export import save_pretrained
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.weight_source import WeightSource
-from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
@@ -105,5 +105,6 @@ class CausalLMFamily:
     def end(self) -> None:
         pass
 
-    def save_pretrained(self, folder: str | Path, stages: Mapping[int, Stage], parameters: Parameters) -> None:
-        save_pretrained(folder, self.config, [*stages.values()], self._ranks, parameters)
+    def save_pretrained(self, folder: str | Path, state: Mapping[str, Tensor]) -> None:
+        """Writes the whole model's state, which the leader has, as transformers does. Collective."""
+        save_pretrained(folder, self.config, state, self._ranks)

@@ -108,7 +108,7 @@ def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequ
 def layer_costs(
     config: PretrainedConfig, anatomy: ModelAnatomy, model: PreTrainedModel, seq_len: int | None
 ) -> list[float]:
-    """What each layer computes per token, in multiplications; the last layer's includes the head's."""
+    """Returns the multiplications of each layer per token; the last layer's include the head's."""
     layers = enumerate(_layers(model, anatomy))
     costs = [_multiplications(layer, config) + _attended(config, index, seq_len) for index, layer in layers]
     costs[-1] += _head_cost(config, anatomy, model)
@@ -118,7 +118,7 @@ def layer_costs(
 def half_layer_costs(
     config: PretrainedConfig, anatomy: ModelAnatomy, model: PreTrainedModel, seq_len: int | None
 ) -> list[float]:
-    """The same of every layer's attention and feed-forward half in turn; the last includes the head's."""
+    """Returns these costs for the attention and the feed-forward half of every layer; the last includes the head's."""
     costs = []
     for index, layer in enumerate(_layers(model, anatomy)):
         for half in LayerHalf:

@@ -1,4 +1,4 @@
-"""What a causal LM is made of on this rank: its stages, cut over the ranks that share them, and their loss."""
+"""Makes a rank's part of a causal LM: its stages, cut over the ranks that share them, and their loss."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load_shares(
 def plan_shares(
     config: PretrainedConfig, anatomy: ModelAnatomy, tensor_ranks: int, tensor_plan: Mapping[str, str] | None
 ) -> TensorPlan:
-    """How the whole model is cut, whatever a rank has of it. Raises SlipstreamError by name where it can't be."""
+    """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names what can't be."""
     return find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy.before, anatomy.after, tensor_plan)
 
 
@@ -78,7 +78,7 @@ def make_stages(
     device: torch.device,
     tensor: TensorParallel | None,
 ) -> dict[int, CausalLMStage]:
-    """Those of this process, each its own layers of `model`."""
+    """Returns the stages of this process, each with some layers of `model`."""
     here = layout.stages_of(ranks.here(layout.num_ranks))
     return {
         stage: CausalLMStage(copy_with_shared_weights(model), anatomy, layout.layers[stage], device, tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,21 +20,18 @@ from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
 
 
-def save_pretrained(
-    folder: str | Path, config: PretrainedConfig, stages: list[Stage], ranks: Ranks, parameters: Parameters
-) -> None:
-    """Collective: the leader holds the whole model in host memory for a moment and writes config and safetensors."""
-    state = gather_state(stages, ranks, parameters)
+def save_pretrained(folder: str | Path, config: PretrainedConfig, state: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Writes config and safetensors on the leader, which has the whole model's state. Collective."""
     if ranks.leads:
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
         with quiet_transformers():
-            meta_model(config, dtype).save_pretrained(folder, state_dict=state)
-    ranks.world.barrier()  # nobody goes on before the folder is whole
+            meta_model(config, dtype).save_pretrained(folder, state_dict=dict(state))
+    ranks.world.barrier()  # no rank continues before the folder is complete
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank has of one tensor of the model's state."""
+    """The part of one tensor of the model's state that a rank has."""
 
     name: str
     share: ParameterShare
@@ -42,7 +40,7 @@ class _Part:
 
 
 def gather_state(stages: list[Stage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
-    """The unsplit model's state by its own names, on the leader; empty on the others."""
+    """Returns the unsplit model's state by its names on the leader, an empty dict on the others. Collective."""
     own = {name: _whole(tensor) for stage in stages for name, tensor in stage.state().items()}
     parts = [
         _Part(

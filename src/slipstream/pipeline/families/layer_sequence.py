@@ -35,8 +35,8 @@ from slipstream.schedule import Schedule
 
 
 class SequenceFamily:
-    """The Family of sequences. Its pieces are microbatches, rows of the inputs; and token slices of them, where a layer
-    CutTokens says from where on."""
+    """The family of sequences. A batch is split into microbatches, rows of the inputs; and these into token slices
+    from a layer CutTokens on, if there is one."""
 
     default_slices = 1
 
@@ -108,7 +108,7 @@ class SequenceFamily:
         kept = {id(layer) for stage in self._stages.values() for layer in stage.layers}
         for layer in self._layers:
             if id(layer.module) not in kept:
-                layer.module.to("meta")  # its memory is another rank's business
+                layer.module.to("meta")  # another rank has its weights
         return self._stages, None
 
     def loss_function(self, tensor: object) -> LossFunction:
@@ -160,7 +160,7 @@ class SequenceFamily:
             stage.statistics.begin()
 
     def end(self) -> None:
-        """Every batch norm's moving averages take in the whole mini-batch."""
+        """Updates every batch norm's moving averages with the whole mini-batch."""
         over = self._ranks.data
         for stage in self._stages.values():
             stage.statistics.update(
@@ -171,7 +171,7 @@ class SequenceFamily:
         return next(iter(self._stages.values())).model.training
 
     def _check_slices(self, schedule: Schedule, slices: int | Sequence[int]) -> None:
-        """Of the schedule that runs: whether all of its slices are exact. Raises SlipstreamError where not."""
+        """Raises SlipstreamError where not all slices of the schedule that runs are exact."""
         self.check_slices(slices)
         self._is_sliced = slices != 1
         if not self._is_sliced:
@@ -252,7 +252,7 @@ def _check_tokens(targets: Tensor, length: int) -> None:
 
 
 def _check_classes(outputs: LayerBoundary, targets: Tensor) -> None:
-    """Whether the default loss is for them."""
+    """Raises SlipstreamError where the default loss isn't for these outputs and targets."""
     shapes = [tuple(spec.shape) for spec in outputs.specs]
     fits = not outputs.is_tuple and len(shapes[0]) > 1 and (shapes[0][0], *shapes[0][2:]) == tuple(targets.shape)
     if not fits or targets.is_floating_point():

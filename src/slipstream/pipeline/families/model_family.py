@@ -42,7 +42,7 @@ class ModelFamily(Protocol):
     def make_stages(
         self, layout: StageLayout, device: torch.device
     ) -> tuple[Mapping[int, Stage], TensorParallel | None]:
-        """Those of this process. Collective."""
+        """Makes the stages of this process. Collective."""
         ...
 
     def loss_function(self, tensor: TensorParallel | None) -> LossFunction: ...
@@ -60,9 +60,9 @@ class ModelFamily(Protocol):
         ...
 
     def begin(self) -> None:
-        """A step's forwards come next."""
+        """Called before a step's forwards."""
         ...
 
     def end(self) -> None:
-        """They have all run. Collective."""
+        """Called after a step's last action. Collective."""
         ...

@@ -15,7 +15,7 @@ FLOPS_PER_BYTE = 10  # what memory holds up a layer that computes little with wh
 
 @dataclass(frozen=True)
 class Balance:
-    """How even the ranks are: 1.0 where all cost the same."""
+    """The evenness of the ranks: an imbalance of 1.0 where all cost the same."""
 
     imbalance: float  # the slowest rank's cost over the mean
     rank: int  # the slowest
@@ -30,7 +30,7 @@ class Balance:
 
 
 def counted_costs(trace: ShapeTrace) -> list[float]:
-    """Of every layer: operations of its matrix products, convolutions and attention, and what memory takes."""
+    """Returns every layer's cost: operations of matrix products, convolutions and attention, and memory traffic."""
     return [1.0 + work.flops + FLOPS_PER_BYTE * work.num_bytes for work in trace.work]
 
 

@@ -51,7 +51,7 @@ class StageLayout:
         return cls(lowered, evaluation, layers, recompute, offload, reduces)
 
     def with_schedule(self, schedule: Schedule) -> StageLayout:
-        """The same stages in another order, of any number of slices."""
+        """Returns the same stages in another order, with any number of slices."""
         return StageLayout.of(schedule, self.layers, self.recompute, self.offload, self.reduces)
 
     @property
@@ -64,7 +64,7 @@ class StageLayout:
 
 
 class ExecutedStep(NamedTuple):
-    """What a step ran."""
+    """The layout of a step, and the tokens of its slices."""
 
     layout: StageLayout
     slices: list[int]  # tokens of each
@@ -79,7 +79,7 @@ def check_lengths(schedule: Schedule, slices: int | Sequence[int]) -> None:
 
 
 def _with_less_memory(schedule: Schedule, recompute: RecomputePolicy | None, offload: float) -> Schedule:
-    """With R, OFFLOAD and RELOAD added; a given schedule may have them already."""
+    """Returns the schedule with R, OFFLOAD and RELOAD, which a given schedule may have already."""
     given = next((action for action in schedule.positions if action.op is Op.R), None)
     if given is not None and recompute is None:
         raise SlipstreamError(

@@ -1,4 +1,4 @@
-"""Where a pipeline's weights come from: a model in memory, or one of which each rank makes its own layers."""
+"""The source of a pipeline's weights: a model in memory, or one of which each rank makes only its layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_memory(model: object) -> WeightSource:
     if not isinstance(model, PreTrainedModel):
         raise SlipstreamError(
             f"model is a {type(model).__name__}; give a causal LM of transformers, for example "
-            "AutoModelForCausalLM.from_pretrained(...), or an nn.Sequential without a forward or hooks of its own."
+            "AutoModelForCausalLM.from_pretrained(...), or an nn.Sequential without another forward or hooks."
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise SlipstreamError(

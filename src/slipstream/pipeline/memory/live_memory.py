@@ -19,7 +19,7 @@ from slipstream.model import storage_id
 
 
 class MemoryMeter(Protocol):
-    """What is alive, within a `with` block."""
+    """Measures the bytes that are alive, within a `with` block."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -39,15 +39,16 @@ class MemoryMeter(Protocol):
 
 
 def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> MemoryMeter:
-    """For a device's tensors; the CPU's allocator keeps no count, so there `present` must name those that exist."""
+    """Returns the meter for a device's tensors. On the CPU, whose allocator has no count, give those `present`."""
     return AllocatedMemory(device) if device.type == "cuda" else LiveMemory(present)
 
 
 class LiveMemory(TorchDispatchMode):
     """The storages of the CPU's tensors: those of `present` tensors, and all that operations within the block make.
 
-    Exact for what tensors hold, each storage once, until its last owner lets go, Python or an autograd graph. Buffers
-    inside a kernel are not tensors and not seen. Backwards are seen because on the CPU they run in the calling thread.
+    Exact for what tensors hold, each storage once, until its last owner, Python or an autograd graph, releases it.
+    Buffers inside a kernel are not tensors and not seen. Backwards are seen because on the CPU they run in the calling
+    thread.
     """
 
     def __init__(self, present: Iterable[Tensor] = ()) -> None:
@@ -84,7 +85,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 class AllocatedMemory:
-    """What CUDA's caching allocator has given out on a device: blocks, so sizes are rounded up."""
+    """Reads what CUDA's caching allocator has allocated on a device: blocks, so sizes are rounded up."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

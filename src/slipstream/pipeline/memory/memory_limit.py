@@ -37,7 +37,7 @@ class MemoryLimit:
             self._fitting.add(checked)
 
     def held_by(self, step: RehearsedStep) -> TrialMemory:
-        """What every rank, and every slice on a stage, would hold in the step. Collective."""
+        """Returns the bytes that every rank, and every slice on a stage, would hold in the step. Collective."""
         held = self._memory(step)
         table = self._tables[_key(step)]
         units = {(unit.stage, unit.slice): _held(unit, table) for unit in _units(step.schedule)}
@@ -71,7 +71,7 @@ def _covers(table: MemoryTable, schedule: Schedule) -> bool:
 
 
 def _held(unit: StageSlice, table: MemoryTable) -> float:
-    """What its forward leaves, and its part of keys and values."""
+    """Returns the bytes that a slice's forward leaves, with its part of keys and values."""
     leaves = table.footprint(unit, Op.F).leaves
     if unit.offloaded:
         leaves += table.footprint(unit, Op.OFFLOAD).leaves
@@ -82,7 +82,7 @@ def _held(unit: StageSlice, table: MemoryTable) -> float:
 
 
 def _merged(tables: Sequence[MemoryTable]) -> MemoryTable:
-    """Of several ranks, or of several rehearsals."""
+    """Merges the tables of several ranks, or of several rehearsals."""
 
     def joined(name: str) -> Any:
         values = [getattr(table, name) for table in tables]

@@ -50,8 +50,8 @@ def rehearse(step: RehearsedStep, optimizer_states: int = ADAMW_STATES) -> Memor
 
     Every stage runs the first microbatch's slices forward and backward, from a made-up input, without weight gradients
     to begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted,
-    on CUDA what its allocator gives out. Not for rows of several documents. `optimizer_states` is the number of tensors
-    that the optimizer keeps for every parameter.
+    on CUDA what its allocator has allocated. Not for rows of several documents. `optimizer_states` is the number of
+    tensors that the optimizer keeps for every parameter.
     """
     rehearsal = _StageRehearsal(step)
     runs = [run for number in step.stages for run in rehearsal.rehearse(number)]
@@ -75,7 +75,7 @@ def rehearse(step: RehearsedStep, optimizer_states: int = ADAMW_STATES) -> Memor
 
 @dataclass(frozen=True)
 class _Level:
-    """Bytes that are alive, and what of them is context and weight gradients."""
+    """The bytes that are alive, and how many of them are context and weight gradients."""
 
     total: int
     context: int
@@ -84,7 +84,7 @@ class _Level:
 
 @dataclass(frozen=True)
 class _Change:
-    """One action's."""
+    """The change by one action."""
 
     total: int
     peak: int  # above what was there
@@ -94,7 +94,7 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the actions of one stage changed, its slices all treated alike."""
+    """The changes by the actions of one stage, whose slices are all treated alike."""
 
     like: StageSlice  # of slice 0, for all
     num_slices: int
@@ -106,16 +106,16 @@ class _Run:
 
     @property
     def context(self) -> int:
-        """Of the first forward."""
+        """The bytes of keys and values after the first forward."""
         return self.changes[Action(Op.F, self.stage, 1, 0)].context
 
     @property
     def context_gradients(self) -> int:
-        """Of the first backward; a slice that is alone leaves none."""
+        """The bytes of their gradients after the first backward; a slice that is alone leaves none."""
         return sum(change.context for action, change in self.changes.items() if self._is_first_backward(action, 1))
 
     def footprints(self) -> dict[tuple[StageSlice, Op], Footprint]:
-        """Of the second microbatch: it adds to weight gradients that are there."""
+        """The footprints in the second microbatch, which adds to weight gradients that exist."""
         found = {}
         for action, change in self.changes.items():
             if action.microbatch == 1 and action.op not in SENDS:
@@ -124,7 +124,7 @@ class _Run:
         return found
 
     def first_peaks(self) -> dict[tuple[StageSlice, Op], float]:
-        """Of the first microbatch's first backward."""
+        """The peaks of the first microbatch's first backward, which makes the weight gradients."""
         return {
             (self._unit(action), action.op): change.peak
             for action, change in self.changes.items()
@@ -132,7 +132,7 @@ class _Run:
         }
 
     def gradients(self) -> dict[tuple[int, Op], float]:
-        """What the first microbatch makes of them."""
+        """The bytes of weight gradients that the first microbatch makes."""
         made: defaultdict[tuple[int, Op], float] = defaultdict(float)
         for action, change in self.changes.items():
             if action.microbatch == 0 and action.op in BACKWARDS:
@@ -154,7 +154,7 @@ class _Run:
 
 
 class _StageRehearsal:
-    """Where stages run alone: what other ranks send is made up, what they receive is dropped."""
+    """Runs stages alone: what other ranks send is made up, what they receive is dropped."""
 
     def __init__(self, step: RehearsedStep) -> None:
         batch = step.batch
@@ -165,7 +165,7 @@ class _StageRehearsal:
 
     @property
     def message_bytes(self) -> list[float]:
-        """Of every slice."""
+        """The bytes of each slice's message."""
         stage = next(iter(self._step.stages.values()))
         assert isinstance(stage, CausalStage)
         pieces: Any = self._batch.slices[0]
@@ -183,7 +183,7 @@ class _StageRehearsal:
                     yield _Run(like, self._schedule.num_slices, self._run(like, split, tensors_alive()))
 
     def _run(self, like: StageSlice, split: bool, present: list[Tensor]) -> dict[Action, _Change]:
-        """What is made and freed: of `present` tensors, and of those that this makes."""
+        """Returns what each action changed: of the `present` tensors, and of those that the run makes."""
         step, stage = self._step, self._step.stages[like.stage]
         executor = Executor(
             like.stage, {like.stage: stage}, self._transport, step.loss_function, step.device, step.recompute

@@ -1,4 +1,4 @@
-"""What a message is made of: tensors of any shapes and dtypes in one buffer, behind a header that tells what they are.
+"""The format of a message: tensors of any shapes and dtypes in one buffer, behind a header that describes them.
 
 gloo accepts a shorter message into a larger buffer without a word, so every message says what it is.
 """
@@ -52,7 +52,7 @@ def header_bytes(shapes: Sequence[torch.Size]) -> int:
 
 
 def message_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Of the buffer, the header included."""
+    """Returns the bytes of the buffer, the header included."""
     end = header_bytes([spec.shape for spec in specs])
     for spec in specs:
         end = _aligned(end) + spec.num_bytes

@@ -23,7 +23,7 @@ class ScatterGather:
         stage g    rank 0 [a b]  -- a -->  rank 0 [a b]    stage g + 1
                    rank 1 [a b]  -- b -->  rank 1 [a b]
 
-    What is received is in memory of its own, so the buffer under it goes back at once. All ranks of the tensor axis
+    What is received is copied into new memory, so the buffer under it is free immediately. All ranks of the tensor axis
     receive the same messages in the same order. Not for sequence parallelism: there each rank has other tokens already.
     """
 

@@ -21,7 +21,7 @@ class SkipMessages:
         stage 0  --- F ---> stage 1 --- F ---> stage 2        what the stages hand on to each other
             \\________________________________/                a skip, sent when F of stage 0 ends
 
-    They are no actions of the schedule. Each pair of stages has communicators of its own, on which a send is waited for
+    They are no actions of the schedule. Each pair of stages has separate communicators, on which a send is waited for
     only when it is known to be received, or the step ends. What is waited for was sent when an F or B ended that the
     schedule puts before: so skips add nothing that a rank could wait for in a circle. Receives are posted in the order
     in which the other end's schedule sends, one ahead of what is needed.
@@ -38,7 +38,7 @@ class SkipMessages:
         return tuple(tensor for message in self._messages(op, action) for tensor in self._taken(message))
 
     def received(self, op: Op, action: Action) -> list[SkipSend]:
-        """Those of them that came as messages."""
+        """Returns those of these skips that came as messages."""
         return [message for message in self._messages(op, action) if not self._is_here(message.stage)]
 
     def hand_on(self, send: Action, tensors: Tensors) -> Tensors:
@@ -103,7 +103,7 @@ class SkipMessages:
         self._posted.add(message)
 
     def _specs_of(self, message: SkipSend) -> list[TensorSpec]:
-        """Of the tensors in a message that comes here."""
+        """The specs of the tensors in a message that comes here."""
         specs = self._specs(_receive(message.op), (message.to, message.microbatch, message.slice))
         return [spec for spec in specs if spec.peer == message.stage]
 

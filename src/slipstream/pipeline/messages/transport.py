@@ -47,7 +47,7 @@ class Transport(Protocol):
         ...
 
     def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
-        """Post the message; returns at once."""
+        """Posts the message and returns without waiting."""
         ...
 
     def settle(self, channel: Channel, message: Message) -> None:
@@ -55,7 +55,7 @@ class Transport(Protocol):
         ...
 
     def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
-        """Make room for the message; returns at once."""
+        """Makes room for the message and returns without waiting."""
         ...
 
     def may_receive(self, message: Message) -> bool:
@@ -133,11 +133,11 @@ class _Posted:
 
 
 class DistributedTransport:
-    """Point-to-point messages of torch.distributed: gloo and NCCL, a communicator of its own for every channel.
+    """Point-to-point messages of torch.distributed: gloo and NCCL, a separate communicator for every channel.
 
     Buffers come from a pool by size, so there are as many as messages were ever in flight at once. A send waits for the
-    send `window` messages before it on its channel: that is less than rendezvous asks, for which the schedule is proven
-    to end, and gloo tells that a send is done only to those who wait. On a channel without a window none waits.
+    send `window` messages before it on its channel: that is less than a rendezvous demands, for which the schedule is
+    proven to end, and gloo tells that a send is done only to those who wait. On a channel without a window none waits.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class DistributedTransport:
 
 
 def _started(start: Callable[[], dist.Work | None], problem: str) -> dist.Work:
-    """Where the other rank has gone, not only those who wait are told."""
+    """Tells every rank, not only those that wait, that another rank has ended."""
     try:
         work = start()
     except RuntimeError as error:

@@ -25,7 +25,7 @@ Maker = Callable[[int], Schedule]  # number of slices -> a schedule on the wante
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be chosen.
+    """The schedules and slicings among which may be chosen.
 
     Args:
         make: the schedule to start from.

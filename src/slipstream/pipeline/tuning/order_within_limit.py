@@ -47,7 +47,7 @@ def order_within(
 
 
 def _of_a_microbatch(schedule: Schedule, held: TrialMemory) -> list[float]:
-    """Per rank, what all slices of one hold: no order holds less at once."""
+    """Returns the bytes that all slices of one microbatch hold on each rank: the least that any order holds."""
     sizes = [0.0] * schedule.num_ranks
     for (stage, _), size in held.units.items():
         sizes[schedule.placement[stage]] += size

@@ -19,7 +19,7 @@ SampleKey = tuple[int, int, Op]  # stage, slice, op
 
 
 class Trial(NamedTuple):
-    """What a step runs: compute actions, and the length of every slice."""
+    """The compute actions of a step, and the length of every slice."""
 
     schedule: Schedule
     slices: tuple[int, ...]
@@ -33,7 +33,7 @@ class TrialRequest(NamedTuple):
 
 
 class TrialMemory(NamedTuple):
-    """What ranks would hold in a trial, in bytes."""
+    """The bytes that ranks would hold in a trial."""
 
     peaks: tuple[float, ...]  # of each rank
     units: dict[tuple[int, int], float]  # per stage and slice, from its forward to its backward
@@ -81,12 +81,12 @@ class Samples:
 def fastest(trials: Iterable[Trial]) -> Generator[TrialRequest, TrialResult, Trial]:
     """The trial with the least `undisturbed_seconds`, by successive halving (Jamieson and Talwalkar 2016).
 
-    All run some steps, the better half, two at least, run as many again, in turn, and the best is chosen.
+    All run some steps, the better half, two at least, run as many again, alternately, and the best is chosen.
     """
     left = list(trials)
     timelines: defaultdict[Trial, list[Timeline]] = defaultdict(list)
     for each in range(_ROUNDS):
-        # At first a trial's one step warms up for its next. Then in turn, so that a machine that slows down slows all.
+        # At first a trial's one step warms up for its next. Then they alternate, so that a slower machine slows all.
         order = left * _STEPS if each else [trial for trial in left for _ in range(_STEPS)]
         for trial in order:
             timelines[trial].append((yield from timed(trial)))
@@ -96,7 +96,7 @@ def fastest(trials: Iterable[Trial]) -> Generator[TrialRequest, TrialResult, Tri
 
 
 def undisturbed_seconds(timelines: Sequence[Timeline]) -> float:
-    """How long a step takes by these of one schedule, simulated with the median of each action's times.
+    """Returns the seconds of a step of one schedule, simulated with the median of each action's times.
 
     Steps that something else on the machine slowed down as a whole don't count. The shortest times would need no such
     rule, but they get shorter with every step that counts. What the executor adds between actions is what it adds in

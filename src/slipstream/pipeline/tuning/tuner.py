@@ -23,14 +23,14 @@ from slipstream.schedule import (
 
 
 class Decision(NamedTuple):
-    """What comes next, and whether all other steps will run it."""
+    """The next trial, and whether all later steps run it."""
 
     request: TrialRequest
     is_last: bool
 
 
 class Tuner:
-    """What the next step runs: always the same, or with "auto" whatever there is still to learn from.
+    """Decides what the next step runs: always the same, or with "auto" whatever there is still to learn from.
 
     Raises SlipstreamError for settings that don't fit together.
     """
@@ -71,7 +71,7 @@ class Tuner:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: what was learned so far led nowhere."""
+        """Starts learning again: what was learned so far led nowhere."""
         self._learning: Learning | None = None
         self._length = 0  # of the sequences that are tuned for
         self._has_learned = False
@@ -98,7 +98,7 @@ class Tuner:
 
     @property
     def asks_what_it_holds(self) -> bool:
-        """Whether the schedule isn't to be run, but `decide` wants to know what the ranks would hold in it."""
+        """Whether the schedule isn't run, because `decide` first needs the memory that the ranks would hold in it."""
         return self._asks_what_it_holds
 
     def listens_to(self, length: int) -> bool:
@@ -106,7 +106,7 @@ class Tuner:
         return self.is_tuning and length == self._length
 
     def decide(self, answer: TrialResult) -> Decision:
-        """What comes next, given what was measured: one rank's business, whose decision all ranks `follow`.
+        """Returns what comes next, given what was measured. One rank calls it, and all ranks `follow` its decision.
 
         Two machines may fit the same times to other last digits, and so choose differently. Raises SlipstreamError
         where nothing keeps to the memory limit.

@@ -1,4 +1,4 @@
-"""A configuration's file: YAML and dotted overrides, the mesh filled in, and what is wrong in our words."""
+"""A configuration's file: YAML and dotted overrides, and the mesh filled in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from slipstream.errors import SlipstreamError
 from slipstream.records import describe_problems
-from slipstream.training.config.sections import Config
+from slipstream.training.config.run_config import Config
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -75,7 +75,7 @@ def _fill_mesh(values: dict[str, Any]) -> None:
 
 
 def _default(section: str, name: str) -> int:
-    """Of a setting that is a number."""
+    """The default of a setting that is a number."""
     settings: Any = Config.model_fields[section].annotation
     return int(settings.model_fields[name].default)
 

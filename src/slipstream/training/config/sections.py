@@ -1,20 +1,14 @@
-"""What `slipstream train` is told: a YAML file and dotted overrides, checked before anything starts."""
+"""The sections of a configuration of `slipstream train`, and what is allowed in each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
-from slipstream.options import Memory, Parallelism, Precision, Runtime
+from slipstream.options import Parallelism
 from slipstream.records import Record
-from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
-
-# The Pipeline's dtypes by training.precision
-_PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32")}
 
 
 class ModelSection(Record):
@@ -79,7 +73,7 @@ class DataSection(Record):
 
 
 class PipelineSection(Record):
-    """How the model and its sequences are cut, and in which order the pieces run."""
+    """How the model and its sequences are split, and in which order the slices run."""
 
     num_ranks: PositiveInt = 2
     """Processes the layers are spread over."""
@@ -87,7 +81,7 @@ class PipelineSection(Record):
     """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others."""
     schedule: str = "1f1b"
     """Order of forwards and backwards: a name, or the .txt file of a schedule (a run leaves its own). auto: the first
-    steps are measured, and the best order chosen; auto-v: the same on a V, with 2 stages per rank."""
+    steps are measured, and the best order chosen; auto-v: the same in a V-shaped placement, with 2 stages per rank."""
     num_microbatches: PositiveInt = 1
     """Parts of a batch that go through the pipeline one after the other."""
     slices: Literal["auto"] | PositiveInt | list[PositiveInt] = 8
@@ -119,7 +113,7 @@ class OptimizerSection(Record):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """How the learning rate goes on after the warm-up."""
+    """The course of the learning rate after the warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Where the cosine ends, as a share of `lr`."""
     clip_norm: PositiveFloat | None = 1.0
@@ -146,7 +140,7 @@ class TrainingSection(Record):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a device for each rank."""
     seed: int = 0
-    """Of the weights, the order of the documents, dropout and sampling."""
+    """The seed of the weights, the order of the documents, dropout and sampling."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between validations (also one at the end); 0 for none."""
     eval_batches: PositiveInt | None = None
@@ -166,21 +160,21 @@ class TrainingSection(Record):
 
 
 class CheckpointSection(Record):
-    """The run's state, saved now and then beside training, so that it can go on."""
+    """The run's state, saved from time to time during training, so that the run can be resumed."""
 
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints, and one at the end; 0 for none."""
     keep: PositiveInt = 2
-    """How many of the newest stay."""
+    """How many of the newest checkpoints are kept."""
     keep_every: int = Field(default=0, ge=0)
-    """Those whose step it divides stay too; 0 for none."""
+    """Checkpoints whose step is a multiple of it are kept too; 0 for none."""
     resume: Literal["no", "latest", "last-good"] | PositiveInt = "no"
     """Go on from the newest checkpoint in the output folder, begin where there is none yet; last-good passes over a
     damaged one; a number is the step of one. The mesh, the schedule and the slices may be others than before."""
 
 
 class TrackingSection(Record):
-    """Where a run's figures go beside metrics.jsonl."""
+    """Where a run's figures go in addition to metrics.jsonl."""
 
     to: list[str] = Field(default=[])
     """tensorboard and wandb, each an extra to install: pip install 'slipstream[tensorboard]'."""
@@ -192,9 +186,9 @@ class SampleSection(Record):
     """The text that the trained model writes at the end."""
 
     prompt: str | None = None
-    """What it continues; null for no sample."""
+    """The text that the model continues; null for no sample."""
     max_new_tokens: PositiveInt = 64
-    """How far."""
+    """The most tokens that it writes."""
     temperature: float = Field(default=0.8, ge=0)
     """0 for the likeliest token each time."""
 
@@ -204,147 +198,3 @@ class PlanSection(Record):
 
     predicted: dict[str, Any] = Field(default={})
     """On what it was planned, how long a step takes, what it holds, with which versions."""
-
-
-class Config(Record):
-    """A whole training run."""
-
-    model: ModelSection
-    data: DataSection
-    pipeline: PipelineSection = PipelineSection()
-    memory: Memory = Memory()
-    parallel: ParallelSection = ParallelSection()
-    runtime: Runtime = Runtime()
-    optimizer: OptimizerSection = OptimizerSection()
-    training: TrainingSection
-    checkpoint: CheckpointSection = CheckpointSection()
-    tracking: TrackingSection = TrackingSection()
-    sample: SampleSection = SampleSection()
-    plan: PlanSection = PlanSection()
-
-    @model_validator(mode="after")
-    def _lengths_add_up(self) -> Self:
-        _check_slices(self.pipeline.slices, self.training.seq_len)
-        _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
-        pipeline = self.pipeline
-        _check_partition(pipeline)
-        num_stages = pipeline.num_ranks * pipeline.stages_per_rank
-        if pipeline.partition != "auto" and len(pipeline.partition) != num_stages:
-            raise ValueError(
-                f"pipeline.partition={pipeline.partition} names {len(pipeline.partition)} stages, but "
-                f"pipeline.num_ranks * stages_per_rank = {num_stages}; give one number of layers per stage"
-            )
-        _check_schedule(pipeline, self.memory.num_flushes)
-        return self
-
-    def pipeline_options(self) -> dict[str, Any]:
-        """The arguments of the Pipeline that the configuration gives."""
-        pipeline = self.pipeline
-        return {
-            "schedule": named_schedule(pipeline),
-            "num_microbatches": pipeline.num_microbatches,
-            "slices": pipeline.slices,
-            "stages_per_rank": pipeline.stages_per_rank,
-            "partition": pipeline.partition,
-            "seq_len": self.training.seq_len,
-            "memory": self.memory,
-            "parallel": self.parallel,
-            "precision": _PRECISIONS.get(self.training.precision, Precision(dtype="float32")),
-            "runtime": self.runtime,
-        }
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks of the whole mesh."""
-        return self.pipeline.num_ranks * self.parallel.data * self.parallel.tensor
-
-    @property
-    def mesh_text(self) -> str:
-        """The mesh as it is typed."""
-        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data} --tp={self.parallel.tensor}"
-
-
-def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
-    if batch_size % replicas:
-        below = batch_size - batch_size % replicas
-        raise ValueError(
-            f"training.batch_size={batch_size} doesn't divide into parallel.data={replicas} equal parts; choose "
-            + (f"{below} or {below + replicas}" if below else f"{replicas}")
-        )
-    each = batch_size // replicas
-    if each < num_microbatches:
-        of_each = "" if replicas == 1 else f" of {each} for each of parallel.data={replicas} replicas"
-        raise ValueError(
-            f"training.batch_size={batch_size}{of_each} can't be cut into "
-            f"pipeline.num_microbatches={num_microbatches} parts; choose 1 to {each}, or a larger batch"
-        )
-
-
-def _check_schedule(pipeline: PipelineSection, num_flushes: int) -> None:
-    """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order."""
-    if pipeline.num_microbatches % num_flushes:
-        raise ValueError(
-            f"pipeline.num_microbatches={pipeline.num_microbatches} don't divide into memory.num_flushes={num_flushes}"
-        )
-    try:
-        schedule = named_schedule(pipeline)
-        if isinstance(schedule, Schedule):
-            _check_counts(schedule, pipeline, num_flushes)
-        else:
-            check_name(schedule, besides=AUTOMATIC)
-            make_schedule(
-                placed_as(schedule, pipeline.stages_per_rank), pipeline.num_ranks, 1, 1, pipeline.stages_per_rank
-            )
-    except ScheduleError as error:
-        raise ValueError(f"pipeline.{error}") from None
-
-
-def named_schedule(pipeline: PipelineSection) -> str | Schedule:
-    """The schedule in the text file that `pipeline.schedule` names, or the name itself."""
-    path = Path(pipeline.schedule)
-    if path.suffix != ".txt":
-        return pipeline.schedule
-    try:
-        schedule = Schedule.parse(path.read_text(encoding="utf-8"))
-        validate(schedule)
-    except (OSError, UnicodeDecodeError, ScheduleError) as error:
-        raise ScheduleError(f"schedule={path} can't be used: {error}") from None
-    return schedule
-
-
-def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: int) -> None:
-    slices = pipeline.slices
-    counts = {
-        "pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks),
-        "pipeline.num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
-        "pipeline.slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
-        "memory.num_flushes": (1, num_flushes),
-    }
-    for name, (wanted, given) in counts.items():
-        if wanted != given:
-            raise ValueError(
-                f"pipeline.schedule={pipeline.schedule} has {name.split('.')[1]} {wanted}, but {name}={given}; "
-                f"set --{name}={wanted}"
-            )
-
-
-def _check_partition(pipeline: PipelineSection) -> None:
-    if pipeline.partition != "auto" and not are_allowed_layer_counts(pipeline.partition):
-        raise ValueError(
-            f"pipeline.partition={pipeline.partition} must give stages of {ALLOWED_LAYER_COUNTS}; such as [4.5, 3.5]"
-        )
-
-
-def _check_slices(slices: int | Sequence[int] | str, seq_len: int) -> None:
-    if isinstance(slices, str):
-        return
-    if isinstance(slices, int):
-        if slices > seq_len:
-            raise ValueError(
-                f"pipeline.slices={slices} is more than the {seq_len} tokens of training.seq_len; choose 1 to {seq_len}"
-            )
-    elif sum(slices) != seq_len:
-        raise ValueError(
-            f"pipeline.slices={list(slices)} add up to {sum(slices)} tokens, but training.seq_len={seq_len}; "
-            f"make them add up, or give a count such as pipeline.slices={len(slices)}"
-        )

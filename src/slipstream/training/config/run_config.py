@@ -1,0 +1,173 @@
+"""The configuration of a whole training run: its sections, and whether they fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
+from slipstream.options import Memory, Precision, Runtime
+from slipstream.records import Record
+from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
+from slipstream.training.config.sections import (
+    CheckpointSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    PipelineSection,
+    PlanSection,
+    SampleSection,
+    TrackingSection,
+    TrainingSection,
+)
+
+# The Pipeline's dtypes by training.precision
+_PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32")}
+
+
+class Config(Record):
+    """A whole training run."""
+
+    model: ModelSection
+    data: DataSection
+    pipeline: PipelineSection = PipelineSection()
+    memory: Memory = Memory()
+    parallel: ParallelSection = ParallelSection()
+    runtime: Runtime = Runtime()
+    optimizer: OptimizerSection = OptimizerSection()
+    training: TrainingSection
+    checkpoint: CheckpointSection = CheckpointSection()
+    tracking: TrackingSection = TrackingSection()
+    sample: SampleSection = SampleSection()
+    plan: PlanSection = PlanSection()
+
+    @model_validator(mode="after")
+    def _lengths_add_up(self) -> Self:
+        _check_slices(self.pipeline.slices, self.training.seq_len)
+        _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
+        pipeline = self.pipeline
+        _check_partition(pipeline)
+        num_stages = pipeline.num_ranks * pipeline.stages_per_rank
+        if pipeline.partition != "auto" and len(pipeline.partition) != num_stages:
+            raise ValueError(
+                f"pipeline.partition={pipeline.partition} names {len(pipeline.partition)} stages, but "
+                f"pipeline.num_ranks * stages_per_rank = {num_stages}; give one number of layers per stage"
+            )
+        _check_schedule(pipeline, self.memory.num_flushes)
+        return self
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """The arguments of the Pipeline that the configuration gives."""
+        pipeline = self.pipeline
+        return {
+            "schedule": named_schedule(pipeline),
+            "num_microbatches": pipeline.num_microbatches,
+            "slices": pipeline.slices,
+            "stages_per_rank": pipeline.stages_per_rank,
+            "partition": pipeline.partition,
+            "seq_len": self.training.seq_len,
+            "memory": self.memory,
+            "parallel": self.parallel,
+            "precision": _PRECISIONS.get(self.training.precision, Precision(dtype="float32")),
+            "runtime": self.runtime,
+        }
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of the whole mesh."""
+        return self.pipeline.num_ranks * self.parallel.data * self.parallel.tensor
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as it is typed."""
+        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data} --tp={self.parallel.tensor}"
+
+
+def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
+    if batch_size % replicas:
+        below = batch_size - batch_size % replicas
+        raise ValueError(
+            f"training.batch_size={batch_size} doesn't divide into parallel.data={replicas} equal parts; choose "
+            + (f"{below} or {below + replicas}" if below else f"{replicas}")
+        )
+    each = batch_size // replicas
+    if each < num_microbatches:
+        of_each = "" if replicas == 1 else f" of {each} for each of parallel.data={replicas} replicas"
+        raise ValueError(
+            f"training.batch_size={batch_size}{of_each} can't be cut into "
+            f"pipeline.num_microbatches={num_microbatches} parts; choose 1 to {each}, or a larger batch"
+        )
+
+
+def _check_schedule(pipeline: PipelineSection, num_flushes: int) -> None:
+    """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order."""
+    if pipeline.num_microbatches % num_flushes:
+        raise ValueError(
+            f"pipeline.num_microbatches={pipeline.num_microbatches} don't divide into memory.num_flushes={num_flushes}"
+        )
+    try:
+        schedule = named_schedule(pipeline)
+        if isinstance(schedule, Schedule):
+            _check_counts(schedule, pipeline, num_flushes)
+        else:
+            check_name(schedule, besides=AUTOMATIC)
+            make_schedule(
+                placed_as(schedule, pipeline.stages_per_rank), pipeline.num_ranks, 1, 1, pipeline.stages_per_rank
+            )
+    except ScheduleError as error:
+        raise ValueError(f"pipeline.{error}") from None
+
+
+def named_schedule(pipeline: PipelineSection) -> str | Schedule:
+    """The schedule in the text file that `pipeline.schedule` names, or the name itself."""
+    path = Path(pipeline.schedule)
+    if path.suffix != ".txt":
+        return pipeline.schedule
+    try:
+        schedule = Schedule.parse(path.read_text(encoding="utf-8"))
+        validate(schedule)
+    except (OSError, UnicodeDecodeError, ScheduleError) as error:
+        raise ScheduleError(f"schedule={path} can't be used: {error}") from None
+    return schedule
+
+
+def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: int) -> None:
+    slices = pipeline.slices
+    counts = {
+        "pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks),
+        "pipeline.num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
+        "pipeline.slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
+        "memory.num_flushes": (1, num_flushes),
+    }
+    for name, (wanted, given) in counts.items():
+        if wanted != given:
+            raise ValueError(
+                f"pipeline.schedule={pipeline.schedule} has {name.split('.')[1]} {wanted}, but {name}={given}; "
+                f"set --{name}={wanted}"
+            )
+
+
+def _check_partition(pipeline: PipelineSection) -> None:
+    if pipeline.partition != "auto" and not are_allowed_layer_counts(pipeline.partition):
+        raise ValueError(
+            f"pipeline.partition={pipeline.partition} must give stages of {ALLOWED_LAYER_COUNTS}; such as [4.5, 3.5]"
+        )
+
+
+def _check_slices(slices: int | Sequence[int] | str, seq_len: int) -> None:
+    if isinstance(slices, str):
+        return
+    if isinstance(slices, int):
+        if slices > seq_len:
+            raise ValueError(
+                f"pipeline.slices={slices} is more than the {seq_len} tokens of training.seq_len; choose 1 to {seq_len}"
+            )
+    elif sum(slices) != seq_len:
+        raise ValueError(
+            f"pipeline.slices={list(slices)} add up to {sum(slices)} tokens, but training.seq_len={seq_len}; "
+            f"make them add up, or give a count such as pipeline.slices={len(slices)}"
+        )
