@@ -16,7 +16,7 @@ class ScheduleError(SlipstreamError):
 
 
 class Op(StrEnum):
-    """What an action does. The letters are PyTorch's; zero-bubble papers call B, I and W: BW, B and W."""
+    """The operation of an action. The letters are PyTorch's; zero-bubble papers call B, I and W: BW, B and W."""
 
     F = "F"
     B = "B"  # whole backward
@@ -172,7 +172,7 @@ class Schedule:
 
     @cached_property
     def has_backward(self) -> bool:
-        """False for a schedule of forwards only, as evaluation runs it."""
+        """Whether there is any backward; evaluation runs forwards only."""
         return not self.ops.isdisjoint(BACKWARDS)
 
     def text(self, action: Action) -> str:

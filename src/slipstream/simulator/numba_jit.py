@@ -1,4 +1,4 @@
-"""Compiling with numba so that functions keep their types."""
+"""A decorator that compiles with numba and keeps the function's type."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
-    """Compile at the first call and keep the code in numba's cache on disk.
+    """Compiles a function at its first call and keeps the code in numba's cache on disk.
 
-    The cache notices changes of the function's own file only: compiled functions call none of other files.
+    The cache notices changes of the function's own file only, so compiled functions must not call those of other files.
     """
     return njit(cache=True)(function)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from slipstream.timeline.window import TimelineWindow
 
 
 class Cause(StrEnum):
-    """What keeps a rank from computing."""
+    """The reasons why a rank does not compute."""
 
     FILL = "fill"  # its first action waits for other ranks: the pipeline fills
     COMPUTE = "compute"  # another rank has not finished the awaited action, or not yet sent it
@@ -52,7 +52,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class _Obstacle:
-    """What keeps an action from starting before `until`."""
+    """A reason why an action can't start before `until`."""
 
     until: float
     cause: Cause

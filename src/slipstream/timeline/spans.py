@@ -52,7 +52,7 @@ class Message:
 
     @property
     def start(self) -> float:
-        """When both ends were posted."""
+        """The time at which both ends were posted."""
         return max(self.send.start, self.receive.start)
 
     @property
@@ -62,7 +62,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When the actions of one step ran, in a run or a simulation.
+    """The actions of one step, with the times at which they ran in a run or a simulation.
 
     Args:
         spans: every action that ran, with its rank, start and end in seconds.
