@@ -57,16 +57,7 @@ def timeline(
     if output is not None and output.suffix not in _SUFFIXES:
         raise SlipstreamError(f"--output={output} must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
     options = _Options(
-        ranks,
-        stages_per_rank,
-        microbatches,
-        slices,
-        forward,
-        backward,
-        backward / 2 if input_gradient is None else input_gradient,
-        backward / 2 if weight_gradient is None else weight_gradient,
-        head,
-        link,
+        ranks, stages_per_rank, microbatches, slices, forward, backward, input_gradient, weight_gradient, head, link
     )
     shown = options.find(schedule)
     if against == _SIMULATED:
@@ -86,8 +77,8 @@ class _Options:
     num_slices: int
     forward: float
     backward: float
-    input_gradient: float
-    weight_gradient: float
+    input_gradient: float | None  # None: half the backward
+    weight_gradient: float | None
     head: float
     link: float
 
@@ -131,8 +122,11 @@ class _Options:
         from slipstream.schedule import Op
         from slipstream.simulator import TableCost
 
+        input_gradient, weight_gradient = (
+            self.backward / 2 if each is None else each for each in (self.input_gradient, self.weight_gradient)
+        )
         seconds = {Op.F: self.forward, Op.B: self.backward, Op.R: self.forward}
-        seconds |= {Op.I: self.input_gradient, Op.W: self.weight_gradient, Op.OFFLOAD: 0, Op.RELOAD: 0}
+        seconds |= {Op.I: input_gradient, Op.W: weight_gradient, Op.OFFLOAD: 0, Op.RELOAD: 0}
         share = [1 / plan.placement.count(rank) for rank in plan.placement]
         work = [*share[:-1], share[-1] + self.head]
         units = [(g, i) for g in range(plan.num_stages) for i in range(plan.num_slices)]
