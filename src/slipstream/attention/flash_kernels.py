@@ -37,13 +37,13 @@ class FlashCPU:
         self.scale = scale
 
     def width(self, key_width: int, value_width: int) -> int | None:
-        """See Backend."""
+        """See AttentionBackend."""
         return max(key_width, value_width)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: ScoreTile
     ) -> None:
-        """See Backend."""
+        """See AttentionBackend."""
         for part in tile.parts:
             part_out, part_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
                 _fold(query[:, :, part.queries], key, part),
@@ -64,7 +64,7 @@ class FlashCPU:
     def backward(
         self, queries: QueryState, key: Tensor, value: Tensor, gradients: AttentionGradients, tile: ScoreTile
     ) -> None:
-        """See Backend."""
+        """See AttentionBackend."""
         for part in tile.parts:
             rows = queries.rows(part.queries)
             for keys in _pieces(part):
@@ -140,13 +140,13 @@ class FlashCUDA:
         self._math = MaskedMath(scale)
 
     def width(self, key_width: int, value_width: int) -> int | None:
-        """See Backend."""
+        """See AttentionBackend."""
         return -(-max(key_width, value_width) // 8) * 8
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: ScoreTile
     ) -> None:
-        """See Backend."""
+        """See AttentionBackend."""
         if tile.irregular:
             self._math.forward(query, key, value, output, logsumexp, tile)
             return
@@ -163,7 +163,7 @@ class FlashCUDA:
     def backward(
         self, queries: QueryState, key: Tensor, value: Tensor, gradients: AttentionGradients, tile: ScoreTile
     ) -> None:
-        """See Backend."""
+        """See AttentionBackend."""
         if tile.irregular:
             self._math.backward(queries, key, value, gradients, tile)
             return

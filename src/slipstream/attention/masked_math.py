@@ -27,13 +27,13 @@ class MaskedMath:
         self.seed = seed
 
     def width(self, key_width: int, value_width: int) -> int | None:
-        """See Backend."""
+        """See AttentionBackend."""
         return None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: ScoreTile
     ) -> None:
-        """See Backend."""
+        """See AttentionBackend."""
         query, key, value = (each.to(output.dtype) for each in (query, key, value))
         generator = self._generator(query.device, tile)
         for block, seen in _blocks(query, key, tile):
@@ -46,7 +46,7 @@ class MaskedMath:
     def backward(
         self, queries: QueryState, key: Tensor, value: Tensor, gradients: AttentionGradients, tile: ScoreTile
     ) -> None:
-        """See Backend."""
+        """See AttentionBackend."""
         wide = gradients.query.dtype
         key, value = key.to(wide), value.to(wide)
         generator = self._generator(key.device, tile)

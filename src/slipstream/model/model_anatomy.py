@@ -64,7 +64,9 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     for hook in hooks:
         hook.remove()
     num_layers = len(list(model.get_submodule(layers).children()))
-    _check_walk(config, progress.num_layers_entered, num_layers)
+    if progress.num_layers_entered != num_layers:
+        entered = progress.num_layers_entered
+        raise _refusal(config, f"its {num_layers} layers are called {entered} times in one forward")
     before, after = [], []
     for name, module in outside.items():
         if calls[name] == {num_layers}:
@@ -119,11 +121,6 @@ def _within(parameter: str, modules: list[str]) -> bool:
 
 def _has_state(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _check_walk(config: PretrainedConfig, entered: int, num_layers: int) -> None:
-    if entered != num_layers:
-        raise _refusal(config, f"its {num_layers} layers are called {entered} times in one forward")
 
 
 def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:

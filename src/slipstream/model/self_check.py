@@ -85,7 +85,7 @@ def _explained(error: Exception) -> str:
 
 @dataclass
 class _ModelRun:
-    """Outputs by place in the order of the forward ("input of layer 0", "layer 0", ..., "logits"), and gradients."""
+    """The gradients, and the outputs by place in the order of the forward: "input of layer 0", ..., "logits"."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]

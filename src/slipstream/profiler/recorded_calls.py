@@ -18,7 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, meta_model
 from slipstream.model.layer_arguments import Arguments
-from slipstream.planner.costs import AttentionCall, AttentionWindow, find_window
+from slipstream.planner.costs import AttentionCall, AttentionWindow
+from slipstream.profiler.attention_windows import find_windows
 from slipstream.profiler.operation_tally import counted_operations
 
 NAME = "slipstream-count"
@@ -90,11 +91,9 @@ def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq
 
 def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> AttentionWindow:
     """Returns a mask's window, found from the first keys that a few queries see; every layer is given it."""
-    last = _current[-1].seq_len - 1
     with torch.device("cpu"), _MetaAsZeros():  # type: ignore[no-untyped-call]
-        probes = {at: _first_key(mask_function, at) for at in {last, max(0, last - 1), last // 2, last // 3}}
-        probes |= {first - 1: _first_key(mask_function, first - 1) for first in {probes[last]} if first > 0}
-    return find_window(probes)
+        (window,) = find_windows(lambda query: [_first_key(mask_function, query)], _current[-1].seq_len)
+    return window
 
 
 def _first_key(mask_function: Callable[..., Tensor], query: int) -> int:

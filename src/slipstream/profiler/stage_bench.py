@@ -14,7 +14,8 @@ from slipstream.attention import ContextStore, StoredSlice
 from slipstream.model import CausalLMStage, storage_ids
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.saving import SavedTensors, defer_weight_gradients
-from slipstream.planner.costs import AttentionWindow, find_window
+from slipstream.planner.costs import AttentionWindow
+from slipstream.profiler.attention_windows import find_windows
 from slipstream.schedule import Op
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -110,11 +111,7 @@ class StageBench:
 
     def windows(self) -> tuple[AttentionWindow, ...]:
         """Returns the distinct windows of the stage's attention calls."""
-        last = self.seq_len - 1
-        probes = {position: self._first_keys(position) for position in (last, max(0, last - 1), last // 2, last // 3)}
-        probes |= {first - 1: self._first_keys(first - 1) for first in probes[last] if first > 0}
-        calls = range(len(probes[last]))
-        return tuple(dict.fromkeys(find_window({at: firsts[k] for at, firsts in probes.items()}) for k in calls))
+        return tuple(dict.fromkeys(find_windows(self._first_keys, self.seq_len)))
 
     @torch.no_grad()
     def _first_keys(self, position: int) -> list[int]:
@@ -143,8 +140,8 @@ class StageBench:
     def _compute(self, length: int, context: int, hidden: Tensor | None) -> Tensor:
         own = slice(context, context + length)
         ids, positions = self._ids[:, own], self._positions[:, own]
-        piece = TokenSlice(ids, positions, None, context, self.seq_len, max_position=self.seq_len - 1)
-        output = self.stage.forward(piece, hidden, self._store)
+        token_slice = TokenSlice(ids, positions, None, context, self.seq_len, max_position=self.seq_len - 1)
+        output = self.stage.forward(token_slice, hidden, self._store)
         if not self.stage.is_last:
             return output
         total, _ = self._loss(output, ids)  # any labels work

@@ -76,7 +76,7 @@ def check_weights_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequen
                 if other != number:
                     raise SlipstreamError(
                         f"{layers[index]}: its {name} is also {owner}, but they are on stages {other} and {number}. "
-                        "Give a partition that has both on one stage, or give each layer a weight of its own."
+                        "Give a partition that has both on one stage, or give each layer a separate weight."
                     )
 
 

@@ -70,7 +70,7 @@ class ShapeTracer:
 
 
 class _TraceRun:
-    """One trace in the making."""
+    """Runs the layers once and collects the trace."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _TraceRun:
         if not -len(tensors) <= stash.index < len(tensors):
             raise SlipstreamError(f"{layer}: stash({stash.index}) of the skip {name!r} is given {_described(value)}.")
         self._stashed[name] = tensor = tensors[stash.index]
-        tensor = self._stashed[name] = tensor.view_as(tensor)  # an object of its own
+        tensor = self._stashed[name] = tensor.view_as(tensor)  # a distinct object
         self._fixed.append((tensor, tensor._version, f"the skip {name!r} holds"))
         return value
 

@@ -69,7 +69,7 @@ def full_precision() -> Iterator[None]:
         return to(tensor, *args, **kwargs)
 
     def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
-        """Rotary frequencies may have stayed float64 where positions, which are whole numbers, became float32."""
+        """Multiplies rotary frequencies that stayed float64 by positions, whole numbers that became float32."""
         wide = torch.promote_types(left.dtype, right.dtype)
         return matmul(left.to(wide), right.to(wide))
 

@@ -74,6 +74,11 @@ def take_gradients(bucket: Sequence[NamedParameter]) -> list[Tensor]:
     return gradients
 
 
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Adds a gradient to the parameter's `.grad`, or makes it that; it takes the tensor over."""
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
 def rows_of(tensor: Tensor, owner: int, num_owners: int) -> range:
     """Returns the rows of `tensor` that belong to one of several owners."""
     return range(*part_bounds(tensor.shape[0] if tensor.ndim else 1, num_owners, owner))

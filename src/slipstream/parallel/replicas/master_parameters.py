@@ -12,6 +12,7 @@ from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.replicas.buckets import (
     BUCKET_BYTES,
     NamedParameter,
+    add_gradient,
     in_buckets,
     pack_line,
     rows_of,
@@ -82,13 +83,8 @@ class MasterParameters:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of this replica's `rows` to the master's `.grad`; it takes the tensor over."""
-        master = self._masters.get(name)
-        if master is None:
-            return
-        if master.grad is None:
-            master.grad = gradient
-        else:
-            master.grad.add_(gradient)
+        if name in self._masters:
+            add_gradient(self._masters[name], gradient)
 
     def add_whole(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of all rows like `add`."""

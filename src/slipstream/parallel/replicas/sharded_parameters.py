@@ -19,6 +19,7 @@ from slipstream.parallel.replicas.buckets import (
     BUCKET_BYTES,
     NamedParameter,
     PendingReduction,
+    add_gradient,
     in_buckets,
     take_gradients,
     unflatten_tensors,
@@ -119,8 +120,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def reduce(self, stage: int) -> None:
-        """Starts the reduction of a stage's gradients, after its last backward, and releases its whole parameters.
-        Collective."""
+        """Starts reducing a stage's gradients, after its last backward, and releases its whole weights. Collective."""
         self._missing.discard(stage)
         trained = [named for named in self._models[stage].named_parameters() if named[0] in self._trained]
         for bucket in in_buckets(trained, lambda parameter: parameter.dtype, self._bucket_bytes):
@@ -143,15 +143,11 @@ class ShardedParameters:
         self._started = []
 
     def _add(self, name: str, gradient: Tensor) -> None:
-        master = self._masters.get(name)
-        if master is None:
-            return
-        if self._scale != 1:
-            gradient.div_(self._scale)
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        if name in self._masters:
+            add_gradient(self._masters[name], gradient if self._scale == 1 else gradient.div_(self._scale))
 
     def _padded(self, name: str) -> tuple[int, ...]:
-        """The shape of a replica's part on the way: that of the largest."""
+        """Returns the shape in which a replica's part is sent: that of the largest part."""
         shape = self._shapes[name]
         return (_most_rows(shape, self._data.size), *shape[1:])
 

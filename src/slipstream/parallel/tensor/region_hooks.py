@@ -11,13 +11,13 @@ parameters exchanges the tokens at its ends and has f and g inside.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.layer_arguments import hidden_states, with_hidden_states
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.tensor.tensor_operators import copy_to_ranks, gather, split, sum_and_split, sum_over_ranks
 from slipstream.parallel.tensor.tensor_plan import COLUMNS, ROWS, TensorRegion, TensorStyle
@@ -115,7 +115,8 @@ class RegionHooks:
             return None
         if not self._scatters:
             self._whose.same()
-        return with_first_tensor(partial(self._gather_tokens, is_partial=self._scatters), args, kwargs)
+        gathered = self._gather_tokens(hidden_states(args, kwargs), is_partial=self._scatters)
+        return with_hidden_states(args, kwargs, gathered)
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Ends the region. `output` is None where the forward raised, as in a replay that ends early."""
@@ -194,13 +195,3 @@ class _Row:
             return None
         total = self._operators.reduce(output)
         return total if bias is None else total + bias.to(total.dtype)
-
-
-def with_first_tensor(
-    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a module's arguments with its hidden states changed."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, kwargs | {name: change(kwargs[name])}

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.layer_arguments import Arguments, hidden_states, with_hidden_states
 from slipstream.parallel.parameter_share import ParameterShare
 from slipstream.parallel.rank_group import RankGroup
-from slipstream.parallel.tensor.region_hooks import TOKENS, RegionHooks, ReplicationTracker, with_first_tensor
+from slipstream.parallel.tensor.region_hooks import TOKENS, RegionHooks, ReplicationTracker
 from slipstream.parallel.tensor.tensor_operators import copy_to_ranks, gather, part_length, split
 from slipstream.parallel.tensor.tensor_plan import TensorPlan
 from slipstream.parallel.tensor.vocabulary_parallel import VocabularyEmbedding
@@ -143,9 +144,7 @@ class TensorParallel:
     def _install_ends(self, every: dict[str, nn.Module], modules: dict[str, nn.Module]) -> None:
         """Splits the tokens before the first layer, and gathers them after the norm before the head."""
         if self._embeds(modules):
-            every[self._first_layer].register_forward_pre_hook(
-                lambda _module, args, kwargs: with_first_tensor(self._split_tokens, args, kwargs), with_kwargs=True
-            )
+            every[self._first_layer].register_forward_pre_hook(self._split_tokens, with_kwargs=True)
         has_head = self.plan.head in modules
         if self.plan.after_layers:
             change = self._gather_tokens if has_head else self._as_long_as_gathered
@@ -158,8 +157,8 @@ class TensorParallel:
     def _before_head(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (copy_to_ranks(args[0], self.group), *args[1:])
 
-    def _split_tokens(self, hidden: Tensor) -> Tensor:
-        return split(hidden, self.group, TOKENS)
+    def _split_tokens(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return with_hidden_states(args, kwargs, split(hidden_states(args, kwargs), self.group, TOKENS))
 
     def _gather_tokens(self, hidden: Tensor) -> Tensor:
         """Applies f before the head: the norm before it is applied to each rank's tokens."""

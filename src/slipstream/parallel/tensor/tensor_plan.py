@@ -147,13 +147,13 @@ def _own_plan(model: nn.Module, config: Any) -> Mapping[str, str]:
     styles = ", ".join(style.value for style in TensorStyle)
     raise SlipstreamError(
         f"model_type {config.model_type!r} has no plan for tensor parallelism. Its linear layers are "
-        f"{', '.join(linear)}. Give each that is to be cut a style ({styles}), such "
+        f"{', '.join(linear)}. Give a style to each that should be cut ({styles}), such "
         f"as tensor_plan={{{linear[0]!r}: 'colwise', ...}}, or train with tp=1."
     )
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    """Of one layer, as patterns."""
+    """Returns the linear layers of one layer, as patterns."""
     names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     return [*dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names if re.search(r"\.\d+\.", name))] or names
 
