@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from slipstream.options import Parallelism as Parallelism
     from slipstream.options import Precision as Precision
     from slipstream.options import Runtime as Runtime
-    from slipstream.parallel.device_mesh import make_mesh as make_mesh
+    from slipstream.parallel import ParameterShare as ParameterShare
+    from slipstream.parallel import RankGroup as RankGroup
+    from slipstream.parallel import make_mesh as make_mesh
     from slipstream.pipeline.pipeline import Pipeline as Pipeline
     from slipstream.planner import Plan as Plan
     from slipstream.planner.costs import load_cluster as load_cluster
@@ -78,7 +80,7 @@ _NAMES = {
     "slipstream.model.sequential.cut_tokens": "CutTokens causal_attention",
     "slipstream.model.sequential.skip_connections": "Skip",
     "slipstream.options": "Layers Memory Parallelism Precision Runtime",
-    "slipstream.parallel.device_mesh": "make_mesh",
+    "slipstream.parallel": "ParameterShare RankGroup make_mesh",
     "slipstream.pipeline.pipeline": "Pipeline",
     "slipstream.planner": "Plan",
     "slipstream.planner.costs": "load_cluster load_profile",
