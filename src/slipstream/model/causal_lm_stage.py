@@ -89,7 +89,7 @@ class CausalLMStage:
         attention_interface.register()
         model.set_attn_implementation(attention_interface.NAME)
         self.owned = owned
-        self.num_layers = len(list(model.get_submodule(anatomy.layers).children()))
+        self.num_layers = len(anatomy.layers_of(model))
         self.is_first, self.is_last = (has_end(end, anatomy, owned, self.num_layers) for end in ModelEnd)
         keep_layers(model, anatomy, owned, device)
         fix_length_dependent_rope(model)
@@ -104,7 +104,7 @@ class CausalLMStage:
         self.tables = MaskTables(device)
         self._context: SliceContext | None = None
         self._uses_randomness = uses_randomness(model)
-        layers = [*model.get_submodule(anatomy.layers).children()]
+        layers = anatomy.layers_of(model)
         self.layers = [layers[index] for index in owned.layers]
         self._watch(layers, anatomy.halves)
         self._learn_masks(device)

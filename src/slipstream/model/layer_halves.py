@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_arguments import first_output, hidden_states, with_hidden_states
 from slipstream.model.layer_range import LayerHalf
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
+from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, has_parameters
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, second_half
 from slipstream.model.toy import full_precision, perturb_parameters, recorded_attention, toy_model, toy_tokens
 
@@ -62,7 +62,7 @@ def _check_walk(model: PreTrainedModel, anatomy: ModelAnatomy, parts: Sequence[L
     """Runs the toy with half layers, since the code between layers may read attributes of their parts."""
     for half in LayerHalf:
         halved = copy_with_shared_weights(model)
-        for layer in halved.get_submodule(anatomy.layers).children():
+        for layer in anatomy.layers_of(halved):
             keep_half(layer, parts, half)
         try:
             with torch.no_grad():
@@ -96,12 +96,12 @@ class _LayerCall:
 
 
 def _record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> list[_LayerCall]:
-    runs = [_LayerCall(layer) for layer in model.get_submodule(anatomy.layers).children()]
+    runs = [_LayerCall(layer) for layer in anatomy.layers_of(model)]
     hooks = []
     for run in runs:
         hooks.append(run.layer.register_forward_pre_hook(partial(_record_call, run), with_kwargs=True))
         for name, child in run.layer.named_children():
-            if next(child.parameters(), None) is not None:
+            if has_parameters(child):
                 hooks.append(child.register_forward_hook(partial(_record_child, run, name)))
     with torch.no_grad(), recorded_attention() as attending:
         model(input_ids=tokens, use_cache=False)
@@ -150,7 +150,7 @@ def _check_children(run: _LayerCall) -> None:
     if own:
         raise _NotTwoHalvesError(f"{own[0]} belongs to the layer itself, so to none of its halves")
     for name, child in run.layer.named_children():
-        if next(child.parameters(), None) is not None and run.children.count(name) != 1:
+        if has_parameters(child) and run.children.count(name) != 1:
             raise _NotTwoHalvesError(f"{name} runs {run.children.count(name)} times in one forward")
 
 

@@ -42,6 +42,10 @@ class ModelAnatomy:
     halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty if that isn't needed or isn't possible
     separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
 
+    def layers_of(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the layers of a model of this architecture, or what an earlier cut has put in their places."""
+        return list(model.get_submodule(self.layers).children())
+
 
 def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     """Returns the anatomy of `config`'s architecture, found by running a toy of it once.
@@ -53,8 +57,10 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     outside = _outside(model, layers)
     calls: dict[str, set[int]] = {name: set() for name in outside}
     progress = _Progress()
-    hooks = [layer.register_forward_pre_hook(progress.enter) for layer in model.get_submodule(layers).children()]
-    hooks += [layer.register_forward_hook(progress.leave) for layer in model.get_submodule(layers).children()]
+    children = list(model.get_submodule(layers).children())
+    num_layers = len(children)
+    hooks = [layer.register_forward_pre_hook(progress.enter) for layer in children]
+    hooks += [layer.register_forward_hook(progress.leave) for layer in children]
     hooks += [
         module.register_forward_pre_hook(lambda *_, name=name: calls[name].add(progress.num_layers_entered))
         for name, module in outside.items()
@@ -63,7 +69,6 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
         model(input_ids=toy_tokens(config), use_cache=False)
     for hook in hooks:
         hook.remove()
-    num_layers = len(list(model.get_submodule(layers).children()))
     if progress.num_layers_entered != num_layers:
         entered = progress.num_layers_entered
         raise _refusal(config, f"its {num_layers} layers are called {entered} times in one forward")
@@ -71,9 +76,9 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     for name, module in outside.items():
         if calls[name] == {num_layers}:
             after.append(name)
-        elif calls[name] <= {0} and _has_state(module):
+        elif calls[name] <= {0} and has_parameters(module):
             before.append(name)
-        elif _has_state(module):
+        elif has_parameters(module):
             raise _refusal(config, f"{name} ({type(module).__name__}) has parameters and runs between the layers")
     tied = tuple(model.all_tied_weights_keys.items())
     for head, embedding in tied:
@@ -119,7 +124,8 @@ def _within(parameter: str, modules: list[str]) -> bool:
     return any(parameter.startswith(f"{module}.") for module in modules)
 
 
-def _has_state(module: nn.Module) -> bool:
+def has_parameters(module: nn.Module) -> bool:
+    """Returns whether a module has parameters; other stages' placeholders have none."""
     return next(module.parameters(), None) is not None
 
 

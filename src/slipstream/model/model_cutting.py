@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_range import HalfLayer, LayerHalf, ModelEnd, StagePart
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
+from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, has_parameters
 from slipstream.model.placeholders import EmptyEmbedding, PassThrough, ZeroBranch
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -27,8 +27,8 @@ def keep_layers(
     an embedding claims to be; by default it is the embedding's own device.
     """
     layers: Any = model.get_submodule(anatomy.layers)
-    num_layers = len(list(layers.children()))
-    for index, layer in enumerate(list(layers.children())):
+    num_layers = len(layers)
+    for index, layer in enumerate(list(layers)):
         halves = _owned_halves(index, owned)
         if isinstance(layer, PassThrough):
             continue  # replaced by an earlier cut
@@ -92,7 +92,7 @@ def copy_with_shared_weights(model: _Model) -> _Model:
 
 def _part_of(name: str, child: nn.Module, parts: Sequence[LayerPart]) -> LayerPart | None:
     """Returns what is known about a layer's child; None where it has no parameters, as a placeholder."""
-    if next(child.parameters(), None) is None:
+    if not has_parameters(child):
         return None
     found = next((part for part in parts if (part.name, part.kind) == (name, type(child).__name__)), None)
     if found is None:

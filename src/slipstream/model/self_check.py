@@ -103,7 +103,7 @@ def _run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) ->
 
 
 def _name_layer_without_attention(model: PreTrainedModel, anatomy: ModelAnatomy, attending: list[nn.Module]) -> str:
-    for index, layer in enumerate(model.get_submodule(anatomy.layers).children()):
+    for index, layer in enumerate(anatomy.layers_of(model)):
         if not set(layer.modules()) & set(attending):
             return (
                 f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, so "
@@ -114,7 +114,7 @@ def _name_layer_without_attention(model: PreTrainedModel, anatomy: ModelAnatomy,
 
 def _run_sliced(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> _ModelRun:
     """Runs two stages on four slices: forwards, then backwards in reverse order."""
-    cpu, num_layers = torch.device("cpu"), len(list(model.get_submodule(anatomy.layers).children()))
+    cpu, num_layers = torch.device("cpu"), len(anatomy.layers_of(model))
     middle = (num_layers + 1) // 2
     cuts = [LayerRange(0, middle), LayerRange(middle, num_layers)] if num_layers > 1 else [LayerRange(0, 1)]
     stages = [CausalLMStage(copy_with_shared_weights(model), anatomy, owned, cpu) for owned in cuts]
@@ -158,7 +158,7 @@ def _recording(
     model: nn.Module, anatomy: ModelAnatomy, outputs: dict[str, list[Tensor]], owned: LayerRange | None = None
 ) -> Iterator[None]:
     """Collects the first layer's input and every owned layer's output, a list of slices each."""
-    layers = list(model.get_submodule(anatomy.layers).children())
+    layers = anatomy.layers_of(model)
     hooks = []
     for index in range(len(layers)) if owned is None else owned.layers:
         if index == 0:
@@ -188,7 +188,7 @@ def _check_attention(
 ) -> None:
     """Raises SlipstreamError where a layer doesn't attend equally often in every slice."""
     for stage, store in zip(stages, stores, strict=True):
-        layers = list(stage.model.get_submodule(anatomy.layers).children())
+        layers = anatomy.layers_of(stage.model)
         for index in stage.owned.layers:
             inside = set(layers[index].modules())
             calls = [call for call in store.calls if call[0] in inside]  # type: ignore[index]

@@ -16,7 +16,7 @@ def find_layer_kinds(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[t
 
     Layers are of one kind where their modules, shapes, switches and attention types are equal.
     """
-    layers = list(meta_model(config).get_submodule(anatomy.layers).children())
+    layers = anatomy.layers_of(meta_model(config))
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
     structures = [(_structure(layer, index), types[index]) for index, layer in enumerate(layers)]
     distinct = list(dict.fromkeys(structures))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_arguments import Arguments, hidden_states
+from slipstream.model.model_anatomy import has_parameters
 from slipstream.model.placeholders import Placeholder
 
 
@@ -113,7 +114,7 @@ def remove_unused_weights(
         inside = any(name == kept or name.startswith(f"{kept}.") for kept in owned + skipped)
         holds = any(kept.startswith(f"{name}.") for kept in planned) or not name
         is_behind = behind and name.startswith((behind.layers, *behind.before))
-        if not inside and not holds and not is_behind and next(module.parameters(), None) is not None:
+        if not inside and not holds and not is_behind and has_parameters(module):
             replace_module(model, name, AbsentModule(name, module))
 
 

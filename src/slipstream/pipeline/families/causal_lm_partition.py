@@ -132,7 +132,7 @@ def half_layer_costs(
 
 
 def _layers(model: PreTrainedModel, anatomy: ModelAnatomy) -> list[nn.Module]:
-    return list(model.get_submodule(anatomy.layers).children())
+    return anatomy.layers_of(model)
 
 
 def _head_cost(config: PretrainedConfig, anatomy: ModelAnatomy, model: PreTrainedModel) -> float:
