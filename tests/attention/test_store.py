@@ -23,7 +23,7 @@ def run(store: ContextStore, start: int, end: int, first: int = 0, call: object 
 
 def test_buffers_are_freed_by_the_last_backward() -> None:
     store = ContextStore(12)
-    assert store.is_empty
+    assert not store.num_bytes
     assert store.num_bytes == 0
     outputs = [[run(store, *cut, call=call) for cut in CUTS] for call in ("a", "b")]
     one = 2 * 2 * 12 * 4 * 4  # K and V of one call: 2 heads, 12 tokens, 4 wide, 4 bytes
@@ -32,7 +32,7 @@ def test_buffers_are_freed_by_the_last_backward() -> None:
         for index in (2, 1, 0):
             outputs[call][index].sum().backward()
             assert store.num_bytes == (left if index == 0 else left + 2 * one)
-    assert store.is_empty
+    assert not store.num_bytes
 
 
 def test_gradient_buffers_are_float32_or_wider() -> None:
@@ -48,7 +48,7 @@ def test_it_remembers_calls_and_reads() -> None:
         for call in ("b", "a"):
             run(store, *cut, first=min(cut[0], 3), call=call).sum()
     store.free()
-    assert store.is_empty
+    assert not store.num_bytes
     assert store.calls == ["b", "a"]
     assert store.reads("a") == [(0, 4), (3, 9), (3, 12)]
     assert store.reads("c") == []
@@ -59,7 +59,7 @@ def test_without_gradients_keys_stay_until_freed() -> None:
     with torch.no_grad():
         for cut in CUTS:
             assert not run(store, *cut).requires_grad
-    assert not store.is_empty
+    assert store.num_bytes
     store.free()
     assert store.num_bytes == 0
 
@@ -82,7 +82,7 @@ def test_slices_that_do_not_attend_to_each_other_are_free_of_order() -> None:
     first[1].sum().backward()
     first[0].sum().backward()
     second.sum().backward()
-    assert store.is_empty
+    assert not store.num_bytes
 
 
 def test_backward_after_freeing_is_named() -> None:
@@ -126,6 +126,6 @@ def test_replay_reads_but_never_writes() -> None:
         assert replayed.num_bytes == before
         again.sum().backward()
         output.sum().backward()
-    assert replayed.is_empty
+    assert not replayed.num_bytes
     with pytest.raises(ContextError, match="is replayed, but its forward never ran"), replayed.replay():
         run(replayed, 0, 4)

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from slipstream import Op, Pipeline, SlipstreamError
 from slipstream.model import check_compiler, fuse_kernels, fused_kernels
-from slipstream.model.saving.weight_gradients import undeferred_weights
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -26,6 +25,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.options import grouped
+from support.weights import undeferred_weights
 
 
 def missing() -> str:

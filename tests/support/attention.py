@@ -64,7 +64,7 @@ class AttentionCase:
         ]
         for span, output in reversed(list(zip(spans, outputs, strict=True))):
             output.backward(self.grad[:, :, span])
-        assert store.is_empty
+        assert not store.num_bytes
         return [torch.cat(outputs, 2).detach(), *(t.grad for t in inputs)]
 
 

@@ -74,7 +74,7 @@ class ContextStore:
         self._reads: dict[Hashable, list[tuple[int, int]]] = {}
         self.shared: SharedState | None = None  # set by the code that runs the slices
         self._replaying = False
-        self._attending: AttentionWrapper | None = None
+        self._wrapper: AttentionWrapper | None = None
 
     @property
     def calls(self) -> list[Hashable]:
@@ -89,11 +89,6 @@ class ContextStore:
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.nbytes for context in self._contexts.values() for buffer in context.buffers)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether every call's buffers are freed."""
-        return not self._contexts
 
     def free(self) -> None:
         """Drops all buffers; needed where no backward does it."""
@@ -116,17 +111,17 @@ class ContextStore:
             self._replaying = False
 
     @contextmanager
-    def attending(self, attending: AttentionWrapper) -> Iterator[None]:
-        """Makes `attending` wrap each slice's computation: it may keep the result, or return one it kept."""
-        self._attending = attending
+    def wrapped_attention(self, wrapper: AttentionWrapper) -> Iterator[None]:
+        """Passes each slice's computation to `wrapper`, which may keep the result, or return one it kept."""
+        self._wrapper = wrapper
         try:
             yield
         finally:
-            self._attending = None
+            self._wrapper = None
 
     def attend(self, compute: Callable[[], AttentionResult]) -> AttentionResult:
-        """Returns a slice's attention, computed unless `attending` has it."""
-        return compute() if self._attending is None else self._attending(compute)
+        """Returns a slice's attention, computed by the wrapper if there is one."""
+        return compute() if self._wrapper is None else self._wrapper(compute)
 
     def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv); returns the buffers of the whole sequence."""

@@ -10,14 +10,7 @@ from dataclasses import dataclass, field
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline import Ranks
-from slipstream.planner.costs import (
-    OPS,
-    AttentionWindow,
-    MeasuredStage,
-    Measurement,
-    SlicePoint,
-    fit_times,
-)
+from slipstream.planner.costs import OPS, AttentionWindow, MeasuredStage, Measurement, SlicePoint, fit_times
 from slipstream.profiler.measurement_grid import MeasurementGrid
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op

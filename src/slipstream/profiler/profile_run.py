@@ -23,11 +23,7 @@ from slipstream.model import (
 )
 from slipstream.pipeline import Ranks
 from slipstream.pipeline.families import causal_cross_entropy
-from slipstream.planner.costs import (
-    MeasuredLink,
-    Profile,
-    choose_stages,
-)
+from slipstream.planner.costs import MeasuredLink, Profile, choose_stages
 from slipstream.profiler.layer_kinds import find_layer_kinds
 from slipstream.profiler.measurement_grid import make_grid
 from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget

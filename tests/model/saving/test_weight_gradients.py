@@ -13,8 +13,8 @@ from slipstream.model.saving.weight_gradients import (
     add_weight_gradients_in_place,
     compiled_modules,
     defer_weight_gradients,
-    undeferred_weights,
 )
+from support.weights import undeferred_weights
 
 
 def layers() -> list[nn.Module]:

@@ -82,7 +82,7 @@ class SliceReplay:
             products = None
             if self._what is not None and self._what.keeps_products:
                 products = stack.enter_context(_KeepProducts(self.saved))
-                stack.enter_context(store.attending(products.attention))
+                stack.enter_context(store.wrapped_attention(products.attention))
             stack.enter_context(self.saved.saving(self._keeps(products)))
             yield
         if products is not None:
@@ -96,7 +96,7 @@ class SliceReplay:
             stack.enter_context(store.replay())
             if self._products:
                 products = stack.enter_context(_ReplayProducts(self._products))
-                stack.enter_context(store.attending(products.attention))
+                stack.enter_context(store.wrapped_attention(products.attention))
             self.saved.refill(partial(run, inputs))
         self._products, self._inputs, self._needs_gradient = [], [], []
 

@@ -38,9 +38,9 @@ def defer_weight_gradients() -> Iterator[list[WeightGradient]]:
 def add_weight_gradients_in_place(model: nn.Module) -> None:
     """Gives every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below.
 
-    Subclasses and modules inside a compiled one stay as they are; `undeferred_weights` lists them.
+    Subclasses, modules inside a compiled one and experts in one 3-D tensor stay as they are: I has their gradients.
     """
-    for module in _splittable(model):
+    for module in deferrable_layers(model):
         original = _embedding if isinstance(module, nn.Embedding) else _linear
         module.forward = partial(original, module, module.forward)
 
@@ -50,23 +50,15 @@ def compiled_modules(model: nn.Module) -> list[str]:
     return [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
 
 
-def undeferred_weights(model: nn.Module) -> list[str]:
-    """Returns the names of weights of two or more dimensions whose gradients I computes, so that nothing is left for W.
-
-    They are experts in one 3-D tensor, subclasses of linear layers, and compiled modules.
-    """
-    split = {id(parameter) for module in _splittable(model) for parameter in module.parameters(recurse=False)}
-    return [name for name, parameter in model.named_parameters() if parameter.dim() > 1 and id(parameter) not in split]
-
-
-def _splittable(module: nn.Module) -> Iterator[nn.Module]:
+def deferrable_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the linear layers and embeddings whose weight gradients can wait for W."""
     if is_compiled(module):
         return
     plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
     if type(module) in (nn.Linear, Conv1D) or plain:
         yield module
     for child in module.children():
-        yield from _splittable(child)
+        yield from deferrable_layers(child)
 
 
 def is_compiled(module: nn.Module) -> bool:

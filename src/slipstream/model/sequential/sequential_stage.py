@@ -45,9 +45,9 @@ class SequentialStage:
         routes: Sequence[SkipRoute],
         tracer: ShapeTracer,
         device: torch.device,
-        has_checkpoints: bool = False,
+        recomputes_segments: bool = False,
     ) -> None:
-        """With `has_checkpoints` it keeps only what enters some segments of its layers, and recomputes them in its
+        """With `recomputes_segments` it keeps only what enters some segments of its layers, and recomputes them in its
         backward."""
         self._owned, self._number, self._num_stages = stages[number], number, len(stages)
         self._names = [layers[index].name for index in self._owned]
@@ -62,7 +62,10 @@ class SequentialStage:
         cut = find_cut(layers)
         self._cut = len(layers) if cut is None else cut
         self._stashes = {route.name: route.stash for route in routes}
-        self._has_checkpoints, self._segments_of = has_checkpoints, dict[tuple[int, int], list[range]]()  # by trace
+        self._recomputes_segments, self._segments_of = (
+            recomputes_segments,
+            dict[tuple[int, int], list[range]](),
+        )  # by trace
         add_weight_gradients_in_place(self.model)
         self.statistics = MiniBatchStatistics(self.layers)
 
@@ -147,10 +150,10 @@ class SequentialStage:
     ) -> tuple[Tensors, Skips]:
         if not layers:
             return tensors, skips
-        if not self._has_checkpoints or not torch.is_grad_enabled():
+        if not self._recomputes_segments or not torch.is_grad_enabled():
             return self._run(layers, tensors, skips, piece, store)
         for segment in self._segments(layers, self._trace(piece)):
-            tensors, skips = self._checkpointed(segment, tensors, skips, piece, store)
+            tensors, skips = self._run_recomputed(segment, tensors, skips, piece, store)
         return tensors, skips
 
     def _segments(self, layers: range, trace: ShapeTrace) -> list[range]:
@@ -159,7 +162,7 @@ class SequentialStage:
             self._segments_of[key] = choose_segments(layers, trace)
         return self._segments_of[key]
 
-    def _checkpointed(
+    def _run_recomputed(
         self, segment: range, tensors: Tensors, skips: Skips, piece: BatchSlice, store: ContextStore
     ) -> tuple[Tensors, Skips]:
         """Runs `_run`, keeping only its inputs."""
