@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream import SlipstreamError
 from slipstream.model import LayerRange, find_anatomy, find_halves
+from slipstream.model.layer_arguments import with_hidden_states
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_layers
 from slipstream.model.saving import add_weight_gradients_in_place, defer_weight_gradients
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import vocabulary_cross_entropy
-from slipstream.parallel.tensor.region_hooks import with_first_tensor
 from slipstream.pipeline.batch import IGNORED
 from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
@@ -70,7 +70,7 @@ def stages_share_what_is_left_of_a_model(group: RankGroup) -> None:
         first, second = (stage.get_submodule(anatomy.layers) for stage in stages)
         first[0].register_forward_hook(lambda _m, _a, out, sent=sent: sent.append(_first(out)))
         second[int(middle)].register_forward_pre_hook(
-            lambda _m, args, kwargs, sent=sent: with_first_tensor(lambda _: sent[0], args, kwargs), with_kwargs=True
+            lambda _m, args, kwargs, sent=sent: with_hidden_states(args, kwargs, sent[0]), with_kwargs=True
         )
         stages[0](input_ids=inputs, use_cache=False)
         group.calls.clear()
