@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from slipstream.timeline import load_trace as load_trace
     from slipstream.timeline import save_trace as save_trace
 
+from slipstream.moved_modules import MovedModules as _MovedModules
 from slipstream.version import __version__ as __version__
 
 # Loaded on first use: schedules and simulation work, and the command line answers, without importing torch.
@@ -103,6 +105,8 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOMES)
+
+sys.meta_path.append(_MovedModules())
 
 
 def __getattr__(name: str) -> Any:
