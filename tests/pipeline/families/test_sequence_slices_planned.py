@@ -73,5 +73,5 @@ def test_costs_of_slices() -> None:
 
 @pytest.mark.parametrize(("stages", "cut"), [([1, 3], 2), ([1, 4], 5), ([1, 4], -1)])
 def test_costs_that_do_not_fit(stages: list[int], cut: int) -> None:
-    with pytest.raises(SlipstreamError, match=r"give as many, and as cut the number of the layer CutTokens"):
+    with pytest.raises(SlipstreamError, match=r"give as many layers, and as cut the number of the layer CutTokens"):
         layer_sequence_costs([1, 2, 0, 4, 8], stages, cut, [3, 1])
