@@ -19,7 +19,7 @@ DEMO = ROOT / "examples" / "demo.yaml"
 @pytest.mark.more
 def test_the_demo_learns_at_least_one_nat_more_than_how_often_tokens_occur(tmp_path: Path) -> None:
     output = RunFolder(tmp_path / "demo")
-    command = [sys.executable, "-m", "slipstream", "train", str(DEMO), f"--training.output={output.folder}"]
+    command = [sys.executable, "-m", "slipstream", "train", str(DEMO), f"--training.output={output.path}"]
     result = subprocess.run([*command, "--training.single_process_steps=0"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     last = json.loads(output.metrics.read_text().splitlines()[-1])

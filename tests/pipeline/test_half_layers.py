@@ -335,7 +335,7 @@ def test_an_architecture_that_cannot_be_cut_is_refused() -> None:
 
 
 def test_an_inner_stage_has_layers() -> None:
-    with pytest.raises(SlipstreamError, match=r"partition=\[2, 0, 2\].*the last to be the head alone"):
+    with pytest.raises(SlipstreamError, match=r"partition=\[2, 0, 2\].*the last 0, for the head alone"):
         Pipeline(build(llama()), num_ranks=3, partition=[2, 0, 2], runtime=Runtime(self_check=False))
 
 

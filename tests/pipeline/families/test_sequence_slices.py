@@ -70,7 +70,7 @@ SELECTION = [
     ("gpipe", 1, 1, 4, "none"),
     ("gpipe", 2, 3, [1, 2, 6], "full"),
     ("1f1b", 3, 4, 2, "full"),
-    ("1f1b", 4, 1, [4, 5], "checkpoints"),
+    ("1f1b", 4, 1, [4, 5], "segments"),
     ("1f1b", 4, 3, [9], "none"),
     ("zb-h1", 3, 2, 3, "none"),
     ("interleaved-1f1b", 2, 2, [3, 1, 3, 2], "selective"),

@@ -107,7 +107,7 @@ SLICED = [linear(), CutTokens(), Attend(), linear(), Classes()]
         ([Pool(), nn.Flatten(0), CutTokens(), nn.Tanh()], r"layer 2 \(CutTokens\) is given \(6,\)\. The first must be"),
         (
             skips(lambda s: [s.stash(), linear(), CutTokens(), linear(), s.pop(), OnlyWhole()]),
-            r"layer 4 \(Pop\): the skip 's' begins before layer 2 \(CutTokens\) and ends after it",
+            r"layer 4 \(SkipPop\): the skip 's' begins before layer 2 \(CutTokens\) and ends after it",
         ),
     ],
 )
