@@ -22,7 +22,7 @@ demo: $(INSTALLED)
 
 # A file's tests on one worker: they share what its fixtures have started. A test that is ended by its timeout takes the
 # worker with it, and one that is started in its place may wait for ever (issue 1378 of pytest-xdist): so none is.
-TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart=0 --durations=20
+TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=20
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest
 DEMO := tests/examples/test_demo.py# which needs both cores
 

@@ -9,6 +9,7 @@ import tempfile
 import pytest
 
 from support.examples import register_profiles
+from support.paths import ROOT
 
 _CACHE = tempfile.mkdtemp(prefix="slipstream-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
@@ -25,6 +26,9 @@ os.environ.update(
 
 register_profiles()
 
+# Their tests start processes and take longest: begun last, one worker would wait for the other.
+_BEGUN_FIRST = ("training", "pipeline/memory", "launch", "parallel", "cli", "examples", "profiler")
+
 
 @pytest.fixture(scope="session")
 def compiled_search() -> None:
@@ -34,6 +38,16 @@ def compiled_search() -> None:
 
     times = {(stage, number, op): 1.0 for stage in range(2) for number in range(2) for op in (Op.F, Op.B, Op.I, Op.W)}
     find_order([0, 1], 1, 2, TableCost(times))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long folders come first, otherwise in the order of collection."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(ROOT / "tests").parent.as_posix()
+        return next((n for n, first in enumerate(_BEGUN_FIRST) if folder.startswith(first)), len(_BEGUN_FIRST))
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:

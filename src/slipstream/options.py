@@ -33,7 +33,7 @@ DType = Annotated[Any, BeforeValidator(_dtype_name)]  # a torch.dtype or its nam
 
 
 class Memory(Record):
-    """How much memory a rank uses, and what it computes or moves to use less."""
+    """The memory that a rank may use, and what it recomputes or offloads to use less."""
 
     section: ClassVar[str] = "memory"
     recompute: Literal["none", "selective", "full", "segments"] | Count = "none"
@@ -54,7 +54,7 @@ class Memory(Record):
 
 
 class Parallelism(Record):
-    """How ranks outside of the pipeline's axis share weights, tokens and the optimizer's state."""
+    """The ways in which ranks outside of the pipeline's axis share weights, tokens and the optimizer's state."""
 
     section: ClassVar[str] = "parallel"
     sequence_parallel: bool = False
@@ -84,7 +84,7 @@ class Precision(Record):
 
 
 class Runtime(Record):
-    """What happens around the computation: kernels, checks and patience."""
+    """Kernels, checks and time limits around the computation."""
 
     section: ClassVar[str] = "runtime"
     fused: bool = False
@@ -97,7 +97,7 @@ class Runtime(Record):
 
 
 class Layers(Record):
-    """What is to be known about the layers of an nn.Sequential."""
+    """Facts about the layers of an nn.Sequential: their costs and an example of their inputs."""
 
     section: ClassVar[str] = "layers"
     costs: list[Annotated[float, Field(allow_inf_nan=True)]] | None = None

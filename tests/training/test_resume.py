@@ -103,6 +103,7 @@ def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Pa
     assert models[0] == models[1] == models[2]
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("compiled_search")
 def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
     """Seven steps learn. The order that was found gets recomputation and offloading again."""

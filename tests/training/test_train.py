@@ -184,6 +184,7 @@ def test_bfloat16_trains_too(config: Path, output: RunFolder) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
 
 
+@pytest.mark.more
 def test_an_export_is_trained_further(finished: tuple[RunFolder, str], config: Path, output: RunFolder) -> None:
     values = yaml.safe_load(config.read_text())
     values["model"] = {"path": str(finished[0].model)}

@@ -10,7 +10,7 @@ from slipstream.attention.key_ranges import ScoreTile
 
 
 class QueryState(NamedTuple):
-    """What a backward pass needs of each query."""
+    """The values of each query that a backward pass needs."""
 
     query: Tensor  # (B,H,T,D)
     output: Tensor  # (B,H,T,Dv), merged over all parts and the sink

@@ -17,7 +17,7 @@ AttentionWrapper = Callable[[Callable[[], AttentionResult]], AttentionResult]
 
 
 class SharedState(Protocol):
-    """What else the slices of a microbatch have in common on a stage."""
+    """State besides keys and values that the slices of a microbatch share on a stage."""
 
     def close(self) -> None:
         """Ends the microbatch. Raises ContextError where something is left in it."""

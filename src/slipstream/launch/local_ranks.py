@@ -148,7 +148,7 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> N
 
 @contextmanager
 def reported_to_the_launcher() -> Iterator[None]:
-    """In a rank: ends this process after an exception, which the launcher that started it reports.
+    """Ends this rank's process after an exception, which the launcher that started it reports.
 
     Without our launcher, the exception is raised as usual.
     """

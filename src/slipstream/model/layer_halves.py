@@ -85,7 +85,7 @@ class _NotTwoHalvesError(Exception):
 
 @dataclass
 class _LayerCall:
-    """How a layer was called, and its children with parameters in the order in which they ran."""
+    """The call of a layer, and its children with parameters in the order in which they ran."""
 
     layer: nn.Module
     args: tuple[Any, ...] = ()

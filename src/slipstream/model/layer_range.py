@@ -17,7 +17,7 @@ class LayerHalf(Enum):
 
 
 class ModelEnd(Enum):
-    """What runs outside the layers: the embedding on the first stage and the head on the last."""
+    """The parts that run outside the layers: the embedding on the first stage and the head on the last."""
 
     EMBEDDING = "embedding"
     HEAD = "head"

@@ -100,16 +100,16 @@ class Parameters:
         self._is_stale = True
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank's optimizer updates, under the unsplit model's names, each once."""
+        """Yields what this rank's optimizer updates, under the unsplit model's names, each once."""
         return self._masters.named_parameters()
 
     @property
     def shares(self) -> Mapping[str, ParameterShare]:
-        """Which part of each of the unsplit model's parameters this rank holds."""
+        """Returns the part of each of the unsplit model's parameters that this rank holds."""
         return self._shares
 
     def shards(self) -> Iterator[ParameterShard]:
-        """What `named` yields, each with its place in the unsplit model's parameter."""
+        """Yields what `named` does, each with its place in the unsplit model's parameter."""
         for name, parameter in self.named():
             rows = self._masters.rows(name)
             is_copy = self._shares[name].copy > 0 or name in self._tied.copies

@@ -122,7 +122,7 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         return self._engine.device
 
     @property
@@ -132,7 +132,7 @@ class Pipeline:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the pipeline has: each a process, or all of them in this one."""
+        """The number of ranks of the pipeline: each a process, or all of them in this one."""
         return self.layout.num_ranks
 
     @property
@@ -142,7 +142,7 @@ class Pipeline:
 
     @property
     def num_replicas(self) -> int:
-        """How many pipelines share a batch (dp)."""
+        """The number of pipelines that share a batch (dp)."""
         return self._engine.ranks.data.size
 
     @property
@@ -183,7 +183,7 @@ class Pipeline:
 
     @property
     def random_state(self) -> tuple[int, int]:
-        """What dropout depends on besides the batch: the seed, and how many steps there were. May be set."""
+        """The seed, and the number of steps so far, on which dropout depends. May be set."""
         return self._engine.random_state
 
     @random_state.setter
@@ -192,7 +192,7 @@ class Pipeline:
 
     @property
     def balance(self) -> Balance:
-        """How evenly the layers of an nn.Sequential are spread over the ranks, and which layer is the reason.
+        """The balance of the layers of an nn.Sequential over the ranks, and the layer that limits it.
 
         Raises SlipstreamError for a causal LM, and where costs aren't known: give `layers` an example or costs.
         """

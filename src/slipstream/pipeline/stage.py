@@ -64,7 +64,7 @@ class Stage(Protocol):
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the unsplit model's names; a tied weight goes by its canonical one."""
+        """Yields parameters by the unsplit model's names; a tied weight by its canonical one."""
         ...
 
     def state(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from slipstream.pipeline.stage import Stage
 
 
 class TiedGradients:
-    """After a step `totals` adds embedding's and head's gradients, on both ranks.
+    """The gradients of a tied embedding: after a step `totals` adds embedding's and head's, on both ranks.
 
     Both ranks then hold the same gradient under the canonical name, so equal optimizers keep the copies equal.
     """

@@ -44,7 +44,7 @@ _CACHES = 128 * 2**20  # bytes: many times a core's share of a CPU's caches
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What is measured, and for how long."""
+    """The settings of a profile: what is measured, and for how long."""
 
     seq_len: int
     microbatch_size: int = 1

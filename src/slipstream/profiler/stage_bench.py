@@ -85,7 +85,7 @@ class StageBench:
         return {Op.I: inputs, Op.W: self._timed(lambda: [add() for add in work])}
 
     def activation_bytes(self, length: int) -> int:
-        """What is alive after F for the sake of the backward, its input and output included: each storage once.
+        """Returns the bytes that F leaves alive for the backward, its input and output included: each storage once.
 
         Parameters, buffers, the batch, the context store's keys and values, and what another slice of the same stage
         saves too (weights that autocast has cast) don't count.

@@ -60,7 +60,7 @@ class ActionArrays:
 
     @cached_property
     def messages(self) -> tuple[Ints, Ints, int]:
-        """Per action, the one whose message it awaits and the channel of its own, or -1; and the number of channels."""
+        """Per action the one whose message it awaits and its own channel, or -1; and the number of channels."""
         sends = [sending(action, self.schedule) for action in self._kinds[0]]
         lines = [None if send is None else channel(send, self.schedule) for send in sends]
         numbers = {line: number for number, line in enumerate(dict.fromkeys(filter(None, lines)))}

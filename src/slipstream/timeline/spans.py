@@ -106,7 +106,7 @@ class Timeline:
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """Per rank, the most bytes held at any time; empty if memory is unknown."""
+        """The most bytes held at any time, per rank; empty if memory is unknown."""
         return tuple(max((size for _, size in steps), default=0) for steps in self.memory)
 
     @cached_property

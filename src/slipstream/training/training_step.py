@@ -18,7 +18,7 @@ from slipstream.training.data import TokenBatch
 
 
 class TrainableModel(Protocol):
-    """What a training step needs of a model: a Pipeline, or a model that a Pipeline is compared with."""
+    """The methods that a training step needs of a model: a Pipeline, or a model that a Pipeline is compared with."""
 
     def step(
         self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None, loss_scale: float = 1.0
@@ -32,7 +32,7 @@ class TrainableModel(Protocol):
 
 
 class StepResult(NamedTuple):
-    """What one training step computed, and the seconds that its update took."""
+    """The results of one training step, and the seconds that its update took."""
 
     loss: float
     grad_norm: float  # of the whole gradient, before clipping

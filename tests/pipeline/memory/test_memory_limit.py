@@ -14,6 +14,7 @@ from slipstream.pipeline.batch import WholeBatch
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, llama, tokens, unsplit_step
 from support.forked import launch
 from support.options import grouped
+from support.parameters import first_of
 from support.paths import WORKERS
 
 WORKER = WORKERS / "pipeline/memory_limit.py"
@@ -42,6 +43,7 @@ def settle(pipe: Pipeline, inputs: Tensor) -> int:
     raise AssertionError("still learning")
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("compiled_search")
 def test_processes_hold_less_than_the_limit() -> None:
     """Tensors are counted by another meter than the one that rehearses."""
@@ -52,7 +54,13 @@ def test_processes_hold_less_than_the_limit() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"schedule": "gpipe"}, {"schedule": make_schedule("gpipe", 2, 4, 4)}, {"schedule": "zb-h2", "recompute": "full"}],
+    first_of(
+        [
+            {"schedule": "gpipe"},
+            {"schedule": make_schedule("gpipe", 2, 4, 4)},
+            {"schedule": "zb-h2", "recompute": "full"},
+        ]
+    ),
     ids=["name", "schedule", "recompute"],
 )
 def test_a_schedule_that_holds_too_much_is_refused_before_it_runs(settings: dict[str, Any]) -> None:
@@ -66,7 +74,7 @@ def test_a_schedule_that_holds_too_much_is_refused_before_it_runs(settings: dict
     pipe.step(tokens(batch=4, length=32), tokens(batch=4, length=32))  # shorter sequences hold less
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("auto", 1), ("auto-v", 2)])
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), first_of([("auto", 1), ("auto-v", 2)]))
 def test_auto_uses_the_room_there_is(schedule: str, stages_per_rank: int) -> None:
     inputs, settings = tokens(batch=4), {"schedule": schedule, "stages_per_rank": stages_per_rank}
     with pytest.raises(SlipstreamError, match=r"no order fits.*one microbatch at a time rank") as raised:
@@ -83,6 +91,7 @@ def test_auto_uses_the_room_there_is(schedule: str, stages_per_rank: int) -> Non
     assert held[0] < held[1] < held[2]
 
 
+@pytest.mark.more
 def test_auto_begins_anew_after_it_found_no_room() -> None:
     with pytest.raises(SlipstreamError) as raised:
         pipeline(schedule="auto", memory_limit=1).step(tokens(batch=4), tokens(batch=4))

@@ -18,6 +18,7 @@ from slipstream.pipeline.tuning.trials import Samples, Trial, TrialRequest, Tria
 from slipstream.schedule import make_schedule, split_backwards
 from slipstream.simulator import TableCost, simulate
 from slipstream.timeline import Timeline
+from support.parameters import first_of
 
 GROWING = (128, 192, 256, 320, 384, 384, 384)
 SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.1, Op.W: 0.95}  # of 1000 tokens
@@ -90,7 +91,7 @@ def one_f_one_b(slices: tuple[int, ...]) -> Trial:
     return Trial(split_backwards(make_schedule("1f1b", 2, 1, len(slices))), slices)
 
 
-@pytest.mark.parametrize("num_others", [1, 4])
+@pytest.mark.parametrize("num_others", first_of([1, 4]))
 def test_slices_that_are_4_percent_better_are_found_in_spite_of_noise(num_others: int) -> None:
     equal = [(256,) * 8, (128,) * 16, (512,) * 4, (320, 320, 320, 320, 320, 320, 128)][:num_others]
     better, *others = map(one_f_one_b, (GROWING, *equal))

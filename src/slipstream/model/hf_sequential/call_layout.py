@@ -18,7 +18,7 @@ class TensorIndex(int):
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """How a model calls the layers of one stack.
+    """The arguments with which a model calls the layers of one stack.
 
     `arguments[i]` are those of layer i, with a TensorIndex for each tensor: 0 is the hidden states, and 1 to
     `num_extras` are masks, positions and whatever else the layers take.

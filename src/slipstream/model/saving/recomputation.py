@@ -26,7 +26,7 @@ from slipstream.model.tensor_spec import Tensors
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """What R recomputes of a slice; F keeps the rest.
+    """The part of a slice's forward that R recomputes; F keeps the rest.
 
     `full` recomputes all that F does on the stage, head and loss included. A number recomputes that many of the stage's
     first layers and what comes before them; half a layer counts as one. `selective` keeps the outputs of matrix

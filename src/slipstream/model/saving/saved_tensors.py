@@ -28,7 +28,7 @@ class SavedTensorSlot:
 
 @dataclass
 class _MovedTensor:
-    """Where a tensor lies in its storage, while the storage is on the host."""
+    """The place of a tensor in its storage, while the storage is on the host."""
 
     slot: SavedTensorSlot
     block: int

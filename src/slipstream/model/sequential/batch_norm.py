@@ -56,13 +56,14 @@ class _Statistics(NamedTuple):
 
 
 class MiniBatchStatistics:
-    """What the batch norms of some layers saw in a step: `begin`, forwards of the microbatches in any order, `update`.
+    """The statistics that the batch norms of some layers saw in a step.
 
-    Recomputing a microbatch records the same again. Outside a step's forwards the modules work as usual.
+    Call `begin`, the forwards of the microbatches in any order, then `update`. Recomputing a microbatch
+    records the same again. Outside a step's forwards the modules work as usual.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """From now on every nn.BatchNorm1d, 2d and 3d in `modules` reports its statistics."""
+        """Makes every nn.BatchNorm1d, 2d and 3d in `modules` report its statistics."""
         found = dict.fromkeys(module for top in modules for module in top.modules() if is_batch_norm(module))
         self._modules = [cast(_BatchNorm, module) for module in found]
         self._seen: dict[nn.Module, dict[int, _Statistics]] = {}

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What a layer's forward of a microbatch computes, moves and saves."""
+    """The operations, bytes moved and bytes saved of a layer's forward of a microbatch."""
 
     flops: int = 0
     num_bytes: int = 0  # read and written by all operations

@@ -25,7 +25,7 @@ from slipstream.model.tensor_spec import TensorSpec
 
 @dataclass(frozen=True)
 class LayerBoundary:
-    """What one layer passes to the next."""
+    """The tensors that one layer passes to the next."""
 
     specs: tuple[TensorSpec, ...]
     is_tuple: bool

@@ -151,7 +151,7 @@ class Executor:
             self._hand_on(Action(Op.SEND_F, g, m, i), outputs, state.handed, (g + 1, m, i))
 
     def _compute(self, action: Action, inputs: Tensors, store: ContextStore) -> Tensors:
-        """What F runs and R repeats: the stage's outputs, the last one's (sum, count) of losses."""
+        """Runs what F runs and R repeats: returns the stage's outputs, the last one's (sum, count) of losses."""
         g, m, i = key_of(action)
         outputs: Tensors = self._stages[g].compute(self._state.batch.slices[m][i], inputs, store)
         if self._stages[g].is_last:
@@ -159,7 +159,7 @@ class Executor:
         return outputs
 
     def _inputs(self, action: Action) -> Tensors:
-        """What F works on: received, or handed on by stages of this rank; nothing on the first stage."""
+        """Returns the inputs of F: received, or passed on by stages of this rank; empty on the first stage."""
         if action.stage == 0:
             return ()
         awaited = awaited_send(action, self._schedule)
@@ -269,7 +269,7 @@ class Executor:
         self._transport.post_receive(channel(action, self._schedule), action.other_end, specs)
 
     def _specs(self, op: Op, key: SliceKey) -> Sequence[TensorSpec]:
-        """What a stage receives or sends in such a message, or for SEND_F and SEND_B of whatever skips go with it."""
+        """Returns the specs of what a stage receives or sends in such a message, with skips for SEND_F and SEND_B."""
         g, m, i = key
         stage, piece = self._stages[g], self._state.batch.slices[m][i]
         inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward
@@ -277,7 +277,7 @@ class Executor:
         return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
 
     def _needing(self, op: Op, key: SliceKey) -> list[int]:
-        """Which of a stage's inputs or outputs have gradients."""
+        """Returns the indices of those of a stage's inputs or outputs that have gradients."""
         return [index for index, spec in enumerate(self._specs(op, key)) if spec.needs_gradient]
 
     def _receive(self, message: Action) -> Tensors:

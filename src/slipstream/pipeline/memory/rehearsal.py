@@ -147,7 +147,7 @@ class _Run:
         return action.op in (Op.B, Op.I) and (action.microbatch, action.slice) == (microbatch, self.num_slices - 1)
 
     def _freed_by_send(self, action: Action) -> int:
-        """Below 0: an action's result, which belongs to the messages."""
+        """Returns the size of an action's result, below 0: it is counted with the messages."""
         op = {Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B}.get(action.op)
         sent = None if op is None else self.changes.get(action.with_op(op))
         return 0 if sent is None else sent.total

@@ -93,7 +93,7 @@ def header_of(message: Message, tensors: Tensors) -> Tensor:
 
 
 def header_in(buffer: Tensor) -> Tensor:
-    """Of a message that came: as many words as there may be of it, whatever was expected."""
+    """Returns the header of a received message: as many words as it can have, whatever was expected."""
     return buffer[: buffer.numel() // 8 * 8].view(torch.int64)
 
 

@@ -14,7 +14,7 @@ from slipstream.simulator import TableCost
 
 
 class SliceTimes:
-    """Per stage and op: t(i, j) = a0 + a1 i + a2 (i j + i^2/2) for a slice of i tokens after j others.
+    """Times fitted per stage and op: t(i, j) = a0 + a1 i + a2 (i j + i^2/2) for a slice of i tokens after j others.
 
     `planner.fit.TimeFit` can't serve here. Its times without context are a table over measured lengths, between which
     it draws lines, and beyond which it refuses; the steps of a run measure a slice without context once per slicing,

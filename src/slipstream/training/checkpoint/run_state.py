@@ -47,7 +47,7 @@ def _state_of(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, 
 
 
 class RunState:
-    """How far a run has come, apart from its tensors."""
+    """The progress of a run, apart from its tensors."""
 
     def __init__(self, pipe: Pipeline, scheduler: LambdaLR, loss_scale: LossScale, sequences: PackedSequences) -> None:
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences

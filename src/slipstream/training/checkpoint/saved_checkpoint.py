@@ -36,7 +36,7 @@ class SavedCheckpoint:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was saved next to the tensors."""
+        """The facts that were saved next to the tensors."""
         return self.manifest.facts
 
     def check_model(self, model: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from slipstream.records import Record
 
 
 class ModelSection(Record):
-    """Which model: `path` or `config`."""
+    """The model: `path` or `config`."""
 
     path: str | None = None
     """A folder in Hugging Face's format, or a hub name."""
@@ -38,7 +38,7 @@ class ModelSection(Record):
 
 
 class DataSection(Record):
-    """Which text, and how it becomes tokens: one of `corpus`, `files` and `dataset`."""
+    """The text, and how it becomes tokens: one of `corpus`, `files` and `dataset`."""
 
     corpus: Literal["python-stdlib"] | None = None
     """Text that every machine has: the source files of Python's standard library."""
@@ -73,7 +73,7 @@ class DataSection(Record):
 
 
 class PipelineSection(Record):
-    """How the model and its sequences are split, and in which order the slices run."""
+    """The split of the model and its sequences, and the order in which the slices run."""
 
     num_ranks: PositiveInt = 2
     """Processes the layers are spread over."""
@@ -121,7 +121,7 @@ class OptimizerSection(Record):
 
 
 class TrainingSection(Record):
-    """How long, on what, and where the results go."""
+    """The length of the training, its hardware, and where the results go."""
 
     output: Path
     """Folder for the metrics, the timeline and the exported model."""
@@ -174,7 +174,7 @@ class CheckpointSection(Record):
 
 
 class TrackingSection(Record):
-    """Where a run's figures go in addition to metrics.jsonl."""
+    """Destinations of a run's figures in addition to metrics.jsonl."""
 
     to: list[str] = Field(default=[])
     """tensorboard and wandb, each an extra to install: pip install 'slipstream[tensorboard]'."""
@@ -194,7 +194,7 @@ class SampleSection(Record):
 
 
 class PlanSection(Record):
-    """What `slipstream plan` predicted, in a file that it wrote; training doesn't read it."""
+    """The predictions of `slipstream plan`, in a file that it wrote; training doesn't read it."""
 
     predicted: dict[str, Any] = Field(default={})
     """On what it was planned, how long a step takes, what it holds, with which versions."""

@@ -14,7 +14,7 @@ from slipstream.training.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What every rank needs: written once, read by all."""
+    """The inputs of every rank: written once, read by all."""
 
     config: Config
     model_config: Any  # transformers.PretrainedConfig
