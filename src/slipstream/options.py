@@ -121,3 +121,13 @@ def refuse_old_arguments(given: Mapping[str, Any]) -> None:
         record = _RECORDS[section].__name__
         shown = repr(value) if isinstance(value, (str, int, float)) else "..."
         raise SlipstreamError(f"{name}={shown} is now {section}=slipstream.{record}({option}={shown})")
+
+
+def check_records(arguments: Mapping[str, Any]) -> None:
+    """Raises SlipstreamError where an argument that is a record has another type, such as a dict."""
+    for name, record in _RECORDS.items():
+        if name in arguments and not isinstance(arguments[name], record):
+            raise SlipstreamError(
+                f"{name}={arguments[name]!r}: give a slipstream.{record.__name__}, such as "
+                f"{name}=slipstream.{record.__name__}({next(iter(record.model_fields))}=...)."
+            )

@@ -65,6 +65,11 @@ def test_an_old_argument_says_the_new_one(name: str) -> None:
         slipstream.Pipeline(torch.nn.Sequential(), **arguments)
 
 
+def test_a_dict_is_no_record() -> None:
+    with pytest.raises(SlipstreamError, match=r"memory=\{'limit': 2\}: give a slipstream.Memory, such as memory="):
+        slipstream.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), memory={"limit": 2})  # type: ignore[arg-type]
+
+
 def test_an_unknown_argument_is_a_type_error() -> None:
     arguments: dict[str, Any] = {"loss": 1}
     with pytest.raises(TypeError, match="unexpected keyword argument 'loss'"):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.model import Tensors
-from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
+from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, check_records, refuse_old_arguments
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
@@ -107,12 +107,14 @@ class Pipeline:
 
         `options` are the constructor's. Collective.
         """
+        check_records(options)
         return cls(random_weights(config, seed, options.get("precision", Precision())), **options)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
         """Returns a pipeline with the weights of a folder of safetensors, or of a name on the hub, of which each rank
         reads only its part. `options` are the constructor's. Collective."""
+        check_records(options)
         return cls(pretrained_weights(str(path), options.get("precision", Precision())), **options)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
+from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, check_records
 from slipstream.schedule import Schedule
 
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
@@ -31,6 +31,9 @@ class PipelineOptions:
     precision: Precision = Precision()
     runtime: Runtime = Runtime()
     layers: Layers = Layers()
+
+    def __post_init__(self) -> None:
+        check_records(vars(self))
 
     @property
     def dtype(self) -> torch.dtype | None:
