@@ -112,6 +112,7 @@ def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None
     assert written["pipeline"]["num_microbatches"] == 2
 
 
+@pytest.mark.more
 def test_python_takes_what_the_command_takes(model: Path, cluster: Path, tmp_path: Path) -> None:
     """Models in every form, one value or several, a counted model."""
     (tmp_path / "training.yaml").write_text(yaml.safe_dump({"model": {"path": str(model)}}))
@@ -212,6 +213,7 @@ def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
     assert used.pipeline.partition == chosen["pipeline"]["partition"]
 
 
+@pytest.mark.more
 def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_path: Path) -> None:
     model, output, text = tmp_path / "model.yaml", tmp_path / "plan.yaml", tmp_path / "text.txt"
     model.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))

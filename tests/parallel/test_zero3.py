@@ -19,7 +19,12 @@ def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     return launch(request.param, WORKERS / "parallel/zero3.py", *selected_cases(request))
 
 
-@pytest.mark.parametrize("case", CASES)
+IN_MAKE_TEST = {"sharded_parameters_train_as_the_whole_model", "what_cant_be_sharded_is_refused"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.more] * (case not in IN_MAKE_TEST)) for case in CASES]
+)
 def test_zero3(ended: subprocess.CompletedProcess[str], case: str) -> None:
     assert f"passed {case}\n" in ended.stdout, ended.stderr[-3000:]
 

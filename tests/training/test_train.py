@@ -163,6 +163,7 @@ def test_the_numbers_do_not_depend_on_how_it_is_started(
     check_same_losses(output, finished[0])
 
 
+@pytest.mark.more
 def test_the_numbers_do_not_depend_on_how_it_is_cut(
     finished: tuple[RunFolder, str], config: Path, output: RunFolder
 ) -> None:
@@ -224,7 +225,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:
     assert "lower optimizer.lr (now 1e+30)" in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"]))
+@pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"], 0))
 def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFolder, how: str) -> None:
     command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)

@@ -19,7 +19,7 @@ from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
 from support.options import grouped
-from support.parameters import each_once, first_of
+from support.parameters import each_once
 from support.sequences.case import Inputs
 from support.sequences.sliced_layers import CASES, ROWS, TARGET
 
@@ -48,7 +48,8 @@ def check(name: str, **given: object) -> None:
     assert gradient_error(expected, found) < BOUND
 
 
-@pytest.mark.parametrize("name", first_of(CASES))
+@pytest.mark.more
+@pytest.mark.parametrize("name", CASES)
 def test_a_stage_may_end_anywhere(name: str) -> None:
     """Before the cut, at it on either side, after it, with skips and whole tensors under way."""
     num_layers = CASES[name].num_layers
