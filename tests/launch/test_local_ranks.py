@@ -114,7 +114,8 @@ def test_an_exit_without_a_word(script: list[str]) -> None:
         launch_ranks([*script, "exit"], num_ranks=2)
 
 
-@pytest.mark.parametrize("victim", first_of([1, 0]))
+@pytest.mark.more
+@pytest.mark.parametrize("victim", [1, 0])
 def test_a_killed_rank_ends_the_other_and_is_named(script: list[str], tmp_path: Path, victim: int) -> None:
     parent = start_parent(script, "wait")
     pids = rank_pids(tmp_path)

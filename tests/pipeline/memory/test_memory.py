@@ -109,6 +109,7 @@ def test_one_rank(name: str, settings: dict[str, Any]) -> None:
     assert abs(simulated - measured) < 1024
 
 
+@pytest.mark.more
 def test_processes() -> None:
     """With the buffers of messages."""
     ended = launch(2, WORKER)
