@@ -1,9 +1,5 @@
 """Exact causal attention over token slices: one autograd function and the context store it works on."""
 
-from __future__ import annotations
-
 from slipstream.attention.context_store import ContextError, ContextStore, StoredSlice
 from slipstream.attention.key_ranges import KeyRanges
 from slipstream.attention.slice_attention import attend
-
-__all__ = ["ContextError", "ContextStore", "KeyRanges", "StoredSlice", "attend"]

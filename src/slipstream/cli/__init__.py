@@ -1,7 +1,5 @@
 """The `slipstream` command: one file per subcommand, whose heavy imports wait until it runs."""
 
-from __future__ import annotations
-
 import sys
 
 import typer

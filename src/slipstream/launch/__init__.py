@@ -1,21 +1,6 @@
 """Starts ranks as local processes, and connects those of torchrun and Slurm, on one node or several."""
 
-from __future__ import annotations
-
 from slipstream.launch.agreement import describe_process, name_ranks
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher
 from slipstream.launch.progress import Progress, make_console
 from slipstream.launch.rendezvous import ConnectedRanks, connect_ranks, time_limit
-
-__all__ = [
-    "ConnectedRanks",
-    "Progress",
-    "connect_ranks",
-    "describe_process",
-    "has_launcher",
-    "launch_ranks",
-    "make_console",
-    "name_ranks",
-    "reported_to_the_launcher",
-    "time_limit",
-]

@@ -1,7 +1,5 @@
 """Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
-from __future__ import annotations
-
 from slipstream.model.causal_lm_stage import CausalLMStage, TiedWeight, uses_randomness
 from slipstream.model.fused_kernels import check_compiler, fuse_kernels
 from slipstream.model.input_limits import check_length, check_token_ids
@@ -28,42 +26,3 @@ from slipstream.model.model_loading import (
 from slipstream.model.self_check import TOLERANCE, check_sliceable
 from slipstream.model.storages import SavedStorages, model_storages, storage_bytes, storage_id, storage_ids
 from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages
-
-__all__ = [
-    "ALLOWED_LAYER_COUNTS",
-    "TOLERANCE",
-    "CausalLMStage",
-    "HalfLayer",
-    "LayerHalf",
-    "LayerPart",
-    "LayerRange",
-    "ModelAnatomy",
-    "ModelEnd",
-    "SavedStorages",
-    "StagePart",
-    "TensorSpec",
-    "Tensors",
-    "TiedWeight",
-    "are_allowed_layer_counts",
-    "check_compiler",
-    "check_length",
-    "check_sliceable",
-    "check_token_ids",
-    "config_from_settings",
-    "copied_from_messages",
-    "copy_with_shared_weights",
-    "find_anatomy",
-    "find_halves",
-    "fuse_kernels",
-    "layer_half_of",
-    "load_config",
-    "meta_model",
-    "model_for_timing",
-    "model_storages",
-    "pretrained_model",
-    "random_model",
-    "storage_bytes",
-    "storage_id",
-    "storage_ids",
-    "uses_randomness",
-]

@@ -1,9 +1,5 @@
 """Tensor and data parallelism within the pipeline: the mesh, its groups, and each rank's share of the parameters."""
 
-from __future__ import annotations
-
 from slipstream.parallel.device_mesh import MeshAxes, make_mesh
 from slipstream.parallel.parameter_share import ParameterShare
 from slipstream.parallel.rank_group import RankGroup, release_groups_at_exit
-
-__all__ = ["MeshAxes", "ParameterShare", "RankGroup", "make_mesh", "release_groups_at_exit"]

@@ -1,19 +1,6 @@
 """Measures what the parts of a model cost on the present hardware, and counts their operations."""
 
-from __future__ import annotations
-
 from slipstream.profiler.measurement_run import FIT_TOLERANCE
 from slipstream.profiler.model_counting import count_model
 from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions, without_origin
 from slipstream.profiler.profile_run import ProfileSettings, profile_model
-
-__all__ = [
-    "FIT_TOLERANCE",
-    "ProfileSettings",
-    "count_model",
-    "identify_hardware",
-    "identify_model",
-    "profile_model",
-    "versions",
-    "without_origin",
-]

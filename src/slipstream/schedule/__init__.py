@@ -1,17 +1,6 @@
 """What runs in which order: schedules as data, their rules, generators and passes. Imports no torch."""
 
-from __future__ import annotations
-
-from slipstream.schedule.action import (
-    BACKWARDS,
-    COMMUNICATION,
-    RECEIVES,
-    SENDS,
-    Action,
-    Op,
-    Schedule,
-    ScheduleError,
-)
+from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import awaited_send, predecessors, sending
 from slipstream.schedule.generators import (
     AUTOMATIC,
@@ -43,51 +32,3 @@ from slipstream.schedule.torch_csv import from_torch_csv, to_torch_csv
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
 from slipstream.schedule.validation import running_order, validate
 from slipstream.schedule.zero_bubble import zb_h1, zb_h2
-
-__all__ = [
-    "AUTOMATIC",
-    "BACKWARDS",
-    "COMMUNICATION",
-    "GENERATORS",
-    "NARROWEST_WINDOW",
-    "RECEIVES",
-    "SENDS",
-    "STAGES_PER_RANK",
-    "Action",
-    "Channel",
-    "Op",
-    "Schedule",
-    "ScheduleError",
-    "add_communication",
-    "add_offload",
-    "add_recompute",
-    "add_reductions",
-    "awaited_send",
-    "breadth_first",
-    "channel",
-    "check_communication",
-    "check_name",
-    "forward_only",
-    "from_torch_csv",
-    "gpipe",
-    "in_flushes",
-    "interleaved_one_f_one_b",
-    "join_backwards",
-    "make_schedule",
-    "one_f_one_b",
-    "placed_as",
-    "predecessors",
-    "receives_in_flight",
-    "report_wait",
-    "running_order",
-    "send_windows",
-    "sending",
-    "split_backwards",
-    "to_torch_csv",
-    "v_half",
-    "v_min",
-    "validate",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]

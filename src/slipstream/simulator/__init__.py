@@ -1,24 +1,6 @@
 """Runs a schedule against costs instead of tensors: start and end times, and memory."""
 
-from __future__ import annotations
-
 from slipstream.simulator.costs import CostModel, MeasuredCost, TableCost, UnitCost
 from slipstream.simulator.memory_account import RankMemory, memory_of, quick_peaks, rank_memory
 from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, StageSlice
 from slipstream.simulator.simulation import simulate
-
-__all__ = [
-    "CostModel",
-    "Footprint",
-    "MeasuredCost",
-    "MemoryKind",
-    "MemoryTable",
-    "RankMemory",
-    "StageSlice",
-    "TableCost",
-    "UnitCost",
-    "memory_of",
-    "quick_peaks",
-    "rank_memory",
-    "simulate",
-]

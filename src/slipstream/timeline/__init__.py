@@ -1,24 +1,7 @@
 """What ran when, measured or simulated: spans, idle intervals with their causes, pictures and traces."""
 
-from __future__ import annotations
-
 from slipstream.timeline.chrome_trace import chrome_trace, load_trace, save_trace
 from slipstream.timeline.idle_causes import Cause, Wait, find_waits, idle_by_cause
 from slipstream.timeline.picture import draw_timelines
 from slipstream.timeline.spans import Message, Span, Timeline
 from slipstream.timeline.window import TimelineWindow
-
-__all__ = [
-    "Cause",
-    "Message",
-    "Span",
-    "Timeline",
-    "TimelineWindow",
-    "Wait",
-    "chrome_trace",
-    "draw_timelines",
-    "find_waits",
-    "idle_by_cause",
-    "load_trace",
-    "save_trace",
-]

@@ -1,7 +1,5 @@
 """Code that Slipstream registers with transformers, and what that code may read about the current token slice."""
 
-from __future__ import annotations
-
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.token_slice import (
@@ -13,15 +11,3 @@ from slipstream.model.hooks.token_slice import (
     keyed_random_state,
     keyed_seed,
 )
-
-__all__ = [
-    "MaskTables",
-    "SliceContext",
-    "TokenSlice",
-    "active_forward",
-    "current_forward",
-    "current_layer",
-    "fix_length_dependent_rope",
-    "keyed_random_state",
-    "keyed_seed",
-]

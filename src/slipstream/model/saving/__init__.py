@@ -1,7 +1,5 @@
 """Controls what autograd saves of a forward (kept, recomputed or offloaded) and when weight gradients are computed."""
 
-from __future__ import annotations
-
 from slipstream.model.saving.recomputation import RecomputePolicy, SliceReplay
 from slipstream.model.saving.saved_tensors import SavedTensors
 from slipstream.model.saving.weight_gradients import (
@@ -11,14 +9,3 @@ from slipstream.model.saving.weight_gradients import (
     defer_weight_gradients,
     is_compiled,
 )
-
-__all__ = [
-    "RecomputePolicy",
-    "SavedTensors",
-    "SliceReplay",
-    "WeightGradient",
-    "add_weight_gradients_in_place",
-    "compiled_modules",
-    "defer_weight_gradients",
-    "is_compiled",
-]

@@ -1,7 +1,5 @@
 """Builds a model at toy size and its unsliced reference, for the self-checks."""
 
-from __future__ import annotations
-
 from slipstream.model.toy.reference_attention import full_precision, recorded_attention
 from slipstream.model.toy.toy_models import (
     TOY_LENGTH,
@@ -12,15 +10,3 @@ from slipstream.model.toy.toy_models import (
     toy_model,
     toy_tokens,
 )
-
-__all__ = [
-    "TOY_LENGTH",
-    "full_precision",
-    "perturb_parameters",
-    "quiet_transformers",
-    "recorded_attention",
-    "reference_model",
-    "toy_config",
-    "toy_model",
-    "toy_tokens",
-]

@@ -1,10 +1,6 @@
 """Data parallelism: gradient reduction, sharded parameters and optimizer state, loss scaling."""
 
-from __future__ import annotations
-
 from slipstream.parallel.replicas.gradient_reduction import GradientReduction
 from slipstream.parallel.replicas.loss_scale import LossScale
 from slipstream.parallel.replicas.master_parameters import MasterParameters
 from slipstream.parallel.replicas.sharded_parameters import ShardedParameters
-
-__all__ = ["GradientReduction", "LossScale", "MasterParameters", "ShardedParameters"]

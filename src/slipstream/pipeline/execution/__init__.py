@@ -1,14 +1,5 @@
 """Runs one rank's actions with real tensors and records when each ran."""
 
-from __future__ import annotations
-
 from slipstream.pipeline.execution.executor import Executor
 from slipstream.pipeline.execution.run_ranks import run_together
 from slipstream.pipeline.execution.step_state import Observer, StepState
-
-__all__ = [
-    "Executor",
-    "Observer",
-    "StepState",
-    "run_together",
-]

@@ -1,20 +1,8 @@
 """The kinds of models a Pipeline trains: causal LMs and sequences of layers."""
 
-from __future__ import annotations
-
 from slipstream.pipeline.families.choose_family import family_of
 from slipstream.pipeline.families.export import gather_state
 from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.pipeline.families.sequence_partition import Balance
 from slipstream.pipeline.families.stage_layout import ExecutedStep, StageLayout
 from slipstream.pipeline.families.weight_source import WeightSource
-
-__all__ = [
-    "Balance",
-    "ExecutedStep",
-    "StageLayout",
-    "WeightSource",
-    "causal_cross_entropy",
-    "family_of",
-    "gather_state",
-]

@@ -1,12 +1,4 @@
 """Measures what a rank holds, and keeps schedules within a memory limit."""
 
-from __future__ import annotations
-
 from slipstream.pipeline.memory.memory_limit import MemoryLimit
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
-
-__all__ = [
-    "MemoryLimit",
-    "RehearsedStep",
-    "rehearse",
-]

@@ -1,7 +1,5 @@
 """The costs of layers, slices and messages: described hardware, counted operations, measured profiles."""
 
-from __future__ import annotations
-
 from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
 from slipstream.planner.costs.cluster import SHIPPED, Cluster, Device, load_cluster
 from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, HostMemorySpec, ProfileSource
@@ -12,38 +10,3 @@ from slipstream.planner.costs.profile_file import OPS, Profile, load_profile
 from slipstream.planner.costs.stage_basis import choose_stages
 from slipstream.planner.costs.stage_costs import StageCosts, StateBytes
 from slipstream.planner.costs.time_fit import AttentionWindow, SlicePoint, find_window, fit_times
-
-__all__ = [
-    "GPT",
-    "OPS",
-    "SHIPPED",
-    "Amount",
-    "AnalyticCosts",
-    "AnalyticSource",
-    "AttentionCall",
-    "AttentionKernel",
-    "AttentionWindow",
-    "Cluster",
-    "CostSource",
-    "Device",
-    "Hardware",
-    "HostMemorySpec",
-    "MeasuredLink",
-    "MeasuredStage",
-    "Measurement",
-    "ModelCount",
-    "ModelIdentity",
-    "OpCount",
-    "PartCount",
-    "Profile",
-    "ProfileSource",
-    "SlicePoint",
-    "StageCosts",
-    "StateBytes",
-    "choose_stages",
-    "find_window",
-    "fit_times",
-    "load_cluster",
-    "load_profile",
-    "training_seconds",
-]

@@ -1,7 +1,3 @@
 """Assigns layers to stages and ranks so that the slowest rank is as fast as possible."""
 
-from __future__ import annotations
-
 from slipstream.planner.partition.layers_to_stages import partition_layers
-
-__all__ = ["partition_layers"]

@@ -1,7 +1,5 @@
 """Finds where to cut a sequence into token slices (TeraPipe, sections 3.3 and 3.4)."""
 
-from __future__ import annotations
-
 from slipstream.planner.slicing.batch_slicing import (
     BatchSlicing,
     SlicedMicrobatch,
@@ -14,21 +12,3 @@ from slipstream.planner.slicing.equal_time_cuts import equal_time_slices
 from slipstream.planner.slicing.schedule_slicing import slice_for_schedule
 from slipstream.planner.slicing.slice_costs import layer_sequence_costs, schedule_costs
 from slipstream.planner.slicing.unequal_stage_slicing import SlicingWithBound, slice_for_stages
-
-__all__ = [
-    "BatchSlicing",
-    "SlicedMicrobatch",
-    "Slicing",
-    "SlicingTradeoff",
-    "SlicingWithBound",
-    "equal_time_slices",
-    "layer_sequence_costs",
-    "schedule_costs",
-    "slice_batch",
-    "slice_batch_with_flushes",
-    "slice_for_schedule",
-    "slice_for_stages",
-    "slice_tokens",
-    "slicing_frontier",
-    "split_batch",
-]

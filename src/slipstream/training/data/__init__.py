@@ -1,18 +1,5 @@
 """From text to batches: corpora, tokenizers and packing."""
 
-from __future__ import annotations
-
 from slipstream.training.data.corpus import read_documents
 from slipstream.training.data.packing import PackedSequences, TokenBatch, TokenisedText, unigram_entropy
 from slipstream.training.data.tokenizer import load_tokenizer, tokenise, train_tokenizer
-
-__all__ = [
-    "PackedSequences",
-    "TokenBatch",
-    "TokenisedText",
-    "load_tokenizer",
-    "read_documents",
-    "tokenise",
-    "train_tokenizer",
-    "unigram_entropy",
-]
