@@ -79,7 +79,7 @@ NAMES = [
 
 
 def test_public_names() -> None:
-    assert slipstream.__all__ == NAMES
+    assert sorted(slipstream.__all__) == NAMES
     assert all(getattr(slipstream, name).__doc__ for name in NAMES)
 
 

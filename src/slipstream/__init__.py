@@ -2,111 +2,75 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from slipstream.errors import SlipstreamError as SlipstreamError
-    from slipstream.model.hf_sequential.planned_sequence import sequence_of as sequence_of
-    from slipstream.model.self_check import check_sliceable as check_sliceable
-    from slipstream.model.sequential.cut_tokens import CutTokens as CutTokens
-    from slipstream.model.sequential.cut_tokens import causal_attention as causal_attention
-    from slipstream.model.sequential.skip_connections import Skip as Skip
-    from slipstream.options import Layers as Layers
-    from slipstream.options import Memory as Memory
-    from slipstream.options import Parallelism as Parallelism
-    from slipstream.options import Precision as Precision
-    from slipstream.options import Runtime as Runtime
-    from slipstream.parallel import ParameterShare as ParameterShare
-    from slipstream.parallel import RankGroup as RankGroup
-    from slipstream.parallel import make_mesh as make_mesh
-    from slipstream.pipeline.pipeline import Pipeline as Pipeline
-    from slipstream.planner import Plan as Plan
-    from slipstream.planner.costs import load_cluster as load_cluster
-    from slipstream.planner.costs import load_profile as load_profile
-    from slipstream.planner.order.best_order import find_order as find_order
-    from slipstream.planner.order.best_order import step_lower_bound as step_lower_bound
-    from slipstream.planner.partition import partition_layers as partition_layers
-    from slipstream.planner.report.html_page import write_report as write_report
-    from slipstream.planner.search import PlanOptions as PlanOptions
-    from slipstream.planner.slicing import layer_sequence_costs as layer_sequence_costs
-    from slipstream.planner.slicing import schedule_costs as schedule_costs
-    from slipstream.planner.slicing import slice_batch as slice_batch
-    from slipstream.planner.slicing import slice_batch_with_flushes as slice_batch_with_flushes
-    from slipstream.planner.slicing import slice_for_schedule as slice_for_schedule
-    from slipstream.planner.slicing import slice_for_stages as slice_for_stages
-    from slipstream.planner.slicing import slice_tokens as slice_tokens
-    from slipstream.planner.slicing import slicing_frontier as slicing_frontier
-    from slipstream.planning.plan_model import plan as plan
-    from slipstream.schedule import GENERATORS as GENERATORS
-    from slipstream.schedule import STAGES_PER_RANK as STAGES_PER_RANK
-    from slipstream.schedule import Action as Action
-    from slipstream.schedule import Op as Op
-    from slipstream.schedule import Schedule as Schedule
-    from slipstream.schedule import ScheduleError as ScheduleError
-    from slipstream.schedule import add_communication as add_communication
-    from slipstream.schedule import add_offload as add_offload
-    from slipstream.schedule import add_recompute as add_recompute
-    from slipstream.schedule import gpipe as gpipe
-    from slipstream.schedule import in_flushes as in_flushes
-    from slipstream.schedule import interleaved_one_f_one_b as interleaved_one_f_one_b
-    from slipstream.schedule import make_schedule as make_schedule
-    from slipstream.schedule import one_f_one_b as one_f_one_b
-    from slipstream.schedule import predecessors as predecessors
-    from slipstream.schedule import split_backwards as split_backwards
-    from slipstream.schedule import validate as validate
-    from slipstream.simulator import CostModel as CostModel
-    from slipstream.simulator import MeasuredCost as MeasuredCost
-    from slipstream.simulator import TableCost as TableCost
-    from slipstream.simulator import UnitCost as UnitCost
-    from slipstream.simulator import simulate as simulate
-    from slipstream.timeline import Cause as Cause
-    from slipstream.timeline import Span as Span
-    from slipstream.timeline import Timeline as Timeline
-    from slipstream.timeline import Wait as Wait
-    from slipstream.timeline import draw_timelines as draw_timelines
-    from slipstream.timeline import find_waits as find_waits
-    from slipstream.timeline import idle_by_cause as idle_by_cause
-    from slipstream.timeline import load_trace as load_trace
-    from slipstream.timeline import save_trace as save_trace
 
 from slipstream.moved_modules import MovedModules as _MovedModules
 from slipstream.version import __version__ as __version__
 
-# Loaded on first use: schedules and simulation work, and the command line answers, without importing torch.
-_NAMES = {
-    "slipstream.errors": "SlipstreamError",
-    "slipstream.model.hf_sequential.planned_sequence": "sequence_of",
-    "slipstream.model.self_check": "check_sliceable",
-    "slipstream.model.sequential.cut_tokens": "CutTokens causal_attention",
-    "slipstream.model.sequential.skip_connections": "Skip",
-    "slipstream.options": "Layers Memory Parallelism Precision Runtime",
-    "slipstream.parallel": "ParameterShare RankGroup make_mesh",
-    "slipstream.pipeline.pipeline": "Pipeline",
-    "slipstream.planner": "Plan",
-    "slipstream.planner.costs": "load_cluster load_profile",
-    "slipstream.planner.order.best_order": "find_order step_lower_bound",
-    "slipstream.planner.partition": "partition_layers",
-    "slipstream.planner.report.html_page": "write_report",
-    "slipstream.planner.search": "PlanOptions",
-    "slipstream.planner.slicing": (
-        "layer_sequence_costs schedule_costs slice_batch slice_batch_with_flushes slice_for_schedule slice_for_stages "
-        "slice_tokens slicing_frontier"
-    ),
-    "slipstream.planning.plan_model": "plan",
-    "slipstream.schedule": (
-        "GENERATORS STAGES_PER_RANK Action Op Schedule ScheduleError add_communication add_offload add_recompute "
-        "gpipe in_flushes interleaved_one_f_one_b make_schedule one_f_one_b predecessors split_backwards validate"
-    ),
-    "slipstream.simulator": "CostModel MeasuredCost TableCost UnitCost simulate",
-    "slipstream.timeline": "Cause Span Timeline Wait draw_timelines find_waits idle_by_cause load_trace save_trace",
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+# Type checkers read these imports, and so does `_find_homes`: every name is loaded on its first use, so that schedules
+# and simulation work, and the command line answers, without importing torch.
+if TYPE_CHECKING:
+    from slipstream.errors import SlipstreamError
+    from slipstream.model.hf_sequential.planned_sequence import sequence_of
+    from slipstream.model.self_check import check_sliceable
+    from slipstream.model.sequential.cut_tokens import CutTokens, causal_attention
+    from slipstream.model.sequential.skip_connections import Skip
+    from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
+    from slipstream.parallel import ParameterShare, RankGroup, make_mesh
+    from slipstream.pipeline.pipeline import Pipeline
+    from slipstream.planner import Plan
+    from slipstream.planner.costs import load_cluster, load_profile
+    from slipstream.planner.order.best_order import find_order, step_lower_bound
+    from slipstream.planner.partition import partition_layers
+    from slipstream.planner.report.html_page import write_report
+    from slipstream.planner.search import PlanOptions
+    from slipstream.planner.slicing.batch_slicing import slice_batch, slice_batch_with_flushes
+    from slipstream.planner.slicing.equal_stage_slicing import slice_tokens, slicing_frontier
+    from slipstream.planner.slicing.schedule_slicing import slice_for_schedule
+    from slipstream.planner.slicing.slice_costs import layer_sequence_costs, schedule_costs
+    from slipstream.planner.slicing.unequal_stage_slicing import slice_for_stages
+    from slipstream.planning.plan_model import plan
+    from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
+    from slipstream.schedule.dependencies import predecessors
+    from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, gpipe, make_schedule, one_f_one_b
+    from slipstream.schedule.interleaved import interleaved_one_f_one_b
+    from slipstream.schedule.lowering import add_communication, split_backwards
+    from slipstream.schedule.memory_passes import add_offload, add_recompute, in_flushes
+    from slipstream.schedule.validation import validate
+    from slipstream.simulator import CostModel, MeasuredCost, TableCost, UnitCost, simulate
+    from slipstream.timeline.chrome_trace import load_trace, save_trace
+    from slipstream.timeline.idle_causes import Cause, Wait, find_waits, idle_by_cause
+    from slipstream.timeline.picture import draw_timelines
+    from slipstream.timeline.spans import Span, Timeline
 
-__all__ = sorted(_HOMES)
+__all__ = ["Layers", "Memory", "Parallelism", "Pipeline", "Precision", "Runtime", "SlipstreamError"]
+__all__ += ["CutTokens", "Skip", "causal_attention", "check_sliceable", "sequence_of"]
+__all__ += ["ParameterShare", "RankGroup", "make_mesh"]
+__all__ += ["Plan", "PlanOptions", "load_cluster", "load_profile", "partition_layers", "plan", "write_report"]
+__all__ += ["slice_batch", "slice_batch_with_flushes", "slice_for_schedule", "slice_for_stages", "slice_tokens"]
+__all__ += ["find_order", "layer_sequence_costs", "schedule_costs", "slicing_frontier", "step_lower_bound"]
+__all__ += ["GENERATORS", "STAGES_PER_RANK", "gpipe", "interleaved_one_f_one_b", "make_schedule", "one_f_one_b"]
+__all__ += ["Action", "Op", "Schedule", "ScheduleError", "predecessors", "validate"]
+__all__ += ["add_communication", "add_offload", "add_recompute", "in_flushes", "split_backwards"]
+__all__ += ["CostModel", "MeasuredCost", "TableCost", "UnitCost", "simulate"]
+__all__ += ["Cause", "Span", "Timeline", "Wait", "draw_timelines", "find_waits", "idle_by_cause"]
+__all__ += ["load_trace", "save_trace"]
 
 sys.meta_path.append(_MovedModules())
+
+
+def _find_homes() -> dict[str, str]:
+    """Returns the module of every public name, as the imports above have it."""
+    statements = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    imports = [(each.names, each.module) for each in statements if isinstance(each, ast.ImportFrom) and each.module]
+    return {alias.name: module for names, module in imports for alias in names if alias.name in __all__}
+
+
+_HOMES = _find_homes()
 
 
 def __getattr__(name: str) -> Any:

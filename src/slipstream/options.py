@@ -1,15 +1,19 @@
-"""A pipeline's options by topic: arguments of `slipstream.Pipeline`, and sections of `slipstream train`'s YAML."""
+"""A pipeline's options by topic, records that check themselves: arguments of `Pipeline`, and sections of the YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from slipstream.errors import SlipstreamError
-from slipstream.records import MOVED, Record
+from slipstream.errors import SlipstreamError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -30,6 +34,30 @@ def _dtype_name(value: Any) -> Any:
 Number = Annotated[PositiveFloat, BeforeValidator(_no_bool)]
 Count = Annotated[PositiveInt, BeforeValidator(_no_bool)]
 DType = Annotated[Any, BeforeValidator(_dtype_name)]  # a torch.dtype or its name, kept as its name
+
+
+class _RecordType(ModelMetaclass):
+    """Turns pydantic's errors into ours where a record is constructed by itself, not as a part of another."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            raise SlipstreamError("\n".join(describe_problems(error, cls))) from None
+
+
+class Record(BaseModel, metaclass=_RecordType):
+    """Options on one topic. An unknown name, or a value that isn't allowed, raises SlipstreamError."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    section: ClassVar[str] = ""  # its name as an argument and as a section of a configuration
+
+    def refuse(self, names: Sequence[str], reason: str) -> None:
+        """Raises SlipstreamError where one of these options isn't as it is by default."""
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise SlipstreamError(f"{self.section}.{name}={value!r}: {reason} Leave it out.")
 
 
 class Memory(Record):
@@ -109,7 +137,10 @@ class Layers(Record):
     """Whether the moving averages of batch norms are over all replicas."""
 
 
-_RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
+_RECORDS = _RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
+# What arguments of the Pipeline, and keys of a configuration's `pipeline` and `parallel`, are called now
+MOVED = {name: f"{section}.{name}" for section, record in _RECORDS.items() for name in record.model_fields}
+MOVED |= {"memory_limit": "memory.limit", "sequence": "parallel.sequence_parallel"}
 
 
 def refuse_old_arguments(given: Mapping[str, Any]) -> None:
@@ -131,3 +162,37 @@ def check_records(arguments: Mapping[str, Any]) -> None:
                 f"{name}={arguments[name]!r}: give a slipstream.{record.__name__}, such as "
                 f"{name}=slipstream.{record.__name__}({next(iter(record.model_fields))}=...)."
             )
+
+
+def describe_problems(error: ValidationError, record: Any) -> list[str]:
+    """One line for each option that is wrong: its name, its value, and what is allowed."""
+    lines: dict[str, str] = {}
+    for problem in error.errors():
+        path = [*([record.section] if record.section else []), *map(str, problem["loc"])]
+        name = ".".join(path[:2])  # what follows says which type of several was tried
+        if problem["type"] == "extra_forbidden":
+            lines[name] = _describe_unknown(path, record)
+        elif problem["type"] == "missing":
+            lines[name] = f"{name} is missing; add it to the configuration or give --{name}=..."
+        elif problem["type"] == "value_error":
+            reason = str(problem["ctx"]["error"])  # of a whole section it names the options by itself
+            lines[name or reason] = f"{name}={problem['input']!r}: {reason}" if len(path) > 1 else reason
+        elif name in lines:
+            lines[name] += f", or {problem['msg'].lower()}"
+        else:
+            lines[name] = f"{name}={problem['input']!r} isn't allowed: {problem['msg'].lower()}"
+    return list(lines.values())
+
+
+def _describe_unknown(path: list[str], record: Any) -> str:
+    *sections, key = path
+    if sections and sections[0] in ("pipeline", "parallel") and key in MOVED:
+        return f"{'.'.join(path)} is now {MOVED[key]}"
+    if not record.section:
+        for section in sections:
+            record = record.model_fields[section].annotation
+    where = ".".join(sections)
+    hint = did_you_mean(key, record.model_fields, where and f"{where}.")
+    if hint == ".":
+        hint = f"; {where or 'the configuration'} has: {', '.join(sorted(record.model_fields))}"
+    return f"unknown key {'.'.join(path)}{hint}"

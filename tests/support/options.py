@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
-from slipstream.records import MOVED
+from slipstream.options import MOVED, Layers, Memory, Parallelism, Precision, Runtime
 
 RECORDS: dict[str, Any] = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
 

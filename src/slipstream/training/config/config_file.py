@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from slipstream.errors import SlipstreamError
-from slipstream.records import describe_problems
+from slipstream.options import describe_problems
 from slipstream.training.config.run_config import Config
 
 

@@ -9,8 +9,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
-from slipstream.options import Memory, Precision, Runtime
-from slipstream.records import Record
+from slipstream.options import Memory, Precision, Record, Runtime
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 from slipstream.training.config.sections import (
     CheckpointSection,

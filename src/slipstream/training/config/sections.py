@@ -7,8 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.options import Parallelism
-from slipstream.records import Record
+from slipstream.options import Parallelism, Record
 
 
 class ModelSection(Record):
