@@ -11,16 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import Metadata, SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import SavedCheckpoint, TensorShard
 from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
-from slipstream.training.checkpoint.dcp_planners import BoxSavePlanner
-from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
-from slipstream.training.checkpoint.manifest import Manifest
+from slipstream.training.checkpoint.manifest import Manifest, WrittenFile
 from slipstream.training.checkpoint.snapshot import Snapshot
 from support.checkpoints.layouts import bits, emptied, layout, same_bits, tensors
 from support.examples import examples
@@ -30,24 +26,17 @@ sizes = st.integers(1, 4)
 
 
 def save(folder: Path, ranks: list[list[TensorShard]], snapshot: Snapshot | None = None) -> SavedCheckpoint:
-    """What every rank plans and writes, and rank 0 commits, one after the other."""
-    plans, results = list[SavePlan](), list[list[WriteResult]]()
+    """What every rank writes, and rank 0 commits, one after the other."""
+    checkpoints, written = CheckpointFolder(folder), list[WrittenFile]()
+    checkpoints.begin(3)
     for rank, pieces in enumerate(ranks):
         snapshot = snapshot if snapshot and len(ranks) == 1 else Snapshot()
         snapshot.take(pieces, f"{rank}.safetensors")
-        planner, writer = BoxSavePlanner(), SnapshotWriter(CheckpointFolder(folder), 3, {"lr": 0.1}, snapshot, nothing)
-        planner.set_up_planner(dict(snapshot.state()))
-        writer.set_up_storage_writer(rank == 0)
-        plans.append(planner.create_local_plan())
-        results.append(writer.write_data(plans[-1], planner).value())
-    _, metadata = planner.create_global_plan(plans)
-    writer.finish(metadata, results)
-    whole = CheckpointFolder(folder).complete(3)
-    return SavedCheckpoint(whole, Manifest.read(whole))
-
-
-def nothing() -> None:
-    """Is there to be retired."""
+        if file := snapshot.write(checkpoints.part(3)):
+            written.append(file)
+    Manifest.of(3, {"lr": 0.1}, written).write(checkpoints.part(3))
+    checkpoints.commit(3)
+    return SavedCheckpoint(checkpoints.complete(3), Manifest.read(checkpoints.complete(3)))
 
 
 def load(found: SavedCheckpoint, *pieces: TensorShard) -> None:
@@ -127,7 +116,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path, pieces: list[TensorShard], re
 
 def test_other_models_differ_by_field(tmp_path: Path) -> None:
     model = {"model_type": "llama", "hidden_size": 32, "rope": {"theta": 1e4, "kind": None}, "eos": (1, 2)}
-    Manifest.of(1, {"model": model}, Metadata({}), []).write(tmp_path)
+    Manifest.of(1, {"model": model}, []).write(tmp_path)
     found = SavedCheckpoint(tmp_path, Manifest.read(tmp_path))
     found.check_model(model)
     with pytest.raises(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard, dcp_storage
+from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard, background_save
 from support.checkpoints.layouts import emptied, layout, same_bits, tensors
 
 SEEDS = range(8)
@@ -99,7 +99,7 @@ def trouble(folder: Path, checkpoints: Checkpoints) -> None:
     assert "ValueError: several ranks write the same elements of twice" in told
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001"]
 
-    dcp_storage._SECONDS_TO_APPEAR = 0.5
+    background_save._SECONDS_TO_APPEAR = 0.5
     apart = Checkpoints(folder.parent / f"of rank {rank}", RankGroup(dist.group.WORLD), say=said.append)
     apart.save(1, large(1.0, 5000), {})
     apart.close()

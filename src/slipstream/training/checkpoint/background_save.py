@@ -1,63 +1,92 @@
-"""One save of one rank, in a thread, by `torch.distributed.checkpoint`."""
+"""One save of one rank, in a thread.
+
+rank 0   writes its file |  manifest, rename, retention
+rank 1   writes its file |
+                         ^ sizes, checksums and boxes go to rank 0
+"""
 
 from __future__ import annotations
 
 import threading
-import warnings
-
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.dcp_planners import BoxSavePlanner
-from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
+from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
+from slipstream.training.checkpoint.manifest import Manifest, WrittenFile
 from slipstream.training.checkpoint.snapshot import Snapshot
+from slipstream.training.checkpoint.verified_files import FileDigest
+
+_POLL_SECONDS = 0.05
+_SECONDS_TO_APPEAR = 120.0  # for a file that another rank has written, on a network's disk
 
 
 class BackgroundSave:
     """A save that begins when it is made. Its ranks communicate over `group`, which nothing else may use meanwhile."""
 
-    def __init__(self, writer: SnapshotWriter, snapshot: Snapshot, group: RankGroup) -> None:
-        self._writer, self._snapshot, self._group = writer, snapshot, group
-        self.step, self._problem = writer.step, ""
+    def __init__(
+        self, folder: CheckpointFolder, step: int, facts: Mapping[str, Any], snapshot: Snapshot, group: RankGroup
+    ) -> None:
+        self.step, self._warning = step, ""
+        self._folder, self._facts, self._snapshot, self._group = folder, facts, snapshot, group
         # A daemon, so that a run that fails can end although this waits for a rank that is gone.
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {self.step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
 
     def finish(self) -> str:
-        """Waits for the end; returns a warning or "". Only rank 0 knows what wasn't retired."""
+        """Waits for the end; returns a warning or "". Only rank 0 knows whether all is well."""
         self._thread.join()
-        if self._problem:
-            return f"the checkpoint of step {self.step} was not saved: {self._problem}"
-        if left := self._writer.not_retired:
-            return f"the checkpoint of step {self.step} is saved, but no older one was removed: {left}"
-        return ""
+        return self._warning
 
     def _run(self) -> None:
+        rank = self._group.rank
         try:
-            ignore_lone_process_warning()
-            save(
-                self._snapshot.state(),
-                storage_writer=self._writer,
-                planner=BoxSavePlanner(),
-                process_group=self._group.process_group,
-                no_dist=self._group.size == 1,
-            )
-        except CheckpointException as error:  # some ranks failed, and all get to know
-            self._problem = describe_failures(error)
+            written = self._group.gather(self._write())
+            problems = [f"rank {rank}: {result}" for rank, result in enumerate(written) if isinstance(result, str)]
+            if problems:
+                self._warning = f"the checkpoint of step {self.step} was not saved: {'; '.join(problems)}"
+            elif rank == 0:
+                self._commit([file for file in written if file is not None])
         except Exception as error:  # `finish` returns it: training continues without this checkpoint
-            self._problem = _describe(error)
+            self._warning = f"the checkpoint of step {self.step} was not saved: rank {rank}: {describe_error(error)}"
+
+    def _write(self) -> WrittenFile | str | None:
+        """Writes this rank's file, if there is anything to write; returns what is in it, or what prevented that."""
+        part = self._folder.part(self.step)
+        try:
+            part.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, but a network's disk may not show it yet
+            return self._snapshot.write(part)
+        except Exception as error:  # all ranks get to know
+            return describe_error(error)
+
+    def _commit(self, written: Sequence[WrittenFile]) -> None:
+        manifest = Manifest.of(self.step, self._facts, written)
+        part = self._folder.part(self.step)
+        for name, digest in manifest.files.items():
+            _wait_for(part / name, digest)
+        manifest.write(part)
+        self._folder.commit(self.step)
+        try:
+            self._folder.retire()
+        except OSError as error:
+            self._warning = f"the checkpoint of step {self.step} is saved, but no older one was removed: {error}"
 
 
-def describe_failures(error: CheckpointException) -> str:
-    """Returns which ranks failed, and why."""
-    return "; ".join(f"rank {rank}: {_describe(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+def _wait_for(path: Path, digest: FileDigest) -> None:
+    """Waits until a file that a rank has written can be seen here."""
+    deadline = time.monotonic() + _SECONDS_TO_APPEAR
+    while not path.exists() or path.stat().st_size < digest.size:
+        path.parent.stat()  # raises FileNotFoundError where the folder has gone
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{path} was written by its rank but hasn't appeared for rank 0 within {_SECONDS_TO_APPEAR:.0f} s; the "
+                "folder must be on a disk that all ranks share"
+            )
+        time.sleep(_POLL_SECONDS)
 
 
-def ignore_lone_process_warning() -> None:
-    """Silences PyTorch's warning about a process that saves or loads alone, for good: threads share their filters."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-
-
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Returns the message, with the type where that isn't of the system."""
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -15,16 +15,24 @@ import re
 import shutil
 from pathlib import Path
 
+from slipstream.errors import SlipstreamError
 from slipstream.training.checkpoint.verified_files import sync_folder
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointFolder:
-    """The folder at `path`. Its methods raise OSError where the disk fails."""
+    """The folder at `path`, in which the newest `keep` stay and, unless it is 0, those whose step `keep_every` divides.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Its methods raise OSError where the disk fails.
+    """
+
+    def __init__(self, path: Path, keep: int = 2, keep_every: int = 0) -> None:
+        if keep < 1 or keep_every < 0:
+            raise SlipstreamError(
+                f"keep={keep}, keep_every={keep_every}: keep at least 1, and every 0th (none) or more"
+            )
+        self.path, self._keep, self._keep_every = path, keep, keep_every
 
     def complete(self, step: int) -> Path:
         """Returns where the checkpoint of a step is when it is complete."""
@@ -67,17 +75,15 @@ class CheckpointFolder:
         sync_folder(self.part(step))
         for later in self.steps():
             if later >= step:
-                self.complete(later).rename(self._free_name(f"{self.complete(later).name}.aside"))
+                name = f"{self.complete(later).name}.aside"
+                taken = len(list(self.path.glob(f"{name}*")))
+                self.complete(later).rename(self.path / (f"{name}-{taken + 1}" if taken else name))
         self.part(step).rename(self.complete(step))
         sync_folder(self.path)
 
-    def retire(self, keep: int, keep_every: int) -> None:
-        """Removes all but the newest `keep` and, unless it is 0, those whose step `keep_every` divides."""
-        for step in self.steps()[keep:]:
-            if not keep_every or step % keep_every:
+    def retire(self) -> None:
+        """Removes all checkpoints but those that are to stay."""
+        for step in self.steps()[self._keep :]:
+            if not self._keep_every or step % self._keep_every:
                 self.complete(step).rename(self.part(step))  # from here on it no longer counts as a checkpoint
                 shutil.rmtree(self.part(step))
-
-    def _free_name(self, name: str) -> Path:
-        taken = sum(1 for path in self.path.iterdir() if path.name.startswith(name))
-        return self.path / (f"{name}-{taken + 1}" if taken else name)

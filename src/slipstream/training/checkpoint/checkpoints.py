@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.background_save import BackgroundSave, describe_failures
+from slipstream.training.checkpoint.background_save import BackgroundSave, describe_error
 from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
-from slipstream.training.checkpoint.dcp_storage import SnapshotWriter
 from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.checkpoint.saved_checkpoint import SavedCheckpoint
 from slipstream.training.checkpoint.snapshot import Snapshot
@@ -44,12 +43,7 @@ class Checkpoints:
     def __init__(
         self, folder: Path, world: RankGroup, keep: int = 2, keep_every: int = 0, say: Callable[[str], None] = print
     ) -> None:
-        if keep < 1 or keep_every < 0:
-            raise SlipstreamError(
-                f"keep={keep}, keep_every={keep_every}: keep at least 1, and every 0th (none) or more"
-            )
-        self._folder, self._world, self._say = CheckpointFolder(folder), world, say
-        self._keep, self._keep_every = keep, keep_every
+        self._folder, self._world, self._say = CheckpointFolder(folder, keep, keep_every), world, say
         self._snapshot = Snapshot()
         self._save: BackgroundSave | None = None
         # Messages about a save must not mix with those of training.
@@ -88,8 +82,7 @@ class Checkpoints:
             self._warn(f"the checkpoint of step {step} was not saved: {problem}")
             return
         self._snapshot.take(shards, f"rank-{self._world.rank:05d}.safetensors")
-        writer = SnapshotWriter(self._folder, step, kept_facts, self._snapshot, self._retire)
-        self._save = BackgroundSave(writer, self._snapshot, self._saving_group)
+        self._save = BackgroundSave(self._folder, step, kept_facts, self._snapshot, self._saving_group)
 
     def keep(self) -> None:
         """Lets the shards of the last save change from now on. Not collective."""
@@ -122,12 +115,11 @@ class Checkpoints:
         """
         damage: list[str] = []
         saved = None
-        for step in self._candidates(wanted, self._steps()):
-            result = self._verify(step)
-            if isinstance(result, SavedCheckpoint):
-                saved = result
+        for step in self._candidates(wanted):
+            saved, problems = self._verify(step)
+            if saved is not None:
                 break
-            damage.append(f"the checkpoint of step {step} in {self._folder.path} is damaged: {result}")
+            damage.append(f"the checkpoint of step {step} in {self._folder.path} is damaged: {problems}")
         if not damage:
             return saved
         damages = "; ".join(damage)
@@ -156,12 +148,14 @@ class Checkpoints:
         try:
             saved.load(shards, self._world)
         except CheckpointException as error:
-            raise self._unfit(saved, describe_failures(error)) from None
+            failures = [f"rank {rank}: {describe_error(cause)}" for rank, (cause, _) in sorted(error.failures.items())]
+            raise self._unfit(saved, "; ".join(failures)) from None
 
-    def _candidates(self, wanted: int | str, steps: Sequence[int]) -> list[int]:
+    def _candidates(self, wanted: int | str) -> list[int]:
         """Returns the step that is wanted and all earlier ones, the newest first."""
+        steps = self._steps()
         if wanted in ("latest", "last-good"):
-            return list(steps)
+            return steps
         if wanted in steps:
             return [step for step in steps if step <= int(wanted)]
         there = ", ".join(map(str, steps)) or "none"
@@ -170,19 +164,17 @@ class Checkpoints:
             "last-good"
         )
 
-    def _verify(self, step: int) -> SavedCheckpoint | str:
-        """Returns the checkpoint, or what is wrong with it: the same on all ranks."""
-        folder, problem, manifest = self._folder.complete(step), "", None
+    def _verify(self, step: int) -> tuple[SavedCheckpoint | None, str]:
+        """Returns the checkpoint, or None and what is wrong with it: the same on all ranks."""
+        folder, problem, saved = self._folder.complete(step), "", None
         try:
-            manifest = Manifest.read(folder)
-            for name in sorted(manifest.files)[self._world.rank :: self._world.size]:
-                verify_file(folder / name, manifest.files[name])
+            saved = SavedCheckpoint(folder, Manifest.read(folder))
+            for name in sorted(saved.manifest.files)[self._world.rank :: self._world.size]:
+                verify_file(folder / name, saved.manifest.files[name])
         except DamagedError as error:
             problem = str(error)
         problems = self._gather_problems(problem)
-        if problems or manifest is None:
-            return problems
-        return SavedCheckpoint(folder, manifest)
+        return (None if problems else saved), problems
 
     def _gather_problems(self, problem: str) -> str:
         """Returns the different problems of all ranks, on all ranks."""
@@ -193,9 +185,6 @@ class Checkpoints:
             f"{saved.folder} can't be loaded: {problem}. Start with the settings it was saved with, or train in "
             "another folder."
         )
-
-    def _retire(self) -> None:
-        self._folder.retire(self._keep, self._keep_every)
 
     def _warn(self, warning: str) -> None:
         steps = self._steps()

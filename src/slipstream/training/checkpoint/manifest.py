@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.tensor_shard import Box, dtype_name
+from slipstream.training.checkpoint.tensor_shard import Box
 from slipstream.training.checkpoint.verified_files import DamagedError, FileDigest, read_record, write_record
 
 _NAME = "manifest.json"
@@ -33,7 +33,7 @@ class StoredBox(NamedTuple):
 
 
 class StoredTensor(BaseModel):
-    """A whole tensor: the name of its dtype in torch, its shape, and the boxes that cover it."""
+    """A whole tensor, or what one rank writes of it: its dtype's name in torch, its shape, and where its boxes are."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     dtype: str
@@ -41,11 +41,12 @@ class StoredTensor(BaseModel):
     boxes: tuple[StoredBox, ...]
 
 
-class StoredFile(NamedTuple):
-    """The name and the digest of a file that a rank has written."""
+class WrittenFile(NamedTuple):
+    """The file that a rank has written, and what it holds of which tensor; a tensor has an entry for each box."""
 
     name: str
     digest: FileDigest
+    entries: Sequence[tuple[str, StoredTensor]]
 
 
 class Manifest(BaseModel):
@@ -59,18 +60,21 @@ class Manifest(BaseModel):
     tensors: dict[str, StoredTensor]
 
     @classmethod
-    def of(
-        cls, step: int, facts: Mapping[str, Any], metadata: Metadata, results: Sequence[Sequence[WriteResult]]
-    ) -> Manifest:
-        """Returns the manifest of what was planned and of what each rank has written, as `StoredFile`."""
-        done = [result for of_rank in results for result in of_rank]
-        places = {(result.index.fqn, result.index.offset): result.storage_data.name for result in done}
+    def of(cls, step: int, facts: Mapping[str, Any], written: Sequence[WrittenFile]) -> Manifest:
+        """Returns the manifest of what the ranks have written.
+
+        Raises:
+            ValueError: if that isn't each element of each tensor exactly once.
+        """
+        parts: dict[str, list[StoredTensor]] = {}
+        for key, part in (entry for file in written for entry in file.entries):
+            parts.setdefault(key, []).append(part)
         return cls(
             format=_FORMAT,
             step=step,
             facts=dict(facts),
-            files=dict(result.storage_data for result in done),
-            tensors={key: _stored(key, tensor, places) for key, tensor in metadata.state_dict_metadata.items()},
+            files={file.name: file.digest for file in written},
+            tensors={key: _join(key, of_key) for key, of_key in parts.items()},
         )
 
     @staticmethod
@@ -103,12 +107,13 @@ class Manifest(BaseModel):
 
     def metadata(self) -> Metadata:
         """Returns it as `torch.distributed.checkpoint` describes a checkpoint; storage data are file names by box."""
-        tensors: dict[str, STORAGE_TYPES] = {key: _metadata(tensor) for key, tensor in self.tensors.items()}
-        places = {
-            MetadataIndex(key, stored.box.offsets): stored.file
-            for key, tensor in self.tensors.items()
-            for stored in tensor.boxes
-        }
+        tensors: dict[str, STORAGE_TYPES] = {}
+        places: dict[MetadataIndex, str] = {}
+        for key, tensor in self.tensors.items():
+            chunks = [stored.box.as_chunk() for stored in tensor.boxes]
+            properties = TensorProperties(getattr(torch, tensor.dtype))
+            tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            places |= {MetadataIndex(key, stored.box.offsets): stored.file for stored in tensor.boxes}
         return Metadata(tensors, storage_data=places)
 
     def write(self, folder: Path) -> None:
@@ -116,18 +121,19 @@ class Manifest(BaseModel):
         write_record(folder / _NAME, self.model_dump())
 
 
-def entry_name(key: str, box: Box) -> str:
-    """Returns the name of a box in its file, such as `lm_head.weight@4096,0`."""
-    return f"{key}@{','.join(map(str, box.offsets))}"
+def entry_name(key: str, offsets: Sequence[int]) -> str:
+    """Returns the name, in its file, of the box that begins at `offsets`, such as `lm_head.weight@4096,0`."""
+    return f"{key}@{','.join(map(str, offsets))}"
 
 
-def _stored(key: str, tensor: STORAGE_TYPES, places: Mapping[tuple[str, torch.Size | None], str]) -> StoredTensor:
-    assert isinstance(tensor, TensorStorageMetadata)
-    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
-    stored = tuple(StoredBox(places[key, torch.Size(box.offsets)], box) for box in boxes)
-    return StoredTensor(dtype=dtype_name(tensor.properties.dtype), shape=tuple(tensor.size), boxes=stored)
-
-
-def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    chunks = [stored.box.as_chunk() for stored in tensor.boxes]
-    return TensorStorageMetadata(TensorProperties(getattr(torch, tensor.dtype)), torch.Size(tensor.shape), chunks)
+def _join(key: str, parts: Sequence[StoredTensor]) -> StoredTensor:
+    kinds = dict.fromkeys((part.dtype, part.shape) for part in parts)
+    if len(kinds) > 1:
+        raise ValueError(f"{key} is {' on one rank and '.join(map(str, kinds))} on another")
+    boxes = tuple(stored for part in parts for stored in part.boxes)
+    if len({stored.box.offsets for stored in boxes}) < len(boxes):
+        raise ValueError(f"several ranks write the same elements of {key}")
+    written, size = sum(prod(stored.box.sizes) for stored in boxes), prod(parts[0].shape)
+    if written != size:
+        raise ValueError(f"the ranks write {written:,} elements of {key}, which has {size:,}")
+    return parts[0].model_copy(update={"boxes": boxes})

@@ -9,15 +9,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.background_save import ignore_lone_process_warning
-from slipstream.training.checkpoint.dcp_planners import ShardLoadPlanner
-from slipstream.training.checkpoint.dcp_storage import CheckpointReader
+from slipstream.training.checkpoint.checkpoint_reader import (
+    BoxLoadPlanner,
+    CheckpointReader,
+    ignore_lone_process_warning,
+)
 from slipstream.training.checkpoint.manifest import Manifest
-from slipstream.training.checkpoint.tensor_shard import TensorShard, by_key
+from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
 
 _MOST_LISTED = 5  # differences in one message
 
@@ -60,10 +63,13 @@ class SavedCheckpoint:
             CheckpointException: on all ranks, if one of them can't read its files.
         """
         ignore_lone_process_warning()
+        boxes: dict[str, list[tuple[Box, Tensor]]] = {}
+        for shard in shards:
+            boxes.setdefault(shard.key, []).extend(shard.boxes())
         load(
-            by_key(shards),
+            boxes,
             storage_reader=CheckpointReader(self.folder, self.manifest),
-            planner=ShardLoadPlanner(),
+            planner=BoxLoadPlanner(),
             process_group=world.process_group,
             no_dist=world.size == 1,
         )
@@ -75,8 +81,8 @@ class SavedCheckpoint:
                 yield "isn't in it"
         elif tensor.shape != shard.share.shape:
             yield f"has shape {tensor.shape} in it and {shard.share.shape} here"
-        elif tensor.dtype != shard.dtype:
-            yield f"is {tensor.dtype} in it and {shard.dtype} here"
+        elif tensor.dtype != (dtype := dtype_name(shard.tensor)):
+            yield f"is {tensor.dtype} in it and {dtype} here"
         elif sum(prod(box.sizes) for box, _ in shard.boxes() if box.is_inside(tensor.shape)) != shard.tensor.numel():
             yield "isn't all in it"
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.manifest import entry_name
-from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, by_key
-from slipstream.training.checkpoint.verified_files import FileDigest, write_file
+from slipstream.training.checkpoint.manifest import StoredBox, StoredTensor, WrittenFile, entry_name
+from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
+from slipstream.training.checkpoint.verified_files import write_file
 
 # The names of dtypes in the format: https://github.com/huggingface/safetensors#format
 _CODES = {
@@ -48,6 +48,10 @@ class SnapshotEntry(NamedTuple):
     def end(self) -> int:
         return self.start + self.view.nbytes
 
+    def stored_in(self, file: str) -> StoredTensor:
+        """Returns what a manifest says of it."""
+        return StoredTensor(dtype=dtype_name(self.view), shape=self.shape, boxes=(StoredBox(file, self.box),))
+
 
 class Snapshot:
     """The shards that `take` was given, until `write` has written them or `keep` has copied the rest.
@@ -68,7 +72,7 @@ class Snapshot:
         self._is_copied = False  # whether all that isn't written has been copied
         self._lock = threading.Lock()  # held by the writing thread while it reads a block
         self._header = b""
-        self.file = ""
+        self._file = ""
 
     def take(self, shards: Sequence[TensorShard], file: str) -> None:
         """Takes the shards that are to be written to `file`. Call `keep` before any of them changes.
@@ -77,7 +81,7 @@ class Snapshot:
             SlipstreamError: for a dtype that can't be saved.
             ValueError: if two shards have the same elements.
         """
-        self.file = file
+        self._file = file
         boxes = [(shard, box, view.contiguous()) for shard in shards if shard.writes for box, view in shard.boxes()]
         boxes.sort(key=lambda each: -each[2].itemsize)
         starts = accumulate((view.nbytes for _, _, view in boxes), initial=0)
@@ -95,7 +99,10 @@ class Snapshot:
         with self._lock:
             if self._is_copied or self._num_written == len(self._entries):
                 return
-            self._reserve()
+            size = self._entries[-1].end
+            if size > len(self._memory):
+                pinned = any(entry.view.is_cuda for entry in self._entries)
+                self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             for entry in self._entries[self._num_written :]:
                 memory = self._memory[entry.start : entry.end]
                 memory.view(entry.view.dtype).view(entry.view.shape).copy_(entry.view, non_blocking=True)
@@ -103,24 +110,17 @@ class Snapshot:
                 torch.cuda.synchronize(device)
             self._is_copied = True
 
-    def state(self) -> dict[str, list[SnapshotEntry]]:
-        """Returns what `write` writes, by the names of the tensors."""
-        return by_key(self._entries)
-
-    def write(self, folder: Path) -> FileDigest:
-        """Writes the file, which is on the disk when this returns.
+    def write(self, folder: Path) -> WrittenFile | None:
+        """Writes the file, which is on the disk when this returns; None, and no file, where there is nothing to write.
 
         Raises:
             RuntimeError: if a tensor was changed without `keep`.
         """
+        if not self._entries:
+            return None
         with closing(self._blocks()) as blocks:  # releases the lock where writing fails
-            return write_file(folder / self.file, blocks)
-
-    def _reserve(self) -> None:
-        size = self._entries[-1].end
-        if size > len(self._memory):
-            pinned = any(entry.view.is_cuda for entry in self._entries)
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            digest = write_file(folder / self._file, blocks)
+        return WrittenFile(self._file, digest, [(entry.key, entry.stored_in(self._file)) for entry in self._entries])
 
     def _blocks(self) -> Generator[bytes | memoryview]:
         yield self._header
@@ -143,7 +143,7 @@ def _header(entries: Sequence[SnapshotEntry]) -> bytes:
     """Returns the length of the rest (8 bytes, little-endian), then JSON, padded so that the elements are aligned."""
     table: dict[str, object] = {}
     for entry in entries:
-        name, dtype = entry_name(entry.key, entry.box), entry.view.dtype
+        name, dtype = entry_name(entry.key, entry.box.offsets), entry.view.dtype
         if name in table:
             raise ValueError(f"two shards of this rank have the same elements {name}")
         if dtype not in _CODES:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,11 +47,6 @@ class TensorShard:
     first_row: int = 0
     writes: bool = True
 
-    @property
-    def dtype(self) -> str:
-        """The name of the dtype in torch, such as `float32`."""
-        return dtype_name(self.tensor.dtype)
-
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """Yields its rectangles of the whole tensor, none empty, each with a view of the memory of `tensor`."""
         for offsets, view in self.share.boxes(self.tensor.detach(), self.first_row):
@@ -59,14 +54,6 @@ class TensorShard:
                 yield Box(offsets, tuple(view.shape)), view
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype in torch, such as `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def by_key(items: Iterable[Any]) -> dict[str, list[Any]]:
-    """Returns the items in lists by their `key`: the state dict that the planners save and load."""
-    state: dict[str, list[Any]] = {}
-    for item in items:
-        state.setdefault(item.key, []).append(item)
-    return state
+def dtype_name(tensor: Tensor) -> str:
+    """Returns the name of a tensor's dtype in torch, such as `float32`."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> FileDigest:
             size, checksum = size + len(block), zlib.crc32(block, checksum)
         file.flush()
         os.fsync(file.fileno())
-    return FileDigest(size, _digits(checksum))
+    return FileDigest(size, f"{checksum:08x}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -46,18 +47,17 @@ def sync_folder(folder: Path) -> None:
 
 def verify_file(path: Path, digest: FileDigest) -> None:
     """Raises DamagedError where the file is missing, or has another size or other bytes."""
-    try:
+    with _damage_named(path):
         size = path.stat().st_size
         if size != digest.size:
             how = "is truncated" if size < digest.size else "has grown"
             raise DamagedError(f"{path.name} {how}: {size:,} bytes instead of {digest.size:,}")
-        checksum = _read_checksum(path)
-    except FileNotFoundError:
-        raise DamagedError(f"{path.name} is missing") from None
-    except OSError as error:
-        raise DamagedError(f"{path.name} can't be read: {error.strerror}") from None
-    if checksum != digest.crc32:
-        raise DamagedError(f"{path.name} has been altered: its checksum is {checksum} instead of {digest.crc32}")
+        checksum = 0
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK):
+                checksum = zlib.crc32(block, checksum)
+    if f"{checksum:08x}" != digest.crc32:
+        raise DamagedError(f"{path.name} has been altered: its checksum is {checksum:08x} instead of {digest.crc32}")
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -70,12 +70,8 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """Returns what `write_record` wrote; raises DamagedError where the file differs from that."""
-    try:
+    with _damage_named(path):
         data = path.read_bytes()
-    except FileNotFoundError:
-        raise DamagedError(f"{path.name} is missing") from None
-    except OSError as error:
-        raise DamagedError(f"{path.name} can't be read: {error.strerror}") from None
     body = data[len(_head(b"")) :]
     if data != _head(body) + body:
         raise DamagedError(f"{path.name} is truncated or has been altered")
@@ -85,16 +81,15 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _head(body: bytes) -> bytes:
-    return f'{{"crc32": "{_digits(zlib.crc32(body))}", '.encode()
+    return f'{{"crc32": "{zlib.crc32(body):08x}", '.encode()
 
 
-def _read_checksum(path: Path) -> str:
-    checksum = 0
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            checksum = zlib.crc32(block, checksum)
-    return _digits(checksum)
-
-
-def _digits(checksum: int) -> str:
-    return f"{checksum:08x}"
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raises DamagedError where the file can't be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DamagedError(f"{path.name} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path.name} can't be read: {error.strerror}") from None
