@@ -28,7 +28,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from slipstream.model.toy import reference_attention
+from slipstream.model.toy import REFERENCE_ATTENTION, full_precision
 from slipstream.pipeline.families import causal_cross_entropy
 
 VOCABULARY = 61
@@ -111,12 +111,11 @@ ARCHITECTURES: dict[str, PretrainedConfig] = {
 
 def build(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """The unsplit model in float64, with its own eager attention."""
-    reference_attention.register()
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(
         copy.deepcopy(config),
         dtype=torch.float64,
-        attn_implementation=reference_attention.NAME,
+        attn_implementation=REFERENCE_ATTENTION,
         experts_implementation="eager",
     )
 
@@ -159,5 +158,5 @@ def gradients(named_parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> dic
 @contextmanager
 def no_rounding_inside() -> Iterator[None]:
     """Models' own norms and softmaxes stay in float64, so that a difference is a mistake and not a flipped rounding."""
-    with reference_attention.full_precision(), warnings.catch_warnings():
+    with full_precision(), warnings.catch_warnings():
         yield

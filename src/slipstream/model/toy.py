@@ -1,38 +1,44 @@
-"""Builds an architecture at toy size, for the self-check and to see in which order its parts run."""
+"""Builds an architecture at toy size, for the self-checks and to see in which order its parts run.
+
+Its attention is the reference of comparisons: the model's own eager code, without the rounding to float32 inside.
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils import logging
-
-from slipstream.model.toy import reference_attention
 
 TOY_LENGTH = 48  # tokens; every threshold of the architecture is brought below it
 _NUM_LAYERS = 4
 _NUM_HEADS = 2
-_SMALL = {  # sizes that change no code path: name -> toy value
-    "vocab_size": 128,
-    "vocab_size_per_layer_input": 128,
-    "intermediate_size": 32,
-    "ffn_dim": 32,
-    "n_inner": 32,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "intermediate_size_mlp": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
+_FEATURES = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
+_MOST = {  # sizes that change no code path, and windows: largest toy value -> names
+    128: ("vocab_size", "vocab_size_per_layer_input"),
+    32: (*_FEATURES, "intermediate_size_mlp"),
+    16: ("attention_chunk_size",),
+    7: ("sliding_window", "window_size"),
+    4: ("num_experts", "num_local_experts", "n_routed_experts"),
+    2: ("num_experts_per_tok",),
+    1: ("n_group", "topk_group"),
 }
-_WINDOWS = {"sliding_window": 7, "attention_chunk_size": 16, "window_size": 7}
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -47,16 +53,15 @@ def toy_config(config: PretrainedConfig) -> PretrainedConfig:
     """
     toy = copy.deepcopy(config)
     _shrink_heads(toy)
-    for name, value in (_SMALL | _WINDOWS).items():
-        if isinstance(getattr(toy, name, None), int):
-            setattr(toy, name, min(value, getattr(toy, name)))
+    for most, names in _MOST.items():
+        for name in names:
+            if isinstance(size := getattr(toy, name, None), int):
+                setattr(toy, name, min(most, size))
     _shrink_layers(toy)
     _shrink_positions(toy)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(toy, name, None) is not None:
             setattr(toy, name, 0)
-    if getattr(toy, "num_experts_per_tok", None):
-        toy.num_experts_per_tok = min(2, toy.num_experts_per_tok)
     toy.use_cache = False
     return toy
 
@@ -68,17 +73,15 @@ def toy_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 def reference_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Returns a model in float64 on the CPU, with the model's own eager attention, in evaluation mode."""
-    reference_attention.register()
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),  # from_config writes the dtype into it
             dtype=torch.float64,  # of the parameters; rope's tables stay float32
-            attn_implementation=reference_attention.NAME,
+            attn_implementation=REFERENCE_ATTENTION,
             experts_implementation="eager",  # grouped matrix products don't support float64
         )
-    small: PreTrainedModel = model.eval()
-    return small
+    return model.eval()
 
 
 def perturb_parameters(model: nn.Module) -> None:
@@ -112,8 +115,7 @@ def toy_tokens(config: PretrainedConfig, seed: int = 0) -> torch.Tensor:
 
 def _shrink_heads(toy: PretrainedConfig) -> None:
     """Reduces the number of heads, not their size: rope tables and scalings depend on the head size alone."""
-    heads = _first(toy, _HEAD_COUNTS)
-    width = _first(toy, _WIDTHS)
+    heads, width = _first(toy, _HEAD_COUNTS), _first(toy, _WIDTHS)
     if heads is None or width is None:
         return
     num_heads = getattr(toy, heads)
@@ -131,22 +133,15 @@ def _shrink_layers(toy: PretrainedConfig) -> None:
     name = _first(toy, _LAYER_COUNTS)
     if name is None:
         return
-    lists = [value for key in _PER_LAYER_LISTS if isinstance(value := vars(toy).get(key), list)]
-    kinds = {tuple(column) for column in zip(*lists, strict=False)}
-    num_layers = min(getattr(toy, name), max(_NUM_LAYERS, 1 + max((_first_seen(lists, k) for k in kinds), default=0)))
-    for key in _PER_LAYER_LISTS:
-        value = vars(toy).get(key)
-        if isinstance(value, list):
-            setattr(toy, key, value[:num_layers])
-    for key in _LAYER_INDICES:
-        value = vars(toy).get(key)
-        if isinstance(value, list):
-            setattr(toy, key, [index for index in value if index < num_layers])
+    lists = {key: value for key, value in vars(toy).items() if isinstance(value, list)}
+    kinds = [*zip(*(lists[key] for key in _PER_LAYER_LISTS if key in lists), strict=False)]
+    last_new = max(map(kinds.index, kinds), default=0)
+    num_layers = min(getattr(toy, name), max(_NUM_LAYERS, 1 + last_new))
+    for key in lists.keys() & _PER_LAYER_LISTS:
+        setattr(toy, key, lists[key][:num_layers])
+    for key in lists.keys() & _LAYER_INDICES:
+        setattr(toy, key, [index for index in lists[key] if index < num_layers])
     setattr(toy, name, num_layers)
-
-
-def _first_seen(lists: list[list[Any]], kind: tuple[Any, ...]) -> int:
-    return next(i for i, column in enumerate(zip(*lists, strict=False)) if tuple(column) == kind)
 
 
 def _shrink_positions(toy: PretrainedConfig) -> None:
@@ -164,3 +159,62 @@ def _shrink_positions(toy: PretrainedConfig) -> None:
 
 def _first(config: PretrainedConfig, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(getattr(config, name, None), int)), None)
+
+
+REFERENCE_ATTENTION = "slipstream_reference"
+_attending: ContextVar[list[nn.Module] | None] = ContextVar("slipstream_attending", default=None)
+
+
+@contextmanager
+def recorded_attention() -> Iterator[list[nn.Module]]:
+    """Collects the modules that attend through the interface, in order."""
+    modules: list[nn.Module] = []
+    token = _attending.set(modules)
+    try:
+        yield modules
+    finally:
+        _attending.reset(token)
+
+
+def _reference_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Calls what the model's own file calls eager attention, so that it applies every switch that we might miss."""
+    attending = _attending.get()
+    if attending is not None:
+        attending.append(module)
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    with full_precision():
+        return own(module, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+AttentionInterface.register(REFERENCE_ATTENTION, _reference_attention)
+AttentionMaskInterface.register(REFERENCE_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Keeps float64 where models' own code rounds to float32: softmax of attention and router, some norms.
+
+    Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
+    """
+    softmax, to_float, to, matmul = nn.functional.softmax, Tensor.float, Tensor.to, Tensor.__matmul__
+
+    def wide_softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return softmax(tensor, dim=dim, dtype=tensor.dtype if tensor.dtype == torch.float64 else dtype)
+
+    def wide_float(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else to_float(tensor)
+
+    def wide_to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype == torch.float64:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
+        return to(tensor, *args, **kwargs)
+
+    def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
+        """Multiplies rotary frequencies that stayed float64 by positions, whole numbers that became float32."""
+        wide = torch.promote_types(left.dtype, right.dtype)
+        return matmul(left.to(wide), right.to(wide))
+
+    methods = patch.multiple(Tensor, float=wide_float, to=wide_to, __matmul__=wide_matmul)
+    with methods, patch.object(nn.functional, "softmax", wide_softmax):
+        yield
