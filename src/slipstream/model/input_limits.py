@@ -7,20 +7,15 @@ from transformers import PretrainedConfig
 from slipstream.errors import SlipstreamError
 
 
-def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Returns the number of the model's positions, in tokens; None where any length is possible.
+def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:
+    """Raises SlipstreamError for a sequence longer than the model's positions; `setting` names what gave the length.
 
     Rope of type dynamic grows with the sequence: there max_position_embeddings is only where it begins to.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    return None if rope.get("rope_type") == "dynamic" else getattr(text, "max_position_embeddings", None)
-
-
-def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:
-    """Raises SlipstreamError for a sequence longer than the model's positions; `setting` names what gave the length."""
-    limit = longest_sequence(config)
-    if limit is None or length <= limit:
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None or length <= limit or rope.get("rope_type") == "dynamic":
         return
     given = f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}"
     if setting:

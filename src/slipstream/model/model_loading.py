@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_range import StagePart
@@ -26,35 +22,33 @@ from slipstream.model.model_cutting import keep_layers
 from slipstream.model.storages import storage_id, storage_ids
 from slipstream.model.toy import quiet_transformers
 
-_FACTORIES = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.zeros.default,
-    torch.ops.aten.ones.default,
-    torch.ops.aten.full.default,
-    torch.ops.aten.randn.default,
-    torch.ops.aten.rand.default,
+_aten = torch.ops.aten
+_FACTORIES = {_aten.empty.memory_format} | {
+    factory.default for factory in (_aten.zeros, _aten.ones, _aten.full, _aten.randn, _aten.rand)
 }
 _SMALL = 1024  # elements; tensors up to this size are always real
 
 
 class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the tensors a model's constructor creates, and creates those in `on_meta` without memory.
+    """Records the tensors a model's constructor creates, and creates those numbered in `on_meta` without memory.
 
-    Random numbers for a tensor without memory are drawn all the same, into a scratch tensor: the generator advances as
-    if the whole model were there, so what is kept gets the numbers it would get in the unsplit model.
+    If it `draws`, random numbers for a tensor without memory are drawn all the same, into a scratch tensor: the
+    generator advances as if the whole model were there, so what is kept gets the numbers it would get in the unsplit
+    model.
     """
 
-    def __init__(self, on_meta: set[int] | None = None, draws: bool = True) -> None:
+    def __init__(self, on_meta: Container[int], draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.created: list[Tensor] = []
-        self._on_meta = on_meta  # None: all of them, and nothing is drawn, as nothing will be kept
-        self._draws = draws and on_meta is not None
+        self._on_meta, self._draws = on_meta, draws
         self._scratch: dict[torch.dtype, Tensor] = {}  # one growing tensor: freed ones would leave holes in the heap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES and "meta" not in str(kwargs.get("device")):
-            return self._create(func, args, kwargs)
+        if func in _FACTORIES and "meta" not in str(kwargs.get("device")) and torch.Size(args[0]).numel() > _SMALL:
+            place = {"device": "meta"} if len(self.created) in self._on_meta else {}
+            self.created.append(func(*args, **kwargs | place))
+            return self.created[-1]
         if args and isinstance(args[0], Tensor) and args[0].is_meta and torch.Tag.nondeterministic_seeded in func.tags:
             if self._draws:
                 func(self._scratch_like(args[0]), *args[1:], **kwargs)
@@ -67,21 +61,10 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
             scratch = self._scratch[tensor.dtype] = torch.empty(tensor.numel(), dtype=tensor.dtype)
         return scratch[: tensor.numel()].view(tensor.shape)
 
-    def _create(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        shape = args[0]
-        if torch.Size(shape).numel() <= _SMALL:
-            return func(*args, **kwargs)  # type: ignore[no-any-return]
-        if self._on_meta is None or len(self.created) in self._on_meta:
-            tensor = func(*args, **kwargs | {"device": "meta"})
-        else:
-            tensor = func(*args, **kwargs)
-        self.created.append(tensor)
-        return tensor  # type: ignore[no-any-return]
-
 
 def random_model(
     config: PretrainedConfig,
-    seed: int,
+    seed: int | None,
     anatomy: ModelAnatomy,
     owned: Collection[StagePart],
     dtype: torch.dtype | None = None,
@@ -89,9 +72,22 @@ def random_model(
     """Returns the parts `owned` of `torch.manual_seed(seed); AutoModelForCausalLM.from_config(config)`, to the bit.
 
     The rest is never in memory: the constructor runs twice, first without any memory to see which tensor becomes which
-    parameter, then with memory for those that are kept.
+    parameter, then with memory for those that are kept. Without a seed only buffers are kept, such as rotary tables,
+    which belong to every stage; parameters have no memory yet.
     """
-    return _construct_partly(config, anatomy, owned, dtype, seed)
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        with _Construction(on_meta=range(sys.maxsize), draws=False) as dry_run:
+            model = _construct(config, dtype)
+        kept = storage_ids(model.buffers())
+        if seed is not None:
+            keep_layers(model, anatomy, owned, torch.device("meta"))
+            kept |= storage_ids(model.parameters())
+            torch.manual_seed(seed)
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept}
+        with _Construction(on_meta, draws=seed is not None):
+            model = _construct(config, dtype)
+    keep_layers(model, anatomy, owned, torch.device("cpu"))
+    return model
 
 
 def model_for_timing(
@@ -106,7 +102,7 @@ def model_for_timing(
     This is faster than `random_model`, which takes minutes on a CPU for a large model: it draws the weights of all
     layers, once for torch's initialisation and once for transformers'.
     """
-    model = _construct_partly(config, anatomy, owned, dtype, seed=None)
+    model = random_model(config, None, anatomy, owned, dtype)
     generator = torch.Generator(device).manual_seed(0)
     drawn = {parameter: _draw(parameter, generator) for parameter in model.parameters()}  # once for tied parameters
     for module in model.modules():
@@ -137,7 +133,7 @@ def pretrained_model(
 
     Raises SlipstreamError for missing or damaged files, and for weights that the files don't contain.
     """
-    part = _partial_class(_causal_lm_class(config), anatomy, owned)
+    part = _partial_class(config, anatomy, owned)
     try:
         with quiet_transformers():
             model, report = part.from_pretrained(
@@ -154,19 +150,16 @@ def pretrained_model(
             f"the checkpoint {path!r} lacks {len(absent)} weights of {config.model_type!r}, first {absent[0]!r}. "
             "Expected a complete causal LM; a base model without its head can't be trained."
         )
-    found: PreTrainedModel = model
-    return found
+    return model
 
 
-def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+def _partial_class(config: PretrainedConfig, anatomy: ModelAnatomy, owned: Collection[StagePart]) -> Any:
+    """Returns a subclass of the config's causal LM that removes all but `owned` after construction, before weights are
+    read."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SlipstreamError(f"model_type {config.model_type!r} has no causal LM in transformers.")
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
-
-
-def _partial_class(whole: type[PreTrainedModel], anatomy: ModelAnatomy, owned: Collection[StagePart]) -> Any:
-    """Returns a subclass of `whole` that removes all but `owned` right after construction, before weights are read."""
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    whole = found[0] if isinstance(found, tuple) else found
 
     def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)
@@ -189,42 +182,14 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
 
     Raises SlipstreamError, which calls the settings `name`, where transformers doesn't accept them.
     """
-    values = dict(settings)
-    model_type = values.pop("model_type", None)
+    values = {"model_type": None, **settings}
     try:
-        found: PretrainedConfig = AutoConfig.for_model(model_type, **values)
+        return AutoConfig.for_model(**values)
     except Exception as error:  # each architecture checks its settings in its own way
-        raise SlipstreamError(f"{name} with model_type={model_type!r} isn't usable: {error}") from error
-    return found
+        raise SlipstreamError(f"{name} with model_type={values['model_type']!r} isn't usable: {error}") from error
 
 
 def _construct(config: PretrainedConfig, dtype: torch.dtype | None, **settings: Any) -> PreTrainedModel:
     """Calls `from_config` on a copy of the config, since it writes the dtype into the config."""
     chosen = settings if dtype is None else settings | {"dtype": dtype}
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)
-
-
-def _construct_partly(
-    config: PretrainedConfig,
-    anatomy: ModelAnatomy,
-    owned: Collection[StagePart],
-    dtype: torch.dtype | None,
-    seed: int | None,
-) -> PreTrainedModel:
-    """Returns the parts `owned`; without a seed their parameters have no memory yet.
-
-    Buffers are kept everywhere: rotary tables belong to every stage.
-    """
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
-        with _Construction() as dry_run:
-            model = _construct(config, dtype)
-        kept = storage_ids(model.buffers())
-        if seed is not None:
-            keep_layers(model, anatomy, owned, torch.device("meta"))
-            kept |= storage_ids(model.parameters())
-            torch.manual_seed(seed)
-        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept}
-        with _Construction(on_meta, draws=seed is not None):
-            model = _construct(config, dtype)
-    keep_layers(model, anatomy, owned, torch.device("cpu"))
-    return model
