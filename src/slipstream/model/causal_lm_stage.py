@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from slipstream.model.hooks import (
     TokenSlice,
     active_forward,
     attention_interface,
+    current_slice,
     fix_length_dependent_rope,
     keyed_random_state,
 )
@@ -47,24 +50,19 @@ class TiedWeight:
 class TensorParallelLayers(Protocol):
     """The ranks that share every layer of a stage; `parallel.TensorParallel` implements it."""
 
-    @property
-    def rank(self) -> int: ...
+    sequence: bool  # whether they also split the tokens between the parts of a layer
 
     @property
-    def sequence(self) -> bool:
-        """Whether they also split the tokens between the parts of a layer."""
-        ...
+    def rank(self) -> int: ...
 
     def install(self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
         """Installs the exchange between the ranks in the model.
 
         `enter` is called where computing becomes different on each rank, `leave` where it is the same on all again.
         """
-        ...
 
     def begin(self, length: int) -> None:
         """Announces a slice of `length` tokens."""
-        ...
 
     def local_length(self, length: int) -> int:
         """Returns how many of the slice's tokens are on this rank between the parts of a layer."""
@@ -86,9 +84,8 @@ class CausalLMStage:
         device: torch.device,
         shared: TensorParallelLayers | None = None,
     ) -> None:
-        attention_interface.register()
         model.set_attn_implementation(attention_interface.NAME)
-        self.owned = owned
+        self.owned, self.layers_here = owned, owned.layers  # of which at least a half is here
         self.num_layers = len(anatomy.layers_of(model))
         self.is_first, self.is_last = (has_end(end, anatomy, owned, self.num_layers) for end in ModelEnd)
         keep_layers(model, anatomy, owned, device)
@@ -100,19 +97,13 @@ class CausalLMStage:
         self.model: PreTrainedModel = model.to(device)
         self.tied = _separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size
-        self.hidden_dtype: torch.dtype = _dtype(model.get_submodule(anatomy.layers), model)
+        self.hidden_dtype = next(chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())).dtype
         self.tables = MaskTables(device)
-        self._context: SliceContext | None = None
         self._uses_randomness = uses_randomness(model)
         layers = anatomy.layers_of(model)
-        self.layers = [layers[index] for index in owned.layers]
+        self.layers = [layers[index] for index in self.layers_here]
         self._watch(layers, anatomy.halves)
         self._learn_masks(device)
-
-    @property
-    def layers_here(self) -> range:
-        """The numbers of the layers of which this stage has at least a half."""
-        return self.owned.layers
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the unsplit model's names, tied weights once under the canonical name."""
@@ -125,18 +116,39 @@ class CausalLMStage:
         state = self.model.state_dict()
         return {name: t.detach() for name, t in state.items() if heads.get(t.data_ptr(), name) == name}
 
-    def forward(self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore) -> Tensor:
+    def forward(
+        self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore, records_masks: bool = False
+    ) -> Tensor:
         """Runs one slice through this stage.
 
         Args:
             token_slice: the tokens (b, T) and their positions.
             hidden: what the stage before sent, (b, T, hidden); None on the first stage.
             store: keys and values of the microbatch's slices; this slice's are added.
+            records_masks: whether this is the first forward, which learns what masks the model builds.
 
         Returns:
             (b, T, hidden) or, on the last stage, the logits (b, T, vocabulary).
         """
-        return self._run(SliceContext(token_slice, store, self.tables, hidden))
+        context = SliceContext(token_slice, store, self.tables, hidden, records_masks)
+        if self._shared is not None:
+            context.tensor_rank = self._shared.rank
+            self._shared.begin(token_slice.input_ids.shape[1])
+        with active_forward(context), keyed_random_state(self._is_random):
+            self._enter(-1)
+            output = self.model(
+                input_ids=token_slice.input_ids,
+                # without it transformers looks for packed documents, which waits until the GPU is idle
+                attention_mask=torch.ones_like(token_slice.input_ids, dtype=torch.bool),
+                position_ids=token_slice.position_ids,
+                use_cache=False,
+            )
+        if context.num_masks != len(self.tables):
+            raise RuntimeError(f"the model built {context.num_masks} masks, {len(self.tables)} when it was first run")
+        if self.is_last:
+            return output.logits  # type: ignore[no-any-return]
+        assert context.output is not None, f"the last of {self.owned} did not run"
+        return context.output
 
     def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Tensor | Tensors:
         """Runs `forward`, with tuples for what travels between stages; the last stage returns logits."""
@@ -145,55 +157,35 @@ class CausalLMStage:
 
     def receives(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that come from the stage before."""
-        return () if self.is_first else self._hidden(token_slice)
+        return () if self.is_first else (self.hidden(token_slice),)
 
     def sends(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that go to the next stage."""
-        return () if self.is_last else self._hidden(token_slice)
+        return () if self.is_last else (self.hidden(token_slice),)
 
-    def _hidden(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(self.hidden_shape(token_slice), self.hidden_dtype),)
-
-    def hidden_shape(self, token_slice: TokenSlice) -> torch.Size:
+    def hidden(self, token_slice: TokenSlice) -> TensorSpec:
         """Returns (b, T, hidden_size) of what comes in and goes out; T may be a part of the slice's tokens."""
         batch, length = token_slice.input_ids.shape
-        return torch.Size((batch, self._shared.local_length(length) if self._shared else length, self.hidden_size))
-
-    def _run(self, context: SliceContext) -> Tensor:
-        token_slice = context.token_slice
-        self._context = context
-        if self._shared is not None:
-            context.tensor_rank = self._shared.rank
-            self._shared.begin(token_slice.input_ids.shape[1])
-        try:
-            with active_forward(context), keyed_random_state(self._is_random):
-                self._enter(-1)
-                output = self.model(
-                    input_ids=token_slice.input_ids,
-                    # without it transformers looks for packed documents, which waits until the GPU is idle
-                    attention_mask=torch.ones_like(token_slice.input_ids, dtype=torch.bool),
-                    position_ids=token_slice.position_ids,
-                    use_cache=False,
-                )
-        finally:  # a replay ends the forward early
-            self._context = None
-        if context.num_masks != len(self.tables):
-            raise RuntimeError(f"the model built {context.num_masks} masks, {len(self.tables)} when it was first run")
-        if self.is_last:
-            return output.logits  # type: ignore[no-any-return]
-        assert context.output is not None, f"the last of {self.owned} did not run"
-        return context.output
+        here = self._shared.local_length(length) if self._shared else length
+        return TensorSpec(torch.Size((batch, here, self.hidden_size)), self.hidden_dtype)
 
     @property
     def _is_random(self) -> bool:
         return self._uses_randomness and self.model.training
 
-    def _enter(self, layer: int) -> None:
+    def _enter(self, layer: int, *_: Any) -> None:
         """Keys the random state by layer, -1 before the first, so that recomputing replays dropout (rule 10)."""
-        assert self._context is not None
-        self._context.enter_layer(layer)
+        current_slice().enter_layer(layer)
+        self._seed(layer, *self._tokens_here(layer))
+
+    def _enter_second_half(self, layer: int, *_: Any) -> None:
+        """Makes dropout the same whether the first half ran here or on another stage."""
+        current_slice().parts_of_layer = _SECOND_HALF
+        self._seed(layer, "feed-forward", *self._tokens_here(layer))
+
+    def _seed(self, *place: str | int) -> None:
         if self._is_random:
-            torch.manual_seed(self._context.seed(layer, *self._tokens_here(layer)))
+            torch.manual_seed(current_slice().seed(*place))
 
     def _tokens_here(self, layer: int) -> tuple[str | int, ...]:
         """Returns what distinguishes the ranks that share a layer, where each has different tokens of it."""
@@ -206,68 +198,42 @@ class CausalLMStage:
 
     def _leave_own(self) -> None:
         """Gives the ranks equal dropout where all compute the same again, unless each has different tokens."""
-        context = self._context
-        self._seed_part("shared", *(self._tokens_here(context.layer) if context else ()))
+        self._seed_part("shared", *self._tokens_here(current_slice().layer))
 
     def _seed_part(self, *place: str | int) -> None:
-        if self._context is not None and self._is_random:
-            self._context.parts_of_layer += 1
-            torch.manual_seed(self._context.seed(self._context.layer, self._context.parts_of_layer, *place))
+        context = current_slice()
+        context.parts_of_layer += 1
+        self._seed(context.layer, context.parts_of_layer, *place)
 
     def _watch(self, layers: list[nn.Module], halves: Sequence[LayerPart]) -> None:
-        for index in self.owned.layers:
-            layers[index].register_forward_pre_hook(self._entering(index))
+        for index in self.layers_here:
+            layers[index].register_forward_pre_hook(partial(self._enter, index))
             middle = second_half(layers[index], halves)
             if middle is not None and self._uses_randomness:
-                middle.register_forward_pre_hook(self._entering_second_half(index))
+                middle.register_forward_pre_hook(partial(self._enter_second_half, index))
         ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder next to the embedding, or the head
-        here = self.owned.layers or range(self.num_layers)[ends]
+        here = self.layers_here or range(self.num_layers)[ends]
         if not self.is_first:
             layers[here[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
-        last = layers[here[-1]]
-        last.register_forward_hook(self._entering(self.num_layers) if self.is_last else self._keep)
-
-    def _entering(self, layer: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self._enter(layer)
-
-        return hook
-
-    def _entering_second_half(self, layer: int) -> Callable[..., None]:
-        """Returns a hook that makes dropout the same whether the first half ran here or on another stage."""
-
-        def hook(*_: Any) -> None:
-            assert self._context is not None
-            if self._is_random:
-                torch.manual_seed(self._context.seed(layer, "feed-forward", *self._tokens_here(layer)))
-                self._context.parts_of_layer = _SECOND_HALF
-
-        return hook
+        layers[here[-1]].register_forward_hook(partial(self._enter, self.num_layers) if self.is_last else self._keep)
 
     def _receive(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Gives the first owned layer what the stage before sent, instead of the placeholders' output."""
-        assert self._context is not None
-        return with_hidden_states(args, kwargs, self._context.hidden)
+        return with_hidden_states(args, kwargs, current_slice().hidden)
 
     def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
-        assert self._context is not None
-        self._context.output = first_output(output)
+        current_slice().output = first_output(output)
 
     def _learn_masks(self, device: torch.device) -> None:
         """Runs one token through the stage to record the model's mask functions, before documents wrap them."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         token_slice = TokenSlice(zero, zero, None, start=0, length=1, max_position=0)
-        hidden = torch.zeros(self.hidden_shape(token_slice), dtype=self.hidden_dtype, device=device)
+        hidden = torch.zeros(self.hidden(token_slice).shape, dtype=self.hidden_dtype, device=device)
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            self._run(SliceContext(token_slice, ContextStore(1), self.tables, hidden, records_masks=True))
+            self.forward(token_slice, hidden, ContextStore(1), records_masks=True)
         self.model.train(was_training)
-
-
-def _dtype(*modules: nn.Module) -> torch.dtype:
-    """Returns the dtype of the first parameter in these modules."""
-    return next(parameter.dtype for module in modules for parameter in module.parameters())
 
 
 def _separate_head(model: PreTrainedModel, anatomy: ModelAnatomy, is_last: bool) -> list[TiedWeight]:
@@ -289,10 +255,8 @@ def _separate_head(model: PreTrainedModel, anatomy: ModelAnatomy, is_last: bool)
 def uses_randomness(model: nn.Module) -> bool:
     """Returns whether training draws random numbers: dropout of any kind, or a router's jitter."""
     return any(
-        isinstance(value, float)
-        and value > 0
-        and (isinstance(module, nn.Dropout) or "drop" in name or "jitter" in name)
+        isinstance(value, float) and value > 0
         for module in model.modules()
         for name, value in vars(module).items()
-        if name == "p" or "drop" in name or "jitter" in name
+        if "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
     )

@@ -8,6 +8,7 @@ from slipstream.model.hooks.token_slice import (
     active_forward,
     current_forward,
     current_layer,
+    current_slice,
     keyed_random_state,
     keyed_seed,
 )

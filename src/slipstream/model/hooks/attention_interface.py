@@ -47,13 +47,12 @@ def sliced_attention(
             "attend to is unknown. Token slices need causal, sliding-window or blockwise masks."
         )
     context = current_slice()
-    module_call = context.next_call(module)
     output = attend(
         query,
         key,
         value,
         store=context.store,
-        call=module_call,
+        call=context.next_call(module),
         ranges=attention_mask,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
@@ -64,7 +63,5 @@ def sliced_attention(
     return output.transpose(1, 2), None
 
 
-def register() -> None:
-    """Makes `attn_implementation="slipstream"` known to transformers; calling it again changes nothing."""
-    AttentionInterface.register(NAME, sliced_attention)
-    AttentionMaskInterface.register(NAME, sliced_mask)
+AttentionInterface.register(NAME, sliced_attention)
+AttentionMaskInterface.register(NAME, sliced_mask)

@@ -169,7 +169,7 @@ class _StageRehearsal:
         stage = next(iter(self._step.stages.values()))
         assert isinstance(stage, CausalStage)
         pieces: Any = self._batch.slices[0]
-        sizes = [stage.hidden_shape(piece).numel() for piece in pieces]
+        sizes = [stage.hidden(piece).shape.numel() for piece in pieces]
         return [part_size(size, self._step.num_parts) * stage.hidden_dtype.itemsize for size in sizes]
 
     def rehearse(self, number: int) -> Iterator[_Run]:
