@@ -15,12 +15,12 @@ from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.execution import Executor, run_together
 from slipstream.pipeline.families import ExecutedStep, family_of, gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
-from slipstream.pipeline.messages import LocalTransport, ScatterGather, Transport, connect, skip_channels
+from slipstream.pipeline.messages import DistributedTransport, LocalTransport, ScatterGather, Transport, skip_channels
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.tuning import TrialResult, make_tuner
-from slipstream.schedule import Schedule
+from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
 
 
@@ -184,7 +184,7 @@ class Engine:
             return LocalTransport()
         training = self.layout.training
         skips = skip_channels(self.family.routes(self.layout), training)
-        return connect(training, self.device, self.ranks, timeout, skips)
+        return DistributedTransport(send_windows(training), self.device, self.ranks, timeout, skips)
 
     def _scattered(self, transport: Transport) -> Transport:
         return transport if self._num_parts == 1 else ScatterGather(transport, self.ranks.tensor)

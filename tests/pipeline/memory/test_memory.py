@@ -10,8 +10,6 @@ from torch import nn
 
 from slipstream import Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import LiveMemory, memory_meter, tensors_alive
-from slipstream.pipeline.messages.transport import _windows
-from slipstream.schedule import add_communication, make_schedule, send_windows
 from slipstream.simulator import MemoryKind, memory_of
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.forked import launch
@@ -114,12 +112,6 @@ def test_processes() -> None:
     """With the buffers of messages."""
     ended = launch(2, WORKER)
     assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-def test_windows_are_the_transports() -> None:
-    for name, v in [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("gpipe", 1)]:
-        schedule = add_communication(make_schedule(name, 3, 6, 4, v))
-        assert send_windows(schedule) == _windows(schedule)
 
 
 def test_rehearsing_leaves_gradients_as_they_were() -> None:

@@ -34,9 +34,8 @@ class StepState:
     batch: SplitBatch
     loss: Tensor  # sum over this rank's slices so far, float64
     count: Tensor
-    input_gradients: dict[SliceKey, dict[int, Tensor]] = field(
-        default_factory=dict
-    )  # by the input, for the stages before
+    # By the input, for the stages before
+    input_gradients: dict[SliceKey, dict[int, Tensor]] = field(default_factory=dict)
     roots: dict[SliceKey, Roots] = field(default_factory=dict)  # of the backward; none: all frozen
     replays: dict[SliceKey, SliceReplay] = field(default_factory=dict)  # of slices that are recomputed or offloaded
     offloaded: dict[SliceKey, OffloadedBlocks] = field(default_factory=dict)

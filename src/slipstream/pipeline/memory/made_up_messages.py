@@ -8,48 +8,26 @@ import torch
 from torch import Tensor
 
 from slipstream.model import Tensors, TensorSpec
-from slipstream.pipeline.messages import Message
-from slipstream.schedule import Channel, Schedule
+from slipstream.pipeline.messages import Message, Transport
+from slipstream.schedule import Channel
 
 
-class MadeUpMessages:
+class MadeUpMessages(Transport):
     """Drops what is sent; every receive of a shape and a dtype returns the same numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        self.bytes_sent = 0
         self._device = device
         self._posted: dict[Message, Tensors] = {}
         self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def begin(self) -> None:
-        pass
-
-    def expect(self, schedule: Schedule) -> None:
-        pass
-
-    def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
-        pass
-
-    def settle(self, channel: Channel, message: Message) -> None:
-        pass
-
     def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         self._posted[message] = tuple(self._numbers(spec.shape, spec.dtype) for spec in specs)
+
+    def receive(self, message: Message) -> Tensors:
+        return self._posted.pop(message)
 
     def _numbers(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if (shape, dtype) not in self._made:
             numbers = torch.linspace(-1, 1, shape.numel(), dtype=dtype, device=self._device)
             self._made[shape, dtype] = numbers.view(shape)
         return self._made[shape, dtype]
-
-    def may_receive(self, message: Message) -> bool:
-        return True
-
-    def receive(self, message: Message) -> Tensors:
-        return self._posted.pop(message)
-
-    def release(self, message: Message) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass

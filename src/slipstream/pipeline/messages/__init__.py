@@ -3,4 +3,4 @@
 from slipstream.pipeline.messages.message import HEADER_BYTES, Message, TransportError
 from slipstream.pipeline.messages.scatter_gather import ScatterGather, part_size
 from slipstream.pipeline.messages.skip_messages import SkipMessages, skip_channels
-from slipstream.pipeline.messages.transport import DistributedTransport, LocalTransport, Transport, connect
+from slipstream.pipeline.messages.transport import DistributedTransport, LocalTransport, Transport

@@ -5,7 +5,7 @@ gloo accepts a shorter message into a larger buffer without a word, so every mes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,17 +46,14 @@ class TransportError(RuntimeError):
     """A message that is not the expected one, or that did not come: names what was expected and what came."""
 
 
-def header_bytes(shapes: Sequence[torch.Size]) -> int:
-    words = 5 + sum(2 + len(shape) for shape in shapes)
+def header_bytes(specs: Sequence[TensorSpec]) -> int:
+    words = 5 + sum(2 + len(spec.shape) for spec in specs)
     return 8 * _BLOCK * -(-words // _BLOCK)
 
 
 def message_bytes(specs: Sequence[TensorSpec]) -> int:
     """Returns the bytes of the buffer, the header included."""
-    end = header_bytes([spec.shape for spec in specs])
-    for spec in specs:
-        end = _aligned(end) + spec.num_bytes
-    return end
+    return _places(specs)[-1].stop if specs else header_bytes(specs)
 
 
 def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
@@ -70,19 +67,18 @@ def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
 
 def unpack(specs: Sequence[TensorSpec], buffer: Tensor) -> Tensors:
     """The tensors of a message, in the buffer's own memory."""
-    return tuple(_places(specs, buffer))
+    placed = zip(specs, _places(specs), strict=True)
+    return tuple(buffer[place].view(spec.dtype).view(spec.shape) for spec, place in placed)
 
 
-def _places(specs: Sequence[TensorSpec], buffer: Tensor) -> Iterator[Tensor]:
-    end = header_bytes([spec.shape for spec in specs])
+def _places(specs: Sequence[TensorSpec]) -> list[slice]:
+    """The bytes of every tensor in a message's buffer."""
+    places, end = [], header_bytes(specs)
     for spec in specs:
-        begin = _aligned(end)
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = begin + spec.num_bytes
-        yield buffer[begin:end].view(spec.dtype).view(spec.shape)
-
-
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT
+        places.append(slice(begin, end))
+    return places
 
 
 def header_of(message: Message, tensors: Tensors) -> Tensor:
@@ -99,18 +95,14 @@ def header_in(buffer: Tensor) -> Tensor:
 
 def check_header(header: Tensor, message: Message, specs: Sequence[TensorSpec]) -> None:
     """Raises TransportError where another message came than `message` of `specs`."""
-    expected = (_plain(message), [(spec.shape, spec.dtype) for spec in specs])
-    length = header_bytes([spec.shape for spec in specs]) // 8
-    if _read(header[:length].tolist()) != expected:
+    sent = Action(message.op, message.stage, message.microbatch, message.slice)
+    expected = (sent, [(spec.shape, spec.dtype) for spec in specs])
+    if _read(header[: header_bytes(specs) // 8].tolist()) != expected:
         came = _read(header.tolist())
         raise TransportError(
             f"expected {message} of {_described(expected)}, but {came[0]} of {_described(came)} came. Every "
             "rank must call step with inputs of the same shape, under the same autocast."
         )
-
-
-def _plain(message: Message) -> Action:
-    return Action(message.op, message.stage, message.microbatch, message.slice)
 
 
 def _read(words: list[int]) -> _Came:

@@ -16,7 +16,7 @@ from slipstream.pipeline.messages.transport import Transport
 from slipstream.schedule import Channel, Schedule
 
 
-class ScatterGather:
+class ScatterGather(Transport):
     """A transport over another one. A stage's tensor-parallel ranks have the same output, so each sends 1/t of it, and
     the receivers gather:
 
@@ -31,11 +31,8 @@ class ScatterGather:
         self._parts, self._tensor = parts, tensor
         self._specs: dict[Message, Sequence[TensorSpec]] = {}  # of messages that are posted
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._parts.bytes_sent
-
     def begin(self) -> None:
+        self.bytes_sent = 0
         self._specs.clear()
         self._parts.begin()
 
@@ -44,6 +41,7 @@ class ScatterGather:
 
     def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
         self._parts.send(channel, message, tuple(self._part(tensor) for tensor in tensors))
+        self.bytes_sent = self._parts.bytes_sent
 
     def _part(self, tensor: Tensor) -> Tensor:
         size = part_size(tensor.numel(), self._tensor.size)
@@ -68,9 +66,6 @@ class ScatterGather:
         whole = [self._tensor.all_gather(part).view(-1) for part in self._parts.receive(message)]
         self._parts.release(message)
         return tuple(flat[: shape.numel()].view(shape) for flat, shape in zip(whole, shapes, strict=True))
-
-    def release(self, message: Message) -> None:
-        pass
 
     def finish(self) -> None:
         self._parts.finish()

@@ -10,9 +10,8 @@ from slipstream.pipeline.messages.message import SkipSend
 from slipstream.pipeline.messages.transport import Transport
 from slipstream.schedule import Action, Channel, Op, Schedule
 
-Specs = Callable[
-    [Op, tuple[int, int, int]], Sequence[TensorSpec]
-]  # of a stage's messages, by (stage, microbatch, slice)
+# Of a stage's messages, by (stage, microbatch, slice)
+Specs = Callable[[Op, tuple[int, int, int]], Sequence[TensorSpec]]
 
 
 class SkipMessages:
