@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.formulas import data_parallel_bubble
+from benchmarks.papers.formulas import GPT, data_parallel_bubble
 from benchmarks.papers.tables import errors, gpt, read
-from slipstream.planner.costs import GPT, Cluster, load_cluster
-from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
+from benchmarks.papers.unfused_attention import UnfusedCosts
+from slipstream.planner.costs import AnalyticCosts, Cluster, load_cluster
 from slipstream.schedule import Op
 
 LENGTH = 2048
@@ -80,13 +80,8 @@ class Run:
 def seconds(model: Model, run: Run, cluster: Cluster) -> float:
     """Returns the seconds of one iteration, with recomputation."""
     t, p, v = run.tensor_parallel, run.pipeline_parallel, run.stages_per_rank
-    costs = AnalyticCosts(
-        gpt(model.hidden_size, model.num_heads, model.num_layers),
-        cluster,
-        t,
-        run.microbatch_size,
-        AttentionKernel.UNFUSED,
-    )
+    counted = gpt(model.hidden_size, model.num_heads, model.num_layers)
+    costs = UnfusedCosts(counted, cluster, t, run.microbatch_size)
     count = costs.model
     layer = _passes(costs, count.layers[0], (Op.F, Op.R, Op.B))
     head = _passes(costs, count.head, (Op.F, Op.B))
@@ -240,9 +235,7 @@ def studies() -> dict[str, dict[str, object]]:
 
 def _eq_1(microbatch_size: int, cluster: Cluster, batch_size: int = 128) -> float:
     """Sequences per second by eq. 1 with p = 8, t_f and t_b of the four layers on one GPU."""
-    costs = AnalyticCosts(
-        gpt(GPT_1B.hidden_size, GPT_1B.num_heads, 4), cluster, 1, microbatch_size, attention=AttentionKernel.UNFUSED
-    )
+    costs = UnfusedCosts(gpt(GPT_1B.hidden_size, GPT_1B.num_heads, 4), cluster, 1, microbatch_size)
     once = 4 * _passes(costs, costs.model.layers[0], (Op.F, Op.R, Op.B))
     return batch_size / ((batch_size / microbatch_size + 8 - 1) * once)
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
-from slipstream.planner.costs import Cluster, load_cluster
-from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
+from benchmarks.papers.unfused_attention import UnfusedCosts
+from slipstream.planner.costs import AnalyticCosts, Cluster, load_cluster
 from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
 from slipstream.schedule import Op
 
@@ -125,7 +125,7 @@ class Setting:
 
     def _costs(self, cluster: Cluster) -> AnalyticCosts:
         model = gpt(self.hidden_size, self.hidden_size // HEAD_WIDTH, self.num_layers)
-        return AnalyticCosts(model, cluster, self.tensor_parallel, attention=AttentionKernel.UNFUSED)
+        return UnfusedCosts(model, cluster, self.tensor_parallel)
 
 
 def settings() -> dict[str, Setting]:

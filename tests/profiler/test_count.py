@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.papers.formulas import GPT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, PretrainedConfig
 
 from slipstream.model import CausalLMStage, LayerRange, find_anatomy, random_model
 from slipstream.pipeline.families import causal_cross_entropy
-from slipstream.planner.costs import GPT, AttentionWindow, ModelCount
+from slipstream.planner.costs import AttentionWindow, ModelCount
 from slipstream.profiler import count_model
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
@@ -95,7 +96,7 @@ def test_a_gpt_has_the_papers_parameters_and_operations(config: PretrainedConfig
     count = count_model(config, 512)
     paper = GPT(4, 256, 1024, 512)
     assert count.num_parameters == pytest.approx(paper.num_parameters + 2 * 256)
-    products = sum(part.ops[Op.F].flops.per_token for part in count.parts(range(4)))
+    products = sum(number * part.ops[Op.F].flops.per_token for number, part in count.counted(count.whole))
     scores = 4 * 4 * 256 * 512  # both products of all scores
     assert 3 * 512 * (products + scores) == pytest.approx(paper.flops(1, recompute=False))
 

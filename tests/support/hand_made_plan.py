@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
 from slipstream.planner.costs import (
     Amount,
+    AnalyticCosts,
     AttentionCall,
     AttentionWindow,
     ModelCount,
@@ -11,11 +16,9 @@ from slipstream.planner.costs import (
     PartCount,
     load_cluster,
 )
-from slipstream.planner.costs.analytic_costs import AnalyticCosts
-from slipstream.planner.costs.stage_costs import stages_of
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.schedule import Op, Schedule, make_schedule
-from slipstream.simulator import MemoryKind, simulate
+from slipstream.simulator import MemoryKind, TableCost, simulate
 from slipstream.timeline import Timeline, idle_by_cause
 
 SEQ_LEN = 4096
@@ -38,6 +41,27 @@ MODEL = ModelCount(
     dtype="bfloat16",
     dtype_bytes=2,
 )
+
+
+def stages_of(partition: Sequence[int]) -> list[range]:
+    """The layers of every stage from how many each has."""
+    return [range(a, b) for a, b in pairwise(accumulate(partition, initial=0))]
+
+
+def pipeline_cost(costs: AnalyticCosts, partition: Sequence[int], slices: Sequence[int]) -> TableCost:
+    """The simulator's costs: times and activations of every stage and slice, and messages."""
+    units = [
+        (stage, layers, index, length, sum(slices[:index]))
+        for stage, layers in enumerate(stages_of(partition))
+        for index, length in enumerate(slices)
+    ]
+    times = {
+        (stage, index, op): float(costs.seconds(layers, op, length, context))
+        for stage, layers, index, length, context in units
+        for op in (Op.F, Op.B)
+    }
+    activations = {(g, s): costs.activation_bytes(layers, length) for g, layers, s, length, _ in units}
+    return replace(costs.action_costs(times, slices), activations=activations)
 
 
 def make_plan(num_ranks: int = 4, num_slices: int = 4, num_microbatches: int = 2, **changes: object) -> Plan:
@@ -73,14 +97,14 @@ def _predict(
     costs = AnalyticCosts(MODEL, load_cluster("h100-dgx"))
     partition = tuple(NUM_LAYERS * (r + 1) // num_ranks - NUM_LAYERS * r // num_ranks for r in range(num_ranks))
     slices = (SEQ_LEN - (num_slices - 1) * (SEQ_LEN // num_slices), *(SEQ_LEN // num_slices,) * (num_slices - 1))
-    timeline = simulate(schedule, costs.cost(partition, slices))
+    timeline = simulate(schedule, pipeline_cost(costs, partition, slices))
     last = num_ranks - 1
     causes = {"computing": timeline.busy(last)}
     causes |= {f"waiting: {cause}": seconds for cause, seconds in idle_by_cause(timeline)[last].items()}
     memory = tuple(
         {
-            MemoryKind.PARAMETERS: costs.parameter_bytes(stage),
-            MemoryKind.OPTIMIZER: costs.optimizer_bytes(stage),
+            MemoryKind.PARAMETERS: 2 * costs.num_parameters(stage),
+            MemoryKind.OPTIMIZER: 12 * costs.num_parameters(stage),
             MemoryKind.ACTIVATIONS: peak,
         }
         for stage, peak in zip(stages_of(partition), timeline.peak_memory, strict=True)

@@ -93,7 +93,7 @@ def _profile_source(
         raise SlipstreamError(f"num_nodes={num_nodes} is for a cluster; with a profile give num_ranks.")
     if isinstance(model, ModelCount):
         raise SlipstreamError("a profile needs the model it was measured for: give its configuration, folder or name.")
-    profile.check(model=identify_model(model_config(model, seq_len)), dtype=dtype)
+    profile.check(identify_model(model_config(model, seq_len)), dtype)
     return ProfileSource(profile, profile.hardware.processes if num_ranks is None else num_ranks)
 
 

@@ -6,6 +6,7 @@ import csv
 
 import pytest
 from benchmarks.papers.formulas import (
+    GPT,
     batch_seconds,
     best_num_checkpoints,
     bubble_fraction,
@@ -17,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.paper_formulas import GPT, SECONDS_PER_DAY, training_seconds
 from slipstream.schedule import make_schedule
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
@@ -52,16 +52,6 @@ def test_flops_are_the_matrix_products_of_the_appendix() -> None:
     eq_3 = 96 * batch * length * layers * hidden**2
     eq_3 *= 1 + length / (6 * hidden) + vocabulary / (16 * layers * hidden)
     assert model.flops(batch) == pytest.approx(eq_3)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "parameters", "devices", "flops", "days"),
-    [(300e9, 175e9, 1024, 140e12, 34), (450e9, 1.008e12, 3072, 163e12, 84)],
-)
-def test_training_takes_the_papers_days(
-    tokens: float, parameters: float, devices: int, flops: float, days: int
-) -> None:
-    assert round(training_seconds(tokens, parameters, devices, flops) / SECONDS_PER_DAY) == days
 
 
 @pytest.mark.parametrize(

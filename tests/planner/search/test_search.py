@@ -191,7 +191,7 @@ def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
     # by hand: rank 0 of two runs a forward of the next microbatch for each backward of the one before
     slices, costs = candidate.times.slices, space.costs(1, 1)
     tokens = max(sum(slices[: 4 - k]) + sum(slices[: k + 1]) for k in range(4))
-    held = costs.activation_bytes(candidate.cut.stages[0], tokens, 0)
+    held = costs.activation_bytes(candidate.cut.stages[0], tokens)
     rank = memory_of(candidate.schedule, candidate.table)[0]
     most = max(moment.during[MemoryKind.ACTIVATIONS] for moment in rank.moments)
     assert most == pytest.approx(held)

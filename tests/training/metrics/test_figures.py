@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.papers.formulas import GPT, SECONDS_PER_DAY
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig
 
@@ -17,7 +18,6 @@ from slipstream.model import find_anatomy
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.planner.costs.paper_formulas import GPT, SECONDS_PER_DAY
 from slipstream.schedule import make_schedule
 from slipstream.training.metrics.device_peak import DevicePeak, find_peak, peak_by_name
 from slipstream.training.metrics.flops import FlopsMeter, document_lengths, recomputed_flops
@@ -159,7 +159,7 @@ def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int
     found = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     products = sum(flops for op, flops in found.items() if "attention" not in op)
     again, _ = recomputed_flops(figures.count, pipe.layout, slices, 2)
-    forward = 2 * 64 * sum(part.ops["F"].flops.per_token for part in figures.count.parts(range(4)))
+    forward = 2 * 64 * sum(n * part.ops["F"].flops.per_token for n, part in figures.count.counted(range(4)))
     assert products == 3 * forward + again
     assert (again > 0) == (recompute != "none")
 

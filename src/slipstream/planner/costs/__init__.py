@@ -1,12 +1,10 @@
 """The costs of layers, slices and messages: described hardware, counted operations, measured profiles."""
 
-from slipstream.planner.costs.analytic_costs import AnalyticCosts, AttentionKernel
+from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.planner.costs.cluster import SHIPPED, Cluster, Device, load_cluster
 from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, HostMemorySpec, ProfileSource
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, Measurement, ModelIdentity
-from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount
-from slipstream.planner.costs.paper_formulas import GPT, training_seconds
+from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
 from slipstream.planner.costs.profile_file import OPS, Profile, load_profile
 from slipstream.planner.costs.stage_basis import choose_stages
-from slipstream.planner.costs.stage_costs import StageCosts, StateBytes
 from slipstream.planner.costs.time_fit import AttentionWindow, SlicePoint, find_window, fit_times

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.planner.costs.cluster import Cluster
-from slipstream.planner.costs.operation_counts import ModelCount
+from slipstream.planner.costs.operation_counts import ModelCount, StateBytes
 from slipstream.planner.costs.profile_file import Profile
-from slipstream.planner.costs.stage_costs import StageCosts, StateBytes
 from slipstream.schedule import Op
+
+StageCosts: TypeAlias = AnalyticCosts | Profile
 
 
 class HostMemorySpec(NamedTuple):
@@ -21,97 +22,51 @@ class HostMemorySpec(NamedTuple):
     capacity: float  # bytes for each device
 
 
-class CostSource(Protocol):
-    """A model on some devices: what a search reads to find a plan."""
-
-    name: str  # of the model
-    hardware: str
-    kinds: tuple[int, ...]  # the kind of every layer; equal layers have equal numbers
-    num_devices: int
-    devices_per_node: int
-    memory: float  # bytes of a device
-    state: StateBytes
-    dtype: str  # in which the model computes
-    recomputations: tuple[str, ...]  # the values of `recompute` whose times are known
-
-    def tensor_parallel_degrees(self) -> tuple[int, ...]:
-        """Returns the tensor-parallel degrees that the model's heads allow."""
-        ...
-
-    def microbatch_sizes(self) -> tuple[int, ...] | None:
-        """Returns the sequences that a microbatch may have; None: any number."""
-        ...
-
-    def slice_range(self, seq_len: int) -> tuple[int, int]:
-        """Returns the lengths of the shortest and the longest slice whose times are known."""
-        ...
-
-    def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
-        """Returns what the model's stages cost."""
-        ...
-
-    def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
-        """Returns the seconds of three forwards' products at one device's peak: the numerator of MFU, if known."""
-        ...
-
-    def host(self) -> HostMemorySpec | None:
-        """Returns the host's memory; None where offloading can't be predicted."""
-        ...
-
-    def larger(self, most: int) -> Iterator[CostSource]:
-        """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
-        ...
-
-    def notes(self) -> tuple[str, ...]:
-        """Returns the assumptions on which the numbers rest, as sentences."""
-        ...
-
-
 class AnalyticSource:
     """A counted model on a described cluster."""
 
-    recomputations: tuple[str, ...] = ("none", "selective", "full")
+    recomputations: tuple[str, ...] = ("none", "selective", "full")  # values of `recompute` whose times are known
+    microbatch_sizes = None  # sequences that a microbatch may have: any number
 
     def __init__(self, model: ModelCount, cluster: Cluster, name: str) -> None:
         self.model, self.cluster, self.name, self.hardware = model, cluster, name, cluster.name
-        self.kinds = model.kinds
+        self.kinds = model.kinds  # the kind of every layer; equal layers have equal numbers
         self.num_devices, self.devices_per_node = cluster.num_devices, cluster.devices_per_node
-        self.memory = cluster.device.memory
+        self.memory = cluster.device.memory  # bytes of a device
+        self.host = HostMemorySpec(cluster.device.host_bandwidth, cluster.device.host_memory)
         self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
+        heads = {call.num_heads for part in model.layers for call in part.attentions}
+        degrees = range(1, min(heads) + 1)
+        self.tensor_parallel_degrees = tuple(t for t in degrees if all(h % t == 0 for h in heads))
         cluster.device.matmul_flops(model.dtype, 1)  # raises where the dtype has no peak
 
-    def tensor_parallel_degrees(self) -> tuple[int, ...]:
-        heads = {call.num_heads for part in self.model.layers for call in part.attentions}
-        return tuple(t for t in range(1, min(heads) + 1) if all(h % t == 0 for h in heads))
-
-    def microbatch_sizes(self) -> None:
-        return None
-
     def slice_range(self, seq_len: int) -> tuple[int, int]:
+        """Returns the lengths of the shortest and the longest slice whose times are known."""
         return 1, seq_len
 
     def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
-        return AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size, state=self.state)
+        """Returns what the model's stages cost."""
+        return AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size)
 
-    def peak_seconds(self, num_sequences: int, seq_len: int) -> float:
-        parts, flops = self.model.parts(range(len(self.kinds))), 0.0
-        for part in parts:
-            flops += part.ops[Op.F].flops.at(num_sequences * seq_len)
+    def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
+        """Returns the seconds of three forwards' products at one device's peak: the numerator of MFU, if known."""
+        flops = 0.0
+        for number, part in self.model.counted(self.model.whole):
+            flops += number * part.ops[Op.F].flops.at(num_sequences * seq_len)
             for call in part.attentions:
-                scores = num_sequences * call.num_heads * float(call.window.scores(seq_len))
+                scores = number * num_sequences * call.num_heads * float(call.window.scores(seq_len))
                 flops += 2 * scores * (call.key_width + call.value_width)
         return 3 * flops / self.cluster.device.flops[self.model.dtype]
 
-    def host(self) -> HostMemorySpec:
-        return HostMemorySpec(self.cluster.device.host_bandwidth, self.cluster.device.host_memory)
-
     def larger(self, most: int) -> Iterator[CostSource]:
+        """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
         times = 2
         while times <= most:
             yield AnalyticSource(self.model, self.cluster.with_nodes(times * self.cluster.num_nodes), self.name)
             times *= 2
 
     def notes(self) -> tuple[str, ...]:
+        """Returns the assumptions on which the numbers rest, as sentences."""
         state = self.state
         return (
             f"Times are computed from counted operations and the description of {self.cluster.name}, not measured.",
@@ -122,10 +77,14 @@ class AnalyticSource:
 
 
 class ProfileSource:
-    """A model measured on the present hardware: pipelines alone, of one microbatch size."""
+    """A model measured on the present hardware: pipelines alone, of one microbatch size.
 
-    devices_per_node = 2**62
+    It has what an AnalyticSource has.
+    """
+
     recomputations: tuple[str, ...] = ("none", "full")
+    tensor_parallel_degrees, devices_per_node = (1,), 2**62
+    memory, host = float("inf"), None  # what isn't known can't be planned with
 
     def __init__(self, profile: Profile, num_ranks: int) -> None:
         if num_ranks < 1:
@@ -134,14 +93,8 @@ class ProfileSource:
         self.name = f"{profile.model.model_type}, {profile.model.num_layers} layers of {profile.model.hidden_size}"
         self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
         self.kinds, self.num_devices = profile.kinds, num_ranks
-        self.memory = float("inf")
-        self.dtype, self.state = profile.dtype, StateBytes(4, 4, 8)
-
-    def tensor_parallel_degrees(self) -> tuple[int, ...]:
-        return (1,)
-
-    def microbatch_sizes(self) -> tuple[int, ...]:
-        return (self.profile.microbatch_size,)
+        self.microbatch_sizes = (profile.microbatch_size,)
+        self.dtype, self.state = profile.dtype, StateBytes.of("float32")
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         if seq_len > self.profile.seq_len:
@@ -155,17 +108,16 @@ class ProfileSource:
     def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
         return self.profile
 
-    def peak_seconds(self, num_sequences: int, seq_len: int) -> None:
-        return None
-
-    def host(self) -> None:
+    def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         return None
 
     def larger(self, most: int) -> Iterator[CostSource]:
         return iter(())
 
     def notes(self) -> tuple[str, ...]:
-        return (
-            f"Times come from a profile; at the points held out, its fits are off by {self.profile.error:.1%} "
-            "on average.",
-        )
+        off = f"{self.profile.error:.1%}"
+        return (f"Times come from a profile; at the points held out, its fits are off by {off} on average.",)
+
+
+CostSource: TypeAlias = AnalyticSource | ProfileSource
+"""A model on some devices: what a search reads to find a plan."""

@@ -26,6 +26,19 @@ _NONE = Amount()
 
 
 @dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter that training keeps. bfloat16 trains with a float32 master weight and two moments."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @classmethod
+    def of(cls, dtype: str) -> StateBytes:
+        return cls(4, 4, 8) if dtype == "float32" else cls(2, 4, 12)
+
+
+@dataclass(frozen=True)
 class OpCount:
     """The counts of one op (F, I or W) of a part, without attention's scores, which depend on the context.
 
@@ -62,9 +75,7 @@ class PartCount:
     attentions: tuple[AttentionCall, ...]
     activation_bytes: float  # per token: what F keeps for the backward, its input included
     context_bytes: float  # per token: keys and values
-    product_bytes: float = (
-        0.0  # per token: outputs of matrix products and attention, what selective recomputation keeps
-    )
+    product_bytes: float = 0.0  # per token: outputs of products and attention, what selective recomputation keeps
 
 
 @dataclass(frozen=True)
@@ -80,15 +91,13 @@ class ModelCount:
     dtype_bytes: int
     tied: bool = False  # the head's weight is the embedding's
 
-    def parts(self, layers: range) -> tuple[PartCount, ...]:
-        """Returns the parts of the stage with these layers, in order."""
-        inner = tuple(self.layers[self.kinds[layer]] for layer in layers)
-        first = (self.embedding,) if layers.start == 0 else ()
-        last = (self.head,) if layers.stop == len(self.kinds) else ()
-        return first + inner + last
+    @property
+    def whole(self) -> range:
+        """The layers of the model."""
+        return range(len(self.kinds))
 
     def counted(self, layers: range) -> tuple[tuple[int, PartCount], ...]:
-        """Returns the parts of a stage as (how many, part), equal layers together."""
+        """Returns the parts of the stage with these layers as (how many, part), equal layers together."""
         kinds = Counter(self.kinds[layer] for layer in layers)
         inner = tuple((number, self.layers[kind]) for kind, number in sorted(kinds.items()))
         first = ((1, self.embedding),) if layers.start == 0 else ()
@@ -98,7 +107,7 @@ class ModelCount:
     @property
     def num_parameters(self) -> int:
         """The parameters of the whole model, a tied weight counted once, as `model.num_parameters()` does."""
-        total = sum(part.num_parameters for part in self.parts(range(len(self.kinds))))
+        total = sum(number * part.num_parameters for number, part in self.counted(self.whole))
         return total - (self.head_weight if self.tied else 0)
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import numpy as np
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, ModelIdentity
 from slipstream.planner.costs.stage_basis import combine, stage_row
-from slipstream.planner.costs.stage_costs import ActionSeconds, StageCosts
 from slipstream.planner.costs.time_fit import SlicePoint, TimeFit
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
@@ -38,11 +38,11 @@ class FittedTime:
 
 
 @dataclass(frozen=True)
-class Profile(StageCosts):
+class Profile:
     """Measured costs of one model's parts on one kind of hardware, in one dtype, at one microbatch size.
 
     `kinds[layer]` numbers the kinds of equal layers from 0. Every other stage is a sum of the measured `stages` (see
-    `slipstream.planner.costs.stage_basis`).
+    `slipstream.planner.costs.stage_basis`). It has the methods of AnalyticCosts; times are in seconds, sizes in bytes.
     """
 
     hardware: Hardware
@@ -60,10 +60,6 @@ class Profile(StageCosts):
     format: int = FORMAT
 
     # --- what a stage costs ------------------------------------------------------------------------------------------
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.kinds)
 
     def time(self, layers: range, op: Op) -> FittedTime:
         """Returns the time function of one op of a stage; R takes as long as F.
@@ -101,7 +97,7 @@ class Profile(StageCosts):
         """The names of the fixed part of every stage, the kinds of layers, the embedding and the head with the loss."""
         return ("stage", *self.kind_names, "embedding", "head")
 
-    def activation_bytes(self, layers: range, length: int, context: int = 0) -> float:
+    def activation_bytes(self, layers: range, length: int) -> float:
         return self._total(layers, [stage.activation_bytes_at(length) for stage in self.stages])
 
     def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
@@ -129,7 +125,9 @@ class Profile(StageCosts):
     def message_bytes(self, length: Any) -> Any:
         return self.microbatch_size * length * self.model.hidden_size * self.dtype_bytes
 
-    def action_costs(self, times: ActionSeconds, slices: Sequence[int], data_parallel: int = 1) -> TableCost:
+    def action_costs(
+        self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1
+    ) -> TableCost:
         if sum(slices) > self.seq_len:
             raise SlipstreamError(
                 f"slices={list(slices)} add up to {sum(slices)} tokens, more than the profile's {self.seq_len}. "
@@ -141,6 +139,33 @@ class Profile(StageCosts):
             latency=self.link.latency if self.link else 0,
             bandwidth=self.link.bandwidth if self.link else None,
         )
+
+    def cost(self, partition: Sequence[int], slices: Sequence[int]) -> TableCost:
+        """Returns the simulator's costs of a pipeline: times and activations of every stage and slice, and messages.
+
+        Args:
+            partition: layers of each stage.
+            slices: tokens of each slice.
+
+        Raises:
+            SlipstreamError: where the layers don't add up to the model's, a slice is empty, or its time is unknown.
+        """
+        if min(partition, default=0) < 1 or sum(partition) != len(self.kinds):
+            raise SlipstreamError(
+                f"partition={list(partition)} has {sum(partition)} layers; give every stage at least one, and the "
+                f"model's {len(self.kinds)} in all."
+            )
+        if min(slices, default=0) < 1:
+            raise SlipstreamError(f"slices={list(slices)}: give at least one, each of 1 token or more.")
+        times: dict[tuple[int, int, Op], float] = {}
+        activations, kept = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
+        stages = [range(a, b) for a, b in pairwise(accumulate(partition, initial=0))]
+        for (stage, layers), (index, length) in product(enumerate(stages), enumerate(slices)):
+            for op in (*OPS, Op.R):
+                times[stage, index, op] = float(self.seconds(layers, op, length, sum(slices[:index])))
+            activations[stage, index] = self.activation_bytes(layers, length)
+            kept[stage, index] = self.kept_bytes(layers, "full", length)
+        return replace(self.action_costs(times, slices), activations=activations, kept=kept)
 
     @cached_property
     def _measured(self) -> tuple[range, ...]:
@@ -170,23 +195,21 @@ class Profile(StageCosts):
     def points_off(self, tolerance: float) -> dict[SlicePoint, float]:
         """Returns the largest error at each point, held out or not, where it exceeds the tolerance."""
         worst: dict[SlicePoint, float] = {}
-        for stage in self.stages:
-            for op in OPS:
-                for point, error in (stage.errors(op, True) | stage.errors(op, False)).items():
-                    worst[point] = max(error, worst.get(point, 0.0))
+        for stage, op in product(self.stages, OPS):
+            for point, error in (stage.errors(op, True) | stage.errors(op, False)).items():
+                worst[point] = max(error, worst.get(point, 0.0))
         return {point: error for point, error in sorted(worst.items()) if error > tolerance}
 
     # --- what it was measured for ------------------------------------------------------------------------------------
 
-    def check(
-        self, hardware: Hardware | None = None, model: ModelIdentity | None = None, dtype: str | None = None
-    ) -> None:
-        """Checks what the profile was measured for; what is None isn't compared.
+    def check(self, model: ModelIdentity, dtype: str | None = None) -> None:
+        """Checks what the profile was measured for; a dtype of None isn't compared.
 
         Raises:
-            SlipstreamError: naming what differs, for other hardware or another model or dtype.
+            SlipstreamError: naming what differs, for another model or dtype.
         """
-        found = _differences("hardware", self.hardware, hardware) + _differences("model", self.model, model)
+        differing = [(name, value, vars(model)[name]) for name, value in vars(self.model).items()]
+        found = [f"model.{name} is {a!r} in the profile, {b!r} here" for name, a, b in differing if a != b]
         if dtype not in (None, self.dtype):
             found.append(f"dtype is {self.dtype} in the profile, {dtype} here")
         if found:
@@ -200,16 +223,6 @@ class Profile(StageCosts):
         from pydantic import TypeAdapter
 
         path.write_bytes(TypeAdapter(Profile).dump_json(self, indent=1) + b"\n")
-
-
-def _differences(name: str, there: Any, here: Any) -> list[str]:
-    if here is None:
-        return []
-    return [
-        f"{name}.{field.name} is {getattr(there, field.name)!r} in the profile, {getattr(here, field.name)!r} here"
-        for field in fields(there)
-        if getattr(there, field.name) != getattr(here, field.name)
-    ]
 
 
 def load_profile(path: Path) -> Profile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import NamedTuple
 
 from slipstream.planner.plans import Configuration
@@ -64,8 +63,8 @@ def _footprints(
     c = configuration
     costs = space.costs(c.tensor_parallel, c.microbatch_size)
     ways = [(r, o) for r in {False, Op.R in ops} for o in {False, Op.OFFLOAD in ops}]
-    for s, (length, before) in enumerate(zip(slices, accumulate(slices, initial=0), strict=False)):
-        whole = costs.activation_bytes(layers, length, before)
+    for s, length in enumerate(slices):
+        whole = costs.activation_bytes(layers, length)
         kept = whole if c.recompute == "none" else costs.kept_bytes(layers, c.recompute, length)
         # the first slice's forward and the last slice's backward allocate for the whole microbatch
         keys = costs.context_bytes(layers, space.seq_len) if s == 0 else 0

@@ -33,10 +33,10 @@ def explain_misfit(space: PlanSpace, num_configurations: int) -> SlipstreamError
 
 def _smallest(space: PlanSpace) -> list[Configuration]:
     """The configurations of least memory by their bounds, with every way to save memory that the options allow."""
-    sizes = space.source.microbatch_sizes() or (1,)
+    sizes = space.source.microbatch_sizes or (1,)
     saving: dict[str, Any] = {
         "recompute": space.source.recomputations[-1:],
-        "offload": (0.0, 1.0) if space.source.host() else None,
+        "offload": (0.0, 1.0) if space.source.host else None,
         "microbatch_size": (min(sizes),),
         "num_slices": (1, 8) if space.longest >= space.seq_len else None,
     }

@@ -266,6 +266,6 @@ def _nothing_divides(space: PlanSpace) -> SlipstreamError:
     return SlipstreamError(
         f"no configuration divides: {source.num_devices} devices, {len(source.kinds)} layers, a global batch of "
         f"{space.global_batch} sequences. The data-parallel degree must divide the batch, the pipeline's be at most "
-        f"the layers, and their product with the tensor-parallel degree (of {source.tensor_parallel_degrees()}) be the "
+        f"the layers, and their product with the tensor-parallel degree (of {source.tensor_parallel_degrees}) be the "
         f"devices. Change the batch or the number of nodes{', or allow more than ' + allowed if allowed else ''}."
     )

@@ -56,7 +56,7 @@ class PlanSpace:
         """Yields (tensor-parallel, pipeline-parallel, data-parallel degree, sequences of a microbatch)."""
         num_devices, num_layers = self.source.num_devices, len(self.source.kinds)
         most = _MOST_TENSOR_PARALLEL_NODES * self.source.devices_per_node
-        for tensor in self.source.tensor_parallel_degrees():
+        for tensor in self.source.tensor_parallel_degrees:
             if num_devices % tensor or tensor > most or not self.options.allows("tensor_parallel", tensor):
                 continue
             for pipeline in _divisors(num_devices // tensor):
@@ -68,7 +68,7 @@ class PlanSpace:
                         yield tensor, pipeline, data, size
 
     def _microbatch_sizes(self, sequences: int) -> list[int]:
-        known = self.source.microbatch_sizes()
+        known = self.source.microbatch_sizes
         sizes = [size for size in _divisors(sequences) if known is None or size in known]
         return [size for size in sizes if self.options.allows("microbatch_size", size)]
 
@@ -171,7 +171,7 @@ class PlanSpace:
 
     def _compute_sizes(self, tensor: int, size: int, cut: PlacedPartition) -> RankSizes:
         costs, length = self.costs(tensor, size), self.seq_len
-        whole = np.array([costs.activation_bytes(g, length, 0) for g in cut.stages])
+        whole = np.array([costs.activation_bytes(g, length) for g in cut.stages])
         kept = {
             what: whole if what == "none" else np.array([costs.kept_bytes(g, what, length) for g in cut.stages])
             for what in self.source.recomputations
@@ -216,7 +216,7 @@ class PlanSpace:
             times=self.times(tensor, size, cut, count),
             sizes=self.sizes(tensor, size, cut),
             state=self.source.state,
-            host=self.source.host(),
+            host=self.source.host,
             tails={shard: self.tails(tensor, size, cut, data, data if shard else 1) for shard in (True, False)},
             num_microbatches=self.num_microbatches(data, size),
             data_parallel=data,
@@ -226,7 +226,7 @@ class PlanSpace:
     def _savings(self, data: int) -> list[tuple[str, float, bool]]:
         """Returns the ways to save memory as (recompute, offload, shard_optimizer), those that cost nothing first."""
         recomputations = [w for w in self.source.recomputations if self.options.allows("recompute", w)]
-        offloads = self.options.offload or ((0.0, 1.0) if self.source.host() else (0.0,))
+        offloads = self.options.offload or ((0.0, 1.0) if self.source.host else (0.0,))
         shards = [s for s in ((True, False) if data > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
         return list(product(recomputations, offloads, shards))
 
@@ -239,7 +239,7 @@ def _check_known(source: CostSource, options: PlanOptions) -> None:
             f"recompute={unknown[0]!r} can't be predicted for {source.hardware}: its times were not measured. Use "
             f"{' or '.join(source.recomputations)}."
         )
-    if source.host() is None and any(options.offload or ()):
+    if source.host is None and any(options.offload or ()):
         raise SlipstreamError(
             f"offload={max(options.offload or ()):g} can't be predicted for {source.hardware}: copies to the host were "
             "not measured. Use 0, or plan on a described cluster."

@@ -52,7 +52,7 @@ class SimulatedConfiguration:
 
     def fits(self) -> bool:
         """Returns whether all devices and hosts have room, with the fewest message buffers that may be needed."""
-        host = self.space.source.host()
+        host = self.space.source.host
         most_on_host = max(on_host for _, on_host in self._most_bytes)
         return max(self.peaks()) <= self.space.memory and (host is None or most_on_host <= host.capacity)
 
@@ -93,7 +93,7 @@ def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
     peaks = bound.peaks(c.schedule, cut, *counts)
     if (peaks + per_parameter * sizes.parameters).max() > space.memory:
         return False
-    host = space.source.host()
+    host = space.source.host
     return c.offload < 1 or host is None or bound.away(c.schedule, cut, *counts) <= host.capacity
 
 
@@ -166,7 +166,7 @@ def _with_host(
     candidate: SimulatedConfiguration, step: float, causes: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
     """The step takes at least as long as the copies to the host; those back run at the same time."""
-    host, c = candidate.space.source.host(), candidate.configuration
+    host, c = candidate.space.source.host, candidate.configuration
     if not c.offload or host is None:
         return step, dict(causes)
     sent = np.zeros(candidate.schedule.num_ranks)

@@ -19,7 +19,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.families import StageLayout
-from slipstream.planner.costs import GPT, AttentionCall, ModelCount, PartCount, training_seconds
+from slipstream.planner.costs import AttentionCall, ModelCount, PartCount
 from slipstream.profiler import count_model
 from slipstream.schedule import Op
 from slipstream.training.metrics.device_peak import DevicePeak
@@ -89,8 +89,7 @@ class FlopsMeter:
         self.count = count_model(config, seq_len)
         self.seq_len, self.batch_size, self.num_devices = seq_len, batch_size, num_devices
         self._peak = peak
-        text = config.get_text_config()
-        self._gpt = GPT(text.num_hidden_layers, text.hidden_size, text.vocab_size, seq_len)
+        self._text = config.get_text_config()
         whole = _Forward.of(self.count)
         self._products = whole.products * self.tokens_per_step
         self._calls = whole.calls
@@ -105,6 +104,11 @@ class FlopsMeter:
     @property
     def run(self) -> RunFigures:
         """The figures that hold for every step."""
+        layers, hidden = self._text.num_hidden_layers, self._text.hidden_size
+        vocabulary, length = self._text.vocab_size, self.seq_len
+        weights = 12 * layers * hidden**2
+        ends = (vocabulary + length) / (12 * layers * hidden)
+        forward = 2 * weights * (1 + length / (6 * hidden)) + 2 * hidden * vocabulary  # of a token
         return RunFigures(
             num_parameters=self.count.num_parameters,
             num_devices=self.num_devices,
@@ -112,8 +116,8 @@ class FlopsMeter:
             model_flops=3 * (self._products + self._scores),
             peak_flops=self._peak.flops,
             peak_source=self._peak.source,
-            ptdp_num_parameters=self._gpt.num_parameters,
-            ptdp_flops=self._gpt.flops(self.batch_size, recompute=False),
+            ptdp_num_parameters=weights * (1 + 13 / (12 * hidden) + ends),
+            ptdp_flops=self.tokens_per_step * 3 * forward,
         )
 
     def of_step(
@@ -162,7 +166,7 @@ class FlopsMeter:
         achieved = 4 / 3 * self.run.model_flops / (self.num_devices * seconds_per_step)
         return TrainingTime(
             measured=tokens / self.tokens_per_step * seconds_per_step,
-            ptdp=training_seconds(tokens, self.count.num_parameters, self.num_devices, achieved),
+            ptdp=8 * tokens * self.count.num_parameters / (self.num_devices * achieved),
         )
 
     def _recomputed(self, layout: StageLayout | None, slices: Sequence[int]) -> tuple[float, float]:
@@ -214,8 +218,9 @@ class _Forward:
     @classmethod
     def of(cls, count: ModelCount) -> _Forward:
         """Counts the whole model."""
-        parts = count.parts(range(len(count.kinds)))
-        return cls(sum(map(_products, parts)), Counter(call for part in parts for call in part.attentions))
+        parts = count.counted(count.whole)
+        calls = Counter(call for number, part in parts for call in part.attentions * number)
+        return cls(sum(number * _products(part) for number, part in parts), calls)
 
     @classmethod
     def repeated(cls, count: ModelCount, stages: Sequence[LayerRange], stage: int, what: RecomputePolicy) -> _Forward:
