@@ -37,8 +37,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import few, setting, write
-from slipstream.planner.order.best_order import find_order, ordering_problem, step_lower_bound
+from slipstream.planner.order.best_order import find_order, step_lower_bound
 from slipstream.planner.order.order_search import hand_written, measure_order
+from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import TableCost, simulate
 
@@ -57,7 +58,7 @@ BETTER = 1e-3
 
 def best_hand_written(*arguments: Any, **keywords: Any) -> Schedule | None:
     """Returns the fastest hand-written schedule for the arguments of `find_order`; None where none fits the memory."""
-    problem = ordering_problem(*arguments, **keywords)
+    problem = OrderingProblem(*arguments, **keywords)
     fitting = [
         (found.seconds, schedule) for schedule in hand_written(problem) if (found := measure_order(problem, schedule))
     ]

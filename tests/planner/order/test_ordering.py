@@ -104,9 +104,7 @@ def test_compiled_simulator_is_the_simulator(seed: int, latency: float, bandwidt
     sizes = [pick.uniform(0.1, 5) for _ in range(small.num_slices)]
     cost = replace(small.cost, latency=latency, bandwidth=bandwidth, message_bytes=sizes)
     cost = replace(cost, times={key: seconds * pick.uniform(0.5, 2) for key, seconds in cost.times.items()})
-    everything = (np.inf,) * small.num_ranks
-    counts = (small.num_ranks, small.num_microbatches, small.num_slices)
-    problem = OrderingProblem(small.placement, *counts, cost, everything, small.reach)
+    problem = OrderingProblem(small.placement, small.num_microbatches, small.num_slices, cost, reach=small.reach)
     schedule = random_order(problem, pick)
     timeline = simulate(schedule, cost)
     order, split = problem.order(schedule)
@@ -122,7 +120,7 @@ def test_compiled_simulator_is_the_simulator(seed: int, latency: float, bandwidt
 
 
 def test_compiled_simulator_says_when_ranks_get_stuck() -> None:
-    problem = OrderingProblem((0,), 1, 1, 2, UnitCost(), (np.inf,))
+    problem = OrderingProblem((0,), 1, 2, UnitCost())
     row = problem.whole.actions[0]
     order, split = problem.order(problem.schedule_of([(*row[:2], row[3], row[2])]))
     graph = problem.graph(split)
@@ -135,9 +133,7 @@ def test_annealing_gives_the_best_it_found(seed: int) -> None:
     """Not where it was last: so hot that most steps are taken, it ends far from its best."""
     pick = random.Random(seed)
     small = instance(pick, most_units=24)
-    everything = (np.inf,) * small.num_ranks
-    counts = (small.num_ranks, small.num_microbatches, small.num_slices)
-    problem = OrderingProblem(small.placement, *counts, small.cost, everything, small.reach)
+    problem = OrderingProblem(*arguments(small), reach=small.reach)
     order, split = problem.order(random_order(problem, pick))
     before = [part.copy() for part in (*order, split)]
     graph = problem.graph(split)
@@ -255,8 +251,7 @@ def test_the_least_memory_is_the_least() -> None:
     pick = random.Random(2)
     for _ in range(25):
         small = instance(pick, most_units=7)
-        counts = (small.num_ranks, small.num_microbatches, small.num_slices)
-        problem = OrderingProblem(small.placement, *counts, small.cost, (np.inf,) * small.num_ranks, small.reach)
+        problem = OrderingProblem(*arguments(small), reach=small.reach)
         least = problem.least_memory.tolist()
         assert least == [least_peak(problem, rank) for rank in range(small.num_ranks)]
         found = find_order(*arguments(small), reach=small.reach, memory_limit=least, effort=EFFORT)

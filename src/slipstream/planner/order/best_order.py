@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from slipstream.errors import SlipstreamError
 from slipstream.planner.order.makespan_bounds import makespan_bound
-from slipstream.planner.order.order_search import ROUNDING, OrderSearch
+from slipstream.planner.order.order_search import OrderSearch
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Schedule, validate
 from slipstream.simulator import CostModel
@@ -42,7 +39,7 @@ def find_order(
     Raises:
         SlipstreamError: where no order fits the memory: on which rank, and the least limit that would do.
     """
-    problem = ordering_problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
+    problem = OrderingProblem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
     search = OrderSearch(problem, effort)
     search.compare_hand_written()
     search.compare_rules()
@@ -86,37 +83,4 @@ def step_lower_bound(
        taken before the other: gap(1) is J of the backwards that must have freed and the forwards that wait
        for it, with heads from one turn and tails to the next.
     """
-    return makespan_bound(ordering_problem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split))
-
-
-def ordering_problem(
-    placement: Sequence[int],
-    num_microbatches: int,
-    num_slices: int,
-    cost: CostModel,
-    memory_limit: Sequence[float] | None = None,
-    reach: Sequence[Sequence[int]] | None = None,
-    split: bool = True,
-) -> OrderingProblem:
-    """Returns the checked problem of `find_order`."""
-    num_ranks = max(placement, default=-1) + 1
-    if set(placement) != set(range(num_ranks)) or not placement:
-        raise SlipstreamError(
-            f"placement={list(placement)} must give the rank of every stage, and use every "
-            "rank from 0 on, such as [0, 1, 0, 1]."
-        )
-    limits = tuple(memory_limit) if memory_limit is not None else (np.inf,) * num_ranks
-    if len(limits) != num_ranks:
-        raise SlipstreamError(f"memory_limit has {len(limits)} entries; give one for each of {num_ranks} ranks.")
-    rows = tuple(map(tuple, reach)) if reach is not None else None
-    Schedule("auto", ((),) * num_ranks, tuple(placement), num_microbatches, num_slices, rows)  # checks the counts
-    allowed = tuple(limit * (1 + ROUNDING) for limit in limits)
-    problem = OrderingProblem(tuple(placement), num_ranks, num_microbatches, num_slices, cost, allowed, rows, split)
-    for rank, (limit, least) in enumerate(zip(allowed, problem.least_memory.tolist(), strict=True)):
-        if not least <= limit:
-            raise SlipstreamError(
-                f"memory_limit is {limits[rank]:g} bytes on rank {rank}, and no order fits: the rank holds all "
-                f"slices of a microbatch that attend to each other at the same time, {least:g} bytes. Give it at least "
-                "that, or use more ranks, smaller microbatches or recomputation."
-            )
-    return problem
+    return makespan_bound(OrderingProblem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split))

@@ -26,6 +26,17 @@ def _update_room(limit: float, held: Floats, missing_bytes: Floats, open_actions
 
 
 @compiled
+def _empty(num_ranks: int, longest: int) -> ActionOrder:
+    return ActionOrder(np.empty((num_ranks, longest), np.int64), np.zeros(num_ranks, np.int64))
+
+
+@compiled
+def _append(order: ActionOrder, rank: int, number: int) -> None:
+    order.rows[rank, order.lengths[rank]] = number
+    order.lengths[rank] += 1
+
+
+@compiled
 def place(graph: ActionGraph, priority: Floats, window: float, patience: float) -> tuple[ActionOrder, Floats]:
     """Returns the order of list scheduling and its start times. It always ends, within the memory limits.
 
@@ -42,67 +53,53 @@ def place(graph: ActionGraph, priority: Floats, window: float, patience: float) 
     missing = graph.first_before[1:] - graph.first_before[:-1]
     ready, start = np.zeros(size), np.full(size, -1.0)
     free, line_free = np.zeros(num_ranks), np.zeros(num_channels)
-    totals = np.zeros(num_ranks, np.int64)
+    order, candidates, fillers = _empty(num_ranks, longest), _empty(num_ranks, longest), _empty(num_ranks, longest)
+    first_filler = np.zeros(num_ranks, np.int64)
     held, missing_bytes = np.zeros((num_ranks, num_chains)), np.zeros((num_ranks, num_chains))
     open_actions = np.zeros((num_ranks, num_chains), np.int64)
     for number in range(size):
         if graph.exists[number]:
             rank, chain = graph.rank[number], graph.chain[number]
-            totals[rank] += 1
             missing_bytes[rank, chain] += graph.acquired[number]
             open_actions[rank, chain] += 1
-    order = ActionOrder(np.empty((num_ranks, longest), np.int64), np.zeros(num_ranks, np.int64))
-    candidates = np.empty((num_ranks, totals.max()), np.int64)
-    num_candidates = np.zeros(num_ranks, np.int64)
-    fillers = np.empty((num_ranks, totals.max()), np.int64)
-    first_filler, num_fillers = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+            if missing[number] == 0:
+                _append(candidates, rank, number)
     room = np.full((num_ranks, num_chains), _NEVER)
-    limited = np.isfinite(graph.limits)
-    for rank in range(num_ranks):
-        if limited[rank]:
-            _update_room(graph.limits[rank], held[rank], missing_bytes[rank], open_actions[rank], room[rank])
-    for number in range(2 * num_units):
-        if missing[number] == 0:
-            rank = graph.rank[number]
-            candidates[rank, num_candidates[rank]] = number
-            num_candidates[rank] += 1
     chosen, chosen_start = np.zeros(num_ranks, np.int64), np.zeros(num_ranks)
     stale = np.ones(num_ranks, np.bool_)
-    for _ in range(totals.sum()):
+    for _ in range(graph.exists.sum()):
         now = 0
         for rank in range(num_ranks):
             if stale[rank]:
                 stale[rank] = False
-                waiting = candidates[rank, : num_candidates[rank]]
+                if graph.limits[rank] < _NEVER:
+                    _update_room(graph.limits[rank], held[rank], missing_bytes[rank], open_actions[rank], room[rank])
+                waiting = candidates.rows[rank, : candidates.lengths[rank]]
                 chosen[rank], chosen_start[rank] = _choice(
-                    waiting, free[rank], ready, graph.acquired, graph.chain, room[rank], priority, window
+                    graph, waiting, free[rank], ready, room[rank], priority, window
                 )
-                if first_filler[rank] < num_fillers[rank]:
-                    filler, gap = fillers[rank, first_filler[rank]], chosen_start[rank] - free[rank]
+                if first_filler[rank] < fillers.lengths[rank]:
+                    filler, gap = fillers.rows[rank, first_filler[rank]], chosen_start[rank] - free[rank]
                     if gap > 0 and gap >= patience * graph.seconds[filler]:
                         chosen[rank], chosen_start[rank] = filler, free[rank]
             if chosen_start[rank] < chosen_start[now]:
                 now = rank
-        number = chosen[now]
-        order.rows[now, order.lengths[now]] = number
-        order.lengths[now] += 1
+        number, chain = chosen[now], graph.chain[chosen[now]]
+        _append(order, now, number)
         stale[now] = True
         start[number] = chosen_start[now]
         end = free[now] = start[number] + graph.seconds[number]
         if number >= 2 * num_units:
             first_filler[now] += 1
         else:
-            for k in range(num_candidates[now]):
-                if candidates[now, k] == number:
-                    num_candidates[now] -= 1
-                    candidates[now, k] = candidates[now, num_candidates[now]]
+            for k in range(candidates.lengths[now]):
+                if candidates.rows[now, k] == number:
+                    candidates.lengths[now] -= 1
+                    candidates.rows[now, k] = candidates.rows[now, candidates.lengths[now]]
                     break
-        if limited[now]:
-            chain = graph.chain[number]
-            held[now, chain] += graph.acquired[number] - graph.released[number]
-            missing_bytes[now, chain] -= graph.acquired[number]
-            open_actions[now, chain] -= 1
-            _update_room(graph.limits[now], held[now], missing_bytes[now], open_actions[now], room[now])
+        held[now, chain] += graph.acquired[number] - graph.released[number]
+        missing_bytes[now, chain] -= graph.acquired[number]
+        open_actions[now, chain] -= 1
         arrival = end
         line = graph.channel[number]
         if line >= 0:
@@ -116,34 +113,23 @@ def place(graph: ActionGraph, priority: Floats, window: float, patience: float) 
                 missing[after] -= 1
                 if missing[after] == 0:
                     stale[there] = True
-                    if after >= 2 * num_units:
-                        fillers[there, num_fillers[there]] = after
-                        num_fillers[there] += 1
-                    else:
-                        candidates[there, num_candidates[there]] = after
-                        num_candidates[there] += 1
+                    _append(fillers if after >= 2 * num_units else candidates, there, after)
     return order, start
 
 
 @compiled
 def _choice(
-    waiting: Ints,
-    free: float,
-    ready: Floats,
-    acquired: Floats,
-    chain: Ints,
-    room: Floats,
-    priority: Floats,
-    window: float,
+    graph: ActionGraph, waiting: Ints, free: float, ready: Floats, room: Floats, priority: Floats, window: float
 ) -> tuple[int, float]:
     """Returns the next forward or backward of a rank that is free from `free` on, and its start; or (-1, never)."""
     earliest = _NEVER
     for number in waiting:
-        if acquired[number] <= room[chain[number]]:
+        if graph.acquired[number] <= room[graph.chain[number]]:
             earliest = min(earliest, ready[number])
     latest = max(earliest, free) + window
     chosen, best = -1, _NEVER
     for number in waiting:
-        if ready[number] <= latest and priority[number] < best and acquired[number] <= room[chain[number]]:
+        fits = graph.acquired[number] <= room[graph.chain[number]]
+        if fits and ready[number] <= latest and priority[number] < best:
             chosen, best = number, priority[number]
     return (chosen, max(free, ready[chosen])) if chosen >= 0 else (-1, _NEVER)

@@ -100,14 +100,14 @@ def anneal(
     A step takes two actions that follow each other on the critical path and on their rank, and swaps them,
     moves one of them farther, or splits or merges a backward. It is kept if the makespan grows by at most an
     exponential draw, whose mean falls from `heat`, a share of the makespan, to 0. `whole` and
-    `halves` are the seconds of B, and of I and W one after the other.
+    `halves` are the seconds of B, and of I and W one after the other. The graph's seconds change.
     """
     np.random.seed(seed)
     num_units = len(split)
     size = 3 * num_units
     # Always copied: numba takes long to compile an assignment to a whole array.
     best_order, best_split = order, split
-    graph, order, split = _own(graph), _copy(order), split.copy()
+    order, split = _copy(order), split.copy()
     start = start_times(graph, order)
     now = best = makespan(graph, start)
     position = np.zeros(size, np.int64)
@@ -164,28 +164,6 @@ def _proposal(graph: ActionGraph, order: ActionOrder, split: Flags, late: int, a
     if np.random.random() < 0.5:
         return at - 1, min(at + np.random.randint(_FARTHEST), length - 1)
     return at, max(at - 1 - np.random.randint(_FARTHEST), 0)
-
-
-@compiled
-def _own(graph: ActionGraph) -> ActionGraph:
-    """Copies the arrays of the graph that splitting changes."""
-    return ActionGraph(
-        graph.seconds.copy(),
-        graph.exists.copy(),
-        graph.rank,
-        graph.chain,
-        graph.channel,
-        graph.link_seconds,
-        graph.link_occupied,
-        graph.acquired,
-        graph.released.copy(),
-        graph.first_before,
-        graph.before,
-        graph.first_after,
-        graph.after,
-        graph.limits,
-        graph.counts,
-    )
 
 
 @compiled

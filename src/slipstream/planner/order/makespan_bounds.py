@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def makespan_bound(problem: OrderingProblem) -> float:
     last = [(microbatch, slices.stop - 1) for microbatch, slices in problem.chains]
     last_stage = (len(problem.placement) - 1) * problem.num_microbatches
     turns = np.array([(last_stage + m) * problem.num_slices + i for m, i in last], np.int64)
-    return float(_bound(graph, turns + problem.num_units, problem.activations, _bytes_under(problem)))
+    return float(_bound(graph, turns + problem.num_units, _bytes_under(problem)))
 
 
 def _bytes_under(problem: OrderingProblem) -> Floats:
@@ -46,6 +47,15 @@ def _bytes_under(problem: OrderingProblem) -> Floats:
                 stages = [g for g in range(num_stages) if problem.placement[g] == rank]
                 under[stages, m, i] = sizes[stages, m, oldest[i] : i + 1].sum(axis=1).cumsum()
     return under.ravel()
+
+
+class _Paths(NamedTuple):
+    """The longest paths of actions, in seconds: over all actions, and within a chain."""
+
+    heads: Floats  # to the action's start
+    tails: Floats  # from its end
+    to_turn: Floats  # from its end to the start of its chain's turn
+    from_turn: Floats  # from the start of the turn to its start
 
 
 @compiled
@@ -119,17 +129,15 @@ def _on_machines(graph: ActionGraph, numbers: Ints, heads: Floats, tails: Floats
     return max(found)
 
 
-def _bound(graph: ActionGraph, turns: Ints, activations: Floats, under: Floats) -> float:
-    size = len(graph.seconds)
-    num_units = size // 3
+def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
+    size, num_units = len(graph.seconds), len(under)
     forwards, weights = np.arange(num_units), np.arange(2 * num_units, size)
     backwards = np.arange(2 * num_units - 1, num_units - 1, -1)
     along = np.concatenate((forwards, backwards, weights))
-    heads, tails = np.zeros(size), np.zeros(size)
+    paths = _Paths(np.zeros(size), np.zeros(size), np.full(size, -np.inf), np.full(size, -np.inf))
+    heads, tails, to_turn, from_turn = paths
     _paths_before(graph, along, heads)
     _paths_after(graph, along[::-1].copy(), tails)
-    # paths within a chain: to the start of its turn, and from there
-    to_turn, from_turn = np.full(size, -np.inf), np.full(size, -np.inf)
     from_turn[turns] = 0
     _paths_before(graph, along[num_units:], from_turn)
     to_turn[turns] = -graph.seconds[turns]
@@ -145,17 +153,16 @@ def _bound(graph: ActionGraph, turns: Ints, activations: Floats, under: Floats) 
         bound = max(bound, turn_head + turn_tail)
     bound = max(bound, _on_machines(graph, along, heads, tails))
     for rank in np.flatnonzero(np.isfinite(graph.limits)):
-        here = forwards[(graph.rank[forwards] == rank) & (activations > 0)]
+        here = forwards[(graph.rank[forwards] == rank) & (graph.acquired[forwards] > 0)]
         if len(here):
-            bound = max(bound, _memory_over_time(graph, here, activations, heads, tails, to_turn, from_turn))
-            apart = _turns_apart(graph, here, activations, under, to_turn, from_turn)
-            bound = max(bound, _turn_by_turn(graph, turns, apart, heads, tails))
+            bound = max(bound, _memory_over_time(graph, here, paths))
+            bound = max(bound, _turn_by_turn(graph, turns, _turns_apart(graph, here, under, paths), paths))
     return float(bound)
 
 
-def _turn_by_turn(graph: ActionGraph, turns: Ints, apart: Floats, heads: Floats, tails: Floats) -> float:
+def _turn_by_turn(graph: ActionGraph, turns: Ints, apart: Floats, paths: _Paths) -> float:
     """The longest sum of the path to a turn, from turn to turn, and from the last, over the size of the steps."""
-    first, last = heads[turns].min(), (tails[turns] + graph.seconds[turns]).min()
+    first, last = paths.heads[turns].min(), (paths.tails[turns] + graph.seconds[turns]).min()
     least = graph.seconds[turns].min()
     ways = [0.0]
     for lag in range(1, len(turns)):
@@ -164,61 +171,51 @@ def _turn_by_turn(graph: ActionGraph, turns: Ints, apart: Floats, heads: Floats,
     return max(ways)
 
 
-def _memory_over_time(
-    graph: ActionGraph,
-    here: Ints,
-    activations: Floats,
-    heads: Floats,
-    tails: Floats,
-    to_turn: Floats,
-    from_turn: Floats,
-) -> float:
+def _memory_over_time(graph: ActionGraph, here: Ints, paths: _Paths) -> float:
     """The bound from bytes times seconds: a unit is held from its forward over its chain's turn to its backward."""
-    num_units = len(activations)
+    num_units = len(graph.seconds) // 3
     back, weight = here + num_units, here + 2 * num_units
-    seconds = graph.seconds[here] + to_turn[here] + from_turn[back] + graph.seconds[back] + graph.seconds[weight]
-    after = (tails[back] - graph.seconds[weight]).min()
-    over_time = (activations[here] * seconds).sum() / graph.limits[graph.rank[here[0]]]
-    return float(heads[here].min() + over_time + max(after, 0.0))
+    seconds = graph.seconds[here] + paths.to_turn[here] + paths.from_turn[back]
+    seconds += graph.seconds[back] + graph.seconds[weight]
+    after = (paths.tails[back] - graph.seconds[weight]).min()
+    over_time = (graph.acquired[here] * seconds).sum() / graph.limits[graph.rank[here[0]]]
+    return float(paths.heads[here].min() + over_time + max(after, 0.0))
 
 
-def _turns_apart(
-    graph: ActionGraph, here: Ints, activations: Floats, under: Floats, to_turn: Floats, from_turn: Floats
-) -> Floats:
+def _turns_apart(graph: ActionGraph, here: Ints, under: Floats, paths: _Paths) -> Floats:
     """Returns apart[k]: the least seconds from a chain's turn to the k-th turn after it that one rank's memory allows.
 
     At its turn a chain is held whole. What several chains hold above the limit must be freed after the first
     one's turn, and taken again before the last one's.
     """
-    num_units, num_chains = len(activations), graph.counts[2]
+    num_units, num_chains = len(under), graph.counts[2]
     apart = np.zeros(num_chains + 1)
     limit = graph.limits[graph.rank[here[0]]]
     tolerance = 1e-9 * limit
     members = [here[graph.chain[here] == chain] for chain in range(num_chains)]
-    sizes = [activations[mine].sum() for mine in members]
+    sizes = [graph.acquired[mine].sum() for mine in members]
     back = here + num_units
     work = graph.seconds[back] + graph.seconds[back + num_units]
-    rate = (work / activations[here]).min()
-    left = (graph.seconds[here] + to_turn[here]).min()
+    rate = (work / graph.acquired[here]).min()
+    left = (graph.seconds[here] + paths.to_turn[here]).min()
     apart[1] = np.inf
     for one, other in permutations(range(num_chains), 2):
         slack = limit - sizes[one] + tolerance
         theirs = members[other][under[members[other]] > slack]
-        way = _turn_after(graph, members[one], theirs, slack, activations, under, to_turn, from_turn)
-        apart[1] = min(apart[1], way)
+        apart[1] = min(apart[1], _turn_after(graph, members[one], theirs, slack, under, paths))
     smallest = np.sort(sizes)
     for lag in range(2, num_chains):
         excess = smallest[: lag + 1].sum() - limit - tolerance
         if excess > 0:
-            soonest = min(_freed_at(graph, mine, activations, from_turn, excess / lag) for mine in members)
-            apart[lag] = max(soonest, from_turn[back].min() + excess * rate) + left
+            soonest = min(_freed_at(graph, mine, paths, excess / lag) for mine in members)
+            apart[lag] = max(soonest, paths.from_turn[back].min() + excess * rate) + left
     return apart
 
 
 @compiled
-def _freed_at(graph: ActionGraph, mine: Ints, activations: Floats, from_turn: Floats, size: float) -> float:
+def _freed_at(graph: ActionGraph, mine: Ints, paths: _Paths, size: float) -> float:
     """The earliest time, in seconds from its turn, by which a chain can have freed `size` bytes of one rank."""
-    num_units = len(activations)
+    num_units = len(graph.seconds) // 3
     if len(mine) == 0:
         return -np.inf  # it holds nothing on this rank
     ends = np.empty(len(mine))
@@ -226,11 +223,11 @@ def _freed_at(graph: ActionGraph, mine: Ints, activations: Floats, from_turn: Fl
     for k in range(len(mine)):
         back, weight = mine[k] + num_units, mine[k] + 2 * num_units
         work = graph.seconds[back] + graph.seconds[weight]
-        ends[k] = from_turn[back] + work
-        first, rate = min(first, from_turn[back]), min(rate, work / activations[mine[k]])
+        ends[k] = paths.from_turn[back] + work
+        first, rate = min(first, paths.from_turn[back]), min(rate, work / graph.acquired[mine[k]])
     freed, at = 0.0, 0.0
     for k in np.argsort(ends):
-        freed += activations[mine[k]]
+        freed += graph.acquired[mine[k]]
         at = ends[k]
         if freed >= size:
             break
@@ -238,45 +235,36 @@ def _freed_at(graph: ActionGraph, mine: Ints, activations: Floats, from_turn: Fl
 
 
 @compiled
-def _turn_after(
-    graph: ActionGraph,
-    mine: Ints,
-    theirs: Ints,
-    slack: float,
-    activations: Floats,
-    under: Floats,
-    to_turn: Floats,
-    from_turn: Floats,
-) -> float:
+def _turn_after(graph: ActionGraph, mine: Ints, theirs: Ints, slack: float, under: Floats, paths: _Paths) -> float:
     """The least seconds from one chain's turn to another's, on one machine that frees `mine` and runs `theirs`.
 
     When a forward of theirs starts, all that it needs is held as well: `under` bytes. The first chain has then
     freed what exceeds `slack`. So every backward without which that is impossible has ended, and the weight
     gradient too where the unit's bytes are needed: often for fewer forwards.
     """
-    num_units = len(activations)
+    num_units = len(under)
     if len(theirs) == 0 or len(mine) == 0:
         return 0.0
     total = 0.0
     for unit in mine:
-        total += activations[unit]
+        total += graph.acquired[unit]
     num_jobs = 2 * len(mine) + len(theirs)
     heads, seconds, tails = np.zeros(num_jobs), np.zeros(num_jobs), np.zeros(num_jobs)
     for k in range(len(theirs)):
         forward = theirs[k]
-        heads[k] = _freed_at(graph, mine, activations, from_turn, under[forward] - slack)
-        seconds[k], tails[k] = graph.seconds[forward], to_turn[forward]
+        heads[k] = _freed_at(graph, mine, paths, under[forward] - slack)
+        seconds[k], tails[k] = graph.seconds[forward], paths.to_turn[forward]
     num_forced = len(theirs)
     for unit in mine:
         back, weight = unit + num_units, unit + 2 * num_units
         for action, head, freed in (
-            (back, from_turn[back], under[unit]),
-            (weight, from_turn[back] + graph.seconds[back], activations[unit]),
+            (back, paths.from_turn[back], under[unit]),
+            (weight, paths.from_turn[back] + graph.seconds[back], graph.acquired[unit]),
         ):
             longest = -1.0
             for forward in theirs:
                 if total - freed < under[forward] - slack:
-                    longest = max(longest, graph.seconds[forward] + to_turn[forward])
+                    longest = max(longest, graph.seconds[forward] + paths.to_turn[forward])
             if longest >= 0:
                 heads[num_forced], seconds[num_forced], tails[num_forced] = head, graph.seconds[action], longest
                 num_forced += 1

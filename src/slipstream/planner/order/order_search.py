@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -14,10 +13,9 @@ from slipstream.array_types import Flags, Floats, Ints
 from slipstream.planner.order.list_scheduling import place
 from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
 from slipstream.planner.order.makespan_bounds import makespan_bound
-from slipstream.planner.order.ordering_problem import ActionOrder, OrderingProblem
+from slipstream.planner.order.ordering_problem import ROUNDING, ActionOrder, OrderingProblem
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, make_schedule, sending, split_backwards
 
-ROUNDING = 1e-9  # bytes and times are sums of floats
 _MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 600, 15_000, 64  # enough for small problems, whatever effort is left
 _HEATS = (0.005, 0.001)
 
@@ -88,7 +86,7 @@ class OrderSearch:
     def _measure_times(self) -> None:
         """Measures each action's start if its microbatch ran alone, that run, and a rank's work per microbatch."""
         problem = self.problem
-        one = replace(problem, limits=(np.inf,) * problem.num_ranks, num_microbatches=1, reach=None)
+        one = OrderingProblem(problem.placement, 1, problem.num_slices, problem.cost, split=problem.split)
         _, start = place(one.graph(np.full(one.num_units, problem.split)), np.arange(3.0 * one.num_units), 0.0, 0.0)
         shape = (3, len(problem.placement), problem.num_microbatches, problem.num_slices)
         self.alone = np.broadcast_to(start.reshape(3, -1, 1, problem.num_slices), shape).ravel()

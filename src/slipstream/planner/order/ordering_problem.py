@@ -6,16 +6,19 @@ gradient U + u, and its weight gradient 2U + u, where U is the number of units.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
+from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Channel, Op, Schedule, channel, predecessors, sending
 from slipstream.simulator import CostModel
+
+ROUNDING = 1e-9  # bytes and times are sums of floats
 
 
 class ActionGraph(NamedTuple):
@@ -45,22 +48,42 @@ class ActionOrder(NamedTuple):
     lengths: Ints
 
 
-@dataclass(frozen=True)
 class OrderingProblem:
-    """All actions, their costs, and the memory of each rank; see `find_order` for the arguments."""
+    """All actions, their costs, and the memory of each rank; see `find_order` for the arguments and errors."""
 
-    placement: tuple[int, ...]
-    num_ranks: int
-    num_microbatches: int
-    num_slices: int
-    cost: CostModel
-    limits: tuple[float, ...]
-    reach: tuple[tuple[int, ...], ...] | None = None
-    split: bool = True
-
-    @property
-    def num_units(self) -> int:
-        return len(self.placement) * self.num_microbatches * self.num_slices
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_microbatches: int,
+        num_slices: int,
+        cost: CostModel,
+        memory_limit: Sequence[float] | None = None,
+        reach: Sequence[Sequence[int]] | None = None,
+        split: bool = True,
+    ) -> None:
+        self.placement, self.num_ranks = tuple(placement), max(placement, default=-1) + 1
+        self.num_microbatches, self.num_slices, self.cost, self.split = num_microbatches, num_slices, cost, split
+        self.reach = tuple(map(tuple, reach)) if reach is not None else None
+        self.num_units = len(placement) * num_microbatches * num_slices
+        if set(placement) != set(range(self.num_ranks)) or not placement:
+            raise SlipstreamError(
+                f"placement={list(placement)} must give the rank of every stage, and use every "
+                "rank from 0 on, such as [0, 1, 0, 1]."
+            )
+        given = (np.inf,) * self.num_ranks if memory_limit is None else memory_limit
+        if len(given) != self.num_ranks:
+            raise SlipstreamError(
+                f"memory_limit has {len(given)} entries; give one for each of {self.num_ranks} ranks."
+            )
+        self.schedule_of(((),) * self.num_ranks)  # checks the counts
+        self.limits = tuple(limit * (1 + ROUNDING) for limit in given)
+        for rank, (limit, least) in enumerate(zip(self.limits, self.least_memory.tolist(), strict=True)):
+            if not least <= limit:
+                raise SlipstreamError(
+                    f"memory_limit is {given[rank]:g} bytes on rank {rank}, and no order fits: the rank holds all "
+                    f"slices of a microbatch that attend to each other at the same time, {least:g} bytes. Give it at "
+                    "least that, or use more ranks, smaller microbatches or recomputation."
+                )
 
     def number(self, action: Action) -> int:
         """Returns the number of an action."""
@@ -82,12 +105,10 @@ class OrderingProblem:
         moment, and with this one never more.
         """
         rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
-        stages = range(len(self.placement))
         for microbatch, slices in self.chains:
-            for op, order in ((Op.F, stages), (Op.B, reversed(stages))):
-                for stage in order:
-                    for index in slices if op is Op.F else reversed(slices):
-                        rows[self.placement[stage]].append(Action(op, stage, microbatch, index))
+            for op, step in ((Op.F, 1), (Op.B, -1)):
+                for stage in range(len(self.placement))[::step]:
+                    rows[self.placement[stage]] += [Action(op, stage, microbatch, index) for index in slices[::step]]
         return self.schedule_of(rows)
 
     def schedule_of(self, rows: Sequence[Sequence[Action]]) -> Schedule:
@@ -109,17 +130,16 @@ class OrderingProblem:
     def seconds(self) -> dict[Op, Floats]:
         """The seconds of each op, one per unit. Without `split`, I and W together count as long as B."""
         ops = (Op.F, Op.B, Op.I, Op.W) if self.split else (Op.F, Op.B)
-        times = {
-            op: np.array([self.cost.seconds(self.action(op, unit)) for unit in range(self.num_units)], float)
-            for op in ops
-        }
+        times = {op: self._per_unit(self.cost.seconds, op) for op in ops}
         return times if self.split else times | {Op.I: times[Op.B], Op.W: np.zeros(self.num_units)}
 
     @cached_property
     def activations(self) -> Floats:
         """The bytes of activations of each unit."""
-        sizes = [self.cost.activation_bytes(self.action(Op.F, unit)) for unit in range(self.num_units)]
-        return np.array(sizes, float)
+        return self._per_unit(self.cost.activation_bytes, Op.F)
+
+    def _per_unit(self, value: Callable[[Action], float], op: Op) -> Floats:
+        return np.array([value(self.action(op, unit)) for unit in range(self.num_units)], float)
 
     @cached_property
     def ranks(self) -> Ints:
@@ -152,7 +172,8 @@ class OrderingProblem:
         backwards = (self.action(Op.B, unit) for unit in range(self.num_units))
         lists = [[self.number(b) for b in predecessors(a, self.whole)] for part in (forwards, backwards) for a in part]
         lists += [[self.num_units + unit] for unit in range(self.num_units)]
-        return _rows([np.array(row, np.int64) for row in lists])
+        first = np.cumsum([0, *map(len, lists)])
+        return first, np.fromiter(chain.from_iterable(lists), np.int64, first[-1])
 
     @cached_property
     def _after(self) -> tuple[Ints, Ints]:
@@ -160,7 +181,7 @@ class OrderingProblem:
         consumers = np.repeat(np.arange(len(first) - 1), np.diff(first))
         order = np.argsort(before, kind="stable")
         counts = np.bincount(before, minlength=len(first) - 1)
-        return np.concatenate([[0], np.cumsum(counts)]), consumers[order]
+        return np.cumsum([0, *counts]), consumers[order]
 
     @cached_property
     def _links(self) -> tuple[Ints, Floats, Floats, int]:
@@ -206,14 +227,12 @@ class OrderingProblem:
     def order(self, schedule: Schedule) -> tuple[ActionOrder, Flags]:
         """Returns a compute-only schedule as action numbers, and the units whose backwards it splits."""
         rows = [[self.number(action) for action in row] for row in schedule.actions]
-        order = ActionOrder(
-            np.zeros((self.num_ranks, self.longest_row), np.int64), np.array([len(row) for row in rows])
-        )
+        numbers = np.zeros((self.num_ranks, self.longest_row), np.int64)
         split = np.zeros(self.num_units, np.bool_)
         for rank, row in enumerate(rows):
-            order.rows[rank, : len(row)] = row
+            numbers[rank, : len(row)] = row
             split[[number - 2 * self.num_units for number in row if number >= 2 * self.num_units]] = True
-        return order, split
+        return ActionOrder(numbers, np.array([*map(len, rows)])), split
 
     def schedule(self, order: ActionOrder, split: Flags) -> Schedule:
         """Returns the Schedule of an order."""
@@ -224,9 +243,3 @@ class OrderingProblem:
 
         rows = [row[:length].tolist() for row, length in zip(order.rows, order.lengths, strict=True)]
         return self.schedule_of([[action(number) for number in row] for row in rows])
-
-
-def _rows(rows: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Concatenates rows to (first, values): row n is values[first[n] : first[n + 1]]."""
-    first = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
-    return first, np.concatenate([*rows, np.empty(0, np.int64)]).astype(np.int64)
