@@ -21,7 +21,8 @@ import numpy as np
 from benchmarks.harness import few, interleaved, medians, restart_in_environment, setting, write
 from slipstream.array_types import Floats
 from slipstream.planner.slicing.branch_and_bound import minimize
-from slipstream.planner.slicing.shortest_path import CutPath, PathSearch, search_compiled, search_numpy, shortest_path
+from slipstream.planner.slicing.shortest_path import CutPath, PathSearch, search_numpy, shortest_path
+from slipstream.planner.slicing.shortest_path_compiled import search as search_compiled
 from slipstream.planner.slicing.time_table import TimeTable, time_table
 from slipstream.simulator.numba_jit import compiled
 
@@ -66,23 +67,18 @@ def exact(table: TimeTable, num_stages: int, search: PathSearch) -> tuple[CutPat
 def _algorithm_1(times: Floats, limit: float) -> Any:
     """Runs Algorithm 1 as printed: every cut looks at every slice that ends there."""
     n = times.shape[1] - 1
-    best, length, slowest = np.full(n + 1, np.inf), np.zeros(n + 1, np.int64), 0.0
+    best, length = np.full(n + 1, np.inf), np.zeros(n + 1, np.int64)
     best[0] = 0
     for i in range(1, n + 1):
         for k in range(1, i + 1):
             if times[0, i, i - k] <= limit and best[i - k] + times[0, i, i - k] < best[i]:
                 best[i] = best[i - k] + times[0, i, i - k]
                 length[i] = k
-    i = n if best[n] < np.inf else 0
-    while i > 0:
-        slowest = max(slowest, times[0, i, i - length[i]])
-        i -= length[i]
-    return best, np.arange(n + 1) - length, np.array([slowest])
+    return best, np.arange(n + 1) - length
 
 
 def as_printed(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> Any:
-    best, previous, maxima = _algorithm_1(times, limits[0])
-    return best, previous, np.zeros(1), maxima  # it has no use for the values above the limit
+    return *_algorithm_1(times, limits[0]), np.zeros(1)  # it has no use for the values above the limit
 
 
 def algorithm_1(table: TimeTable, num_stages: int, search: PathSearch) -> tuple[CutPath, int]:
@@ -101,10 +97,10 @@ def algorithm_1(table: TimeTable, num_stages: int, search: PathSearch) -> tuple[
 def measure(num_stages: int, attention_share: float, repeats: int) -> dict[str, object]:
     results: dict[str, tuple[CutPath, int]] = {}
     methods = {
-        "exact": (exact, search_compiled()),
+        "exact": (exact, search_compiled),
         "exact without Numba": (exact, search_numpy),
         "Algorithm 1": (algorithm_1, as_printed),
-        "Algorithm 1, our inner program": (algorithm_1, search_compiled()),
+        "Algorithm 1, our inner program": (algorithm_1, search_compiled),
     }
 
     def contender(name: str) -> Callable[[], float]:
@@ -127,7 +123,7 @@ def measure(num_stages: int, attention_share: float, repeats: int) -> dict[str, 
         "attention_share": attention_share,
         "milliseconds": {name: round(1e3 * value, 1) for name, value in seconds.items()},
         "shortest paths": {name: solves for name, (_, solves) in results.items()},
-        "slices": {name: len(path.cuts) - 1 for name, (path, _) in results.items()},
+        "slices": {name: len(path.choice) - 1 for name, (path, _) in results.items()},
         "latency_seconds": found["exact"],
         "Algorithm 1 over the optimum": f"{found['Algorithm 1'] / found['exact'] - 1:.4%}",
         "Algorithm 1 over exact, time": round(seconds["Algorithm 1"] / seconds["exact"], 2),

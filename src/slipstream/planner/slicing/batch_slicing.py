@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.slicing.branch_and_bound import minimize
-from slipstream.planner.slicing.equal_stage_slicing import Slicing, check_counts, slice_tokens
-from slipstream.planner.slicing.shortest_path import CutPath, shortest_path
+from slipstream.planner.slicing.branch_and_bound import Limits, Solution, minimize
+from slipstream.planner.slicing.equal_stage_slicing import check_counts, slice_tokens
+from slipstream.planner.slicing.shortest_path import shortest_path
 from slipstream.planner.slicing.time_table import SliceTime, TimeTable, time_table
 
 BatchTime = Callable[[int, Any, Any], Any]  # (num_sequences, slice_length, context_length) -> seconds
@@ -41,18 +42,16 @@ def split_batch(latencies: Sequence[float], batch: int) -> list[int]:
     """
     if batch < 1 or not latencies:
         raise SlipstreamError(f"batch={batch} with {len(latencies)} latencies: both are 1 or more.")
-    best, last = [0.0], [0]
+    best = [(0.0, 0)]  # the least sum, and the size of the last microbatch below 0: of equal sums the largest
     for sequences in range(1, batch + 1):
         sizes = range(1, min(sequences, len(latencies)) + 1)
-        total, size = min((best[sequences - size] + latencies[size - 1], -size) for size in sizes)
-        best.append(total)
-        last.append(-size)
-    if best[batch] == inf:
+        best.append(min((best[sequences - size][0] + latencies[size - 1], -size) for size in sizes))
+    if best[batch][0] == inf:
         raise SlipstreamError(f"A batch of {batch} has no division into microbatches with finite latencies.")
     sizes_used = []
     while batch > 0:
-        sizes_used.append(last[batch])
-        batch -= last[batch]
+        sizes_used.append(-best[batch][1])
+        batch += best[batch][1]
     return sorted(sizes_used, reverse=True)
 
 
@@ -89,8 +88,7 @@ def slice_batch(
             f"No way to cut a batch of {batch} sequences of {length} tokens has finite times only. Allow smaller "
             "slices or microbatches."
         )
-    microbatches = tuple(SlicedMicrobatch(b, tables[b - 1].lengths(found.paths[b - 1].cuts)) for b in found.sizes)
-    return BatchSlicing(microbatches, found.total + (num_stages - 1) * found.maxima[0])
+    return BatchSlicing(found.choice, found.total + (num_stages - 1) * found.maxima[0])
 
 
 def slice_batch_with_flushes(
@@ -107,9 +105,8 @@ def slice_batch_with_flushes(
 
     Memory for only one microbatch at a time forces this (appendix A). It is an upper bound of `slice_batch`.
     """
-    slicings: list[Slicing] = [
-        slice_tokens(time, length, num_stages, granularity, min_slice) for time in _times(t, batch, max_sequences)
-    ]
+    times = _times(t, batch, max_sequences)
+    slicings = [slice_tokens(time, length, num_stages, granularity, min_slice) for time in times]
     sizes = split_batch([slicing.latency for slicing in slicings], batch)
     microbatches = tuple(SlicedMicrobatch(b, slicings[b - 1].slices) for b in sizes)
     return BatchSlicing(microbatches, sum(slicings[b - 1].latency for b in sizes))
@@ -120,29 +117,17 @@ def _times(t: BatchTime, batch: int, max_sequences: int | None) -> list[SliceTim
     largest = batch if max_sequences is None else min(max_sequences, batch)
     if batch < 1 or largest < 1:
         raise SlipstreamError(f"batch={batch}, max_sequences={max_sequences}: both are 1 or more.")
-
-    def of(num_sequences: int) -> SliceTime:
-        return lambda slice_length, context_length: t(num_sequences, slice_length, context_length)
-
-    return [of(num_sequences) for num_sequences in range(1, largest + 1)]
+    return [partial(t, num_sequences) for num_sequences in range(1, largest + 1)]
 
 
-class _BatchSplit(NamedTuple):
+def _split_within(tables: list[TimeTable], batch: int, limits: Limits) -> Solution[tuple[SlicedMicrobatch, ...]]:
     """The best division of the batch when no slice may be slower than a limit."""
-
-    total: float
-    maxima: tuple[float, ...]
-    above: tuple[float, ...]
-    sizes: list[int]
-    paths: list[CutPath]  # of microbatches of 1, 2, ... sequences
-
-
-def _split_within(tables: list[TimeTable], batch: int, limits: tuple[float, ...]) -> _BatchSplit:
     paths = [shortest_path(table, limits) for table in tables]
     above = min(path.above for path in paths)
     try:
         sizes = split_batch([path.total for path in paths], batch)
     except SlipstreamError:
-        return _BatchSplit(inf, (0.0,), above, [], paths)
+        return Solution(inf, (0.0,), above, ())
     used = [paths[b - 1] for b in sizes]
-    return _BatchSplit(sum(path.total for path in used), max(path.maxima for path in used), above, sizes, paths)
+    microbatches = tuple(SlicedMicrobatch(b, tables[b - 1].lengths(paths[b - 1].choice)) for b in sizes)
+    return Solution(sum(path.total for path in used), max(path.maxima for path in used), above, microbatches)

@@ -8,7 +8,7 @@ from math import inf, nextafter
 from slipstream.errors import SlipstreamError
 from slipstream.planner.slicing.branch_and_bound import minimize
 from slipstream.planner.slicing.shortest_path import CutPath, shortest_path
-from slipstream.planner.slicing.time_table import SliceTime, TimeTable, time_table
+from slipstream.planner.slicing.time_table import SliceTime, time_table
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def slice_tokens(
     weight = (num_stages - 1) / num_microbatches
     path = minimize(lambda limits: shortest_path(table, limits), table.least, weight)
     check_allowed(path, length)
-    return Slicing(table.lengths(path.cuts), num_microbatches * path.total + (num_stages - 1) * sum(path.maxima))
+    return Slicing(table.lengths(path.choice), num_microbatches * path.total + (num_stages - 1) * sum(path.maxima))
 
 
 def check_counts(num_stages: int, num_microbatches: int = 1) -> None:
@@ -98,10 +98,6 @@ def slicing_frontier(
     while (path := shortest_path(table, (slowest,))).total < inf:
         if frontier and frontier[-1].total == path.total:
             frontier.pop()  # an equal sum, and a faster slowest slice
-        frontier.append(_tradeoff(path, table))
+        frontier.append(SlicingTradeoff(table.lengths(path.choice), path.total, path.maxima[0]))
         slowest = nextafter(path.maxima[0], -inf)
     return frontier
-
-
-def _tradeoff(path: CutPath, table: TimeTable) -> SlicingTradeoff:
-    return SlicingTradeoff(table.lengths(path.cuts), path.total, path.maxima[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from math import inf
 
 from slipstream.errors import SlipstreamError
@@ -51,25 +52,21 @@ def slice_for_schedule(
     starts = sorted(search.starts(), key=search.seconds)
     for slices in starts[:_STARTS]:
         search.descend(slices)
-    return Slicing(search.best, search.seconds(search.best))
+    best = min(search.known, key=search.known.__getitem__)
+    return Slicing(best, search.known[best])
 
 
+@dataclass
 class _SliceSearch:
     """A local search that remembers what it has simulated."""
 
-    def __init__(
-        self,
-        candidate: ScheduleForSlices,
-        length: int,
-        granularity: int,
-        min_slice: int,
-        max_slices: int,
-        max_simulations: int,
-    ) -> None:
-        self.candidate, self.length, self.granularity = candidate, length, granularity
-        self.min_slice, self.max_slices, self.max_simulations = min_slice, max_slices, max_simulations
-        self.known: dict[tuple[int, ...], float] = {}
-        self.best: tuple[int, ...] = ()
+    candidate: ScheduleForSlices
+    length: int
+    granularity: int
+    min_slice: int
+    max_slices: int
+    max_simulations: int
+    known: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def seconds(self, slices: tuple[int, ...]) -> float:
         """Returns the seconds of the simulated step; infinite once the simulations are used up."""
@@ -77,8 +74,6 @@ class _SliceSearch:
             if len(self.known) >= self.max_simulations:
                 return inf
             self.known[slices] = simulate(*self.candidate(slices)).makespan
-            if not self.best or self.known[slices] < self.known[self.best]:
-                self.best = slices
         return self.known[slices]
 
     def allowed(self, slices: tuple[int, ...]) -> bool:
@@ -116,16 +111,9 @@ class _SliceSearch:
             for giver in range(count):
                 for taker in (giver - distance, giver + distance):
                     if 0 <= taker < count:
-                        yield _moved(slices, giver, taker, portion)
+                        yield tuple(n + portion * ((i == taker) - (i == giver)) for i, n in enumerate(slices))
         for i, tokens in enumerate(slices):
             half = tokens // 2 // self.granularity * self.granularity
             yield (*slices[:i], half, tokens - half, *slices[i + 1 :])
         for i in range(count - 1):
             yield (*slices[:i], slices[i] + slices[i + 1], *slices[i + 2 :])
-
-
-def _moved(slices: tuple[int, ...], giver: int, taker: int, tokens: int) -> tuple[int, ...]:
-    changed = list(slices)
-    changed[giver] -= tokens
-    changed[taker] += tokens
-    return tuple(changed)

@@ -9,7 +9,7 @@ from slipstream.simulator.numba_jit import compiled
 
 
 @compiled
-def search(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> tuple[Floats, Ints, Floats, Floats]:
+def search(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> tuple[Floats, Ints, Floats]:
     """Searches as `search_numpy` does, but only slices that start late enough to keep to the limits."""
     n = len(weight) - 1
     best = np.full(n + 1, np.inf)
@@ -35,16 +35,9 @@ def search(times: Floats, floors: Floats, weight: Floats, limits: Floats) -> tup
         for start in range(first, end):
             total = best[start] + weight[end, start]
             if total < best[end]:
-                allowed = True
                 for d in range(len(times)):
-                    allowed = allowed and times[d, end, start] <= limits[d]
-                if allowed:
-                    best[end] = total
-                    previous[end] = start
-    maxima = np.zeros(len(times))
-    end = n if best[n] < np.inf else 0
-    while end > 0:
-        for d in range(len(times)):
-            maxima[d] = max(maxima[d], times[d, end, previous[end]])
-        end = previous[end]
-    return best, previous, above, maxima
+                    if times[d, end, start] > limits[d]:
+                        break
+                else:
+                    best[end], previous[end] = total, start
+    return best, previous, above

@@ -103,7 +103,7 @@ def _evaluate(time: SliceTime, bounds: Ints, granularity: int) -> Floats:
         starts = bounds[None, :last]
         contexts = np.minimum(
             starts, bounds[first:last, None]
-        )  # the time of slices that end before they start doesn't matter
+        )  # any time will do for slices that end before they start
         seconds = _seconds(time, ends - contexts, contexts)
         table[first + 1 : last + 1, :last] = np.where(starts < ends, seconds, np.inf)
     return table

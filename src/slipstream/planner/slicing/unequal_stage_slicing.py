@@ -86,7 +86,7 @@ def _good_cuts(table: TimeTable, length: int) -> tuple[int, ...]:
     limit = inf
     best: tuple[float, tuple[int, ...]] = (inf, ())
     while (path := shortest_path(slowest, (limit,))).total < inf:
-        best = min(best, (_latency(table, path.cuts), path.cuts))
+        best = min(best, (_latency(table, path.choice), path.choice))
         limit = min(path.maxima[0] * 0.95, nextafter(path.maxima[0], -inf))
     check_allowed(shortest_path(slowest, (inf,)), length)
     return best[1]
