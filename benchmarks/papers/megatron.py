@@ -105,7 +105,7 @@ def _hop(costs: AnalyticCosts, run: Run) -> float:
         return 0.0
     cluster, t = costs.cluster, run.tensor_parallel
     message = float(costs.message_bytes(LENGTH))
-    link = cluster.link(t * run.data_parallel)
+    link = cluster.inside if t * run.data_parallel < cluster.devices_per_node else cluster.between
     if not run.scattered:
         return 2 * float(link.latency + message / link.rate())
     gathered = message * (t - 1) / t / cluster.inside.rate()

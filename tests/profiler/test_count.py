@@ -54,11 +54,11 @@ def test_products_are_those_of_a_real_run(name: str) -> None:
     count, model = count_model(config, LENGTH), build(config)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=tokens(1), use_cache=False)
-    layers = range(len(count.kinds))
-    counted = LENGTH * sum(part.ops[Op.F].flops.per_token for part in count.parts(layers))
+    parts = count.counted(count.whole)
+    counted = LENGTH * sum(number * part.ops[Op.F].flops.per_token for number, part in parts)
     scores = sum(
-        2 * call.num_heads * (call.key_width + call.value_width) * LENGTH**2
-        for part in count.parts(layers)
+        2 * number * call.num_heads * (call.key_width + call.value_width) * LENGTH**2
+        for number, part in parts
         for call in part.attentions
     )
     rotary = counter.get_total_flops() - counted - scores  # the frequencies by the positions, a product of width 1

@@ -18,8 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, meta_model
 from slipstream.model.layer_arguments import Arguments
-from slipstream.planner.costs import AttentionCall, AttentionWindow
-from slipstream.profiler.attention_windows import find_windows
+from slipstream.planner.costs import AttentionCall, AttentionWindow, find_windows
 from slipstream.profiler.operation_tally import counted_operations
 
 NAME = "slipstream-count"

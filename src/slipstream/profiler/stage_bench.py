@@ -14,8 +14,7 @@ from slipstream.attention import ContextStore, StoredSlice
 from slipstream.model import CausalLMStage, storage_ids
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.saving import SavedTensors, defer_weight_gradients
-from slipstream.planner.costs import AttentionWindow
-from slipstream.profiler.attention_windows import find_windows
+from slipstream.planner.costs import AttentionWindow, find_windows
 from slipstream.schedule import Op
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

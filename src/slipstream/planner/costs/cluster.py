@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from functools import cached_property
-from importlib import resources
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 
@@ -30,6 +29,30 @@ class PlausibleRange:
     power: int = 0
     usual: str = ""
 
+    def __call__(self, value: Any, where: str) -> float:
+        """Returns a plausible number, which YAML may have read as text (25e9); raises for any other value."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise SlipstreamError(f"{where} is {value!r}: give {self.unit}, a number.") from None
+        if isinstance(value, bool) or not isfinite(number) or not self.least <= number <= self.most:
+            raise SlipstreamError(
+                f"{where} is {value}: implausible, it is in {self.unit}, {self.least:g} to {self.most:g}."
+                f"{self._meant(number)}"
+            )
+        if self is COUNT and number != int(number):
+            raise SlipstreamError(f"{where} is {value}: give {self.unit}.")
+        return int(number) if self is COUNT else number
+
+    def _meant(self, number: float) -> str:
+        """Says what to type where another unit was probably meant."""
+        if not isfinite(number) or (number <= 0 < self.most):
+            return " Give a number above 0."
+        if not self.power or not self.least <= number * 10.0**self.power <= self.most:
+            return ""
+        bits = f", {number / 8:g}e9 if gigabits" if self is BANDWIDTH else ""
+        return f" Type {number:g}e{self.power} if {self.usual} were meant{bits}."
+
 
 FLOPS = PlausibleRange(1e9, 1e17, "FLOP/s of dense matrix products", 12, "teraFLOP/s")
 BANDWIDTH = PlausibleRange(1e7, 1e14, "bytes per second", 9, "gigabytes per second")
@@ -48,15 +71,15 @@ class Device:
     """
 
     name: str
-    flops: Mapping[str, float]  # peak FLOP/s by dtype
-    memory: float  # bytes
-    memory_bandwidth: float  # bytes per second
-    kernel_seconds: float  # the shortest time of a kernel, launch included
-    efficiency: tuple[tuple[float, float], ...]
-    memory_efficiency: float = 0.8  # the share of the memory's bandwidth that kernels reach
-    attention_efficiency: float = 0.5  # the share of the peak that the attention kernel reaches
-    host_bandwidth: float = 16e9  # bytes per second to the host's memory, in one direction
-    host_memory: float = 32e9  # bytes of the host's memory for each device
+    flops: Annotated[Mapping[str, float], _peaks]  # peak FLOP/s by dtype
+    memory: Annotated[float, BYTES]  # bytes
+    memory_bandwidth: Annotated[float, BANDWIDTH]  # bytes per second
+    kernel_seconds: Annotated[float, SECONDS]  # the shortest time of a kernel, launch included
+    efficiency: Annotated[tuple[tuple[float, float], ...], _curve]
+    memory_efficiency: Annotated[float, FRACTION] = 0.8  # the share of the memory's bandwidth that kernels reach
+    attention_efficiency: Annotated[float, FRACTION] = 0.5  # the share of the peak that the attention kernel reaches
+    host_bandwidth: Annotated[float, BANDWIDTH] = 16e9  # bytes per second to the host's memory, in one direction
+    host_memory: Annotated[float, BYTES] = 32e9  # bytes of the host's memory for each device
 
     def matmul_flops(self, dtype: str, num_tokens: Any) -> Any:
         """Returns the FLOP/s that matrix products of so many tokens reach, as a number or an array."""
@@ -66,7 +89,7 @@ class Device:
         tokens, fractions = np.array(self.efficiency).T
         return self.flops[dtype] * np.interp(np.log(np.maximum(num_tokens, 1)), np.log(tokens), fractions)
 
-    @cached_property
+    @property
     def bytes_per_second(self) -> float:
         """The bytes that kernels read and write per second."""
         return self.memory_bandwidth * self.memory_efficiency
@@ -76,10 +99,10 @@ class Device:
 class LinkKind:
     """A connection of two devices: bytes per second in one direction, shared by so many devices of a node."""
 
-    bandwidth: float
-    latency: float  # seconds of a message, however short
-    shared_by: int = 1
-    efficiency: float = 0.8  # the share of the bandwidth that messages reach
+    bandwidth: Annotated[float, BANDWIDTH]
+    latency: Annotated[float, SECONDS]  # seconds of a message, however short
+    shared_by: Annotated[int, COUNT] = 1
+    efficiency: Annotated[float, FRACTION] = 0.8  # the share of the bandwidth that messages reach
 
     def rate(self, senders: int = 1) -> float:
         """Returns the bytes per second of each of `senders` devices that use the link at the same time."""
@@ -92,19 +115,15 @@ class Cluster:
 
     name: str
     device: Device
-    num_nodes: int
-    devices_per_node: int
+    num_nodes: Annotated[int, COUNT]
+    devices_per_node: Annotated[int, COUNT]
     inside: LinkKind  # between devices of a node
     between: LinkKind  # between nodes
-    sources: tuple[str, ...] = ()  # where the numbers come from
+    sources: Annotated[tuple[str, ...], _sources] = ()  # where the numbers come from
 
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
-
-    def link(self, distance: int) -> LinkKind:
-        """Returns the link between two devices whose numbers differ by `distance`; nodes are numbered one by one."""
-        return self.inside if distance < self.devices_per_node else self.between
 
     def all_reduce_seconds(self, num_bytes: Any, size: int, stride: int = 1) -> Any:
         """Returns the seconds of a ring all-reduce over n = `size` devices, `stride` apart.
@@ -133,14 +152,10 @@ def load_cluster(source: str | Path) -> Cluster:
         SlipstreamError: for an unknown name, a file that can't be read, and fields that are missing, unknown or
             implausible: which one, its value, what is plausible, and what to type.
     """
-    name = str(source)
+    name, path = str(source), Path(source)
     if name in SHIPPED:
-        text = (
-            resources.files("slipstream.planner.costs").joinpath("clusters", f"{name}.yaml").read_text(encoding="utf-8")
-        )
-        return parse_cluster(_read(text, name), name)
-    path = Path(source)
-    if not path.suffix and not path.exists():
+        path = Path(__file__).with_name("clusters") / f"{name}.yaml"
+    elif not path.suffix and not path.exists():
         raise SlipstreamError(
             f"cluster={name!r} is not known{did_you_mean(name, SHIPPED)} Choose one of {', '.join(SHIPPED)}, or give "
             "a .yaml or .json file."
@@ -155,10 +170,8 @@ def load_cluster(source: str | Path) -> Cluster:
 def _read(text: str, where: str) -> Any:
     import yaml
 
-    try:  # JSON first: in YAML 1.1, 25e9 isn't a number
+    with suppress(ValueError):  # JSON first: in YAML 1.1, 25e9 isn't a number
         return json.loads(text)
-    except ValueError:
-        pass
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -167,97 +180,48 @@ def _read(text: str, where: str) -> Any:
 
 def parse_cluster(values: Any, where: str = "cluster") -> Cluster:
     """Returns a cluster from nested dictionaries as in a file; raises as `load_cluster` does."""
-    values = _known(values, Cluster, where)
-    return Cluster(
-        name=str(values["name"]),
-        device=_device(values["device"], f"{where}: device"),
-        num_nodes=int(_number(values["num_nodes"], f"{where}: num_nodes", COUNT)),
-        devices_per_node=int(_number(values["devices_per_node"], f"{where}: devices_per_node", COUNT)),
-        inside=_link(values["inside"], f"{where}: inside"),
-        between=_link(values["between"], f"{where}: between"),
-        sources=tuple(map(str, values.get("sources") or ())),
-    )
+    found: Cluster = _parse(values, Cluster, where, f"{where}: ")
+    return found
 
 
-def _device(values: Any, where: str) -> Device:
-    values = _known(values, Device, where)
-    if not isinstance(values["flops"], dict) or not values["flops"]:
-        raise SlipstreamError(f"{where}.flops is {values['flops']!r}: give FLOP/s by dtype, as {{bfloat16: 312e12}}.")
-    peaks = {str(dtype): _number(peak, f"{where}.flops.{dtype}", FLOPS) for dtype, peak in values["flops"].items()}
-    return Device(
-        name=str(values["name"]),
-        flops=peaks,
-        efficiency=_curve(values["efficiency"], f"{where}.efficiency"),
-        **_numbers(
-            values,
-            where,
-            memory=BYTES,
-            memory_bandwidth=BANDWIDTH,
-            kernel_seconds=SECONDS,
-            memory_efficiency=FRACTION,
-            attention_efficiency=FRACTION,
-            host_bandwidth=BANDWIDTH,
-            host_memory=BYTES,
-        ),
-    )
+def _parse(values: Any, kind: type, where: str, prefix: str) -> Any:
+    """Returns a `kind` from a dictionary, which has all fields that it requires and no others."""
+    hints = get_type_hints(kind, include_extras=True)
+    names = ", ".join(hints)
+    if not isinstance(values, dict):
+        raise SlipstreamError(f"{where} is {values!r}: give the fields {names}.")
+    for key in values:
+        if key not in hints:
+            hint = did_you_mean(str(key), tuple(hints))
+            raise SlipstreamError(f"{where} has no field {key!r}{hint} Its fields are {names}.")
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in values]
+    if missing:
+        raise SlipstreamError(f"{where} lacks {', '.join(missing)}: add {missing[0]}: ....")
+    return kind(**{key: _parse_field(value, hints[key], prefix + key) for key, value in values.items()})
 
 
-def _link(values: Any, where: str) -> LinkKind:
-    values = _known(values, LinkKind, where)
-    found = _numbers(values, where, bandwidth=BANDWIDTH, latency=SECONDS, efficiency=FRACTION, shared_by=COUNT)
-    return LinkKind(**found | ({"shared_by": int(found["shared_by"])} if "shared_by" in found else {}))
+def _parse_field(value: Any, hint: Any, where: str) -> Any:
+    """Returns the value of a field: with what its type is annotated with, if it is no text and no record itself."""
+    if is_dataclass(hint):
+        return _parse(value, hint, where, f"{where}.")  # type: ignore[arg-type]
+    return str(value) if hint is str else hint.__metadata__[0](value, where)
+
+
+def _peaks(values: Any, where: str) -> dict[str, float]:
+    if not isinstance(values, dict) or not values:
+        raise SlipstreamError(f"{where} is {values!r}: give FLOP/s by dtype, as {{bfloat16: 312e12}}.")
+    return {str(dtype): FLOPS(peak, f"{where}.{dtype}") for dtype, peak in values.items()}
 
 
 def _curve(values: Any, where: str) -> tuple[tuple[float, float], ...]:
     pairs = values if isinstance(values, Sequence) and not isinstance(values, str) else []
     if not pairs or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
         raise SlipstreamError(f"{where} is {values!r}: give [tokens, fraction] pairs, as [[64, 0.2], [2048, 0.6]].")
-    curve = tuple((_number(a, f"{where}: tokens", COUNT), _number(b, where, FRACTION)) for a, b in pairs)
+    curve = tuple((float(COUNT(tokens, f"{where}: tokens")), FRACTION(share, where)) for tokens, share in pairs)
     if any(a >= b for (a, _), (b, _) in pairwise(curve)):
-        raise SlipstreamError(f"{where} has tokens {[a for a, _ in curve]}: list them from few to many.")
+        raise SlipstreamError(f"{where} has tokens {[tokens for tokens, _ in curve]}: list them from few to many.")
     return curve
 
 
-def _known(values: Any, kind: type, where: str) -> dict[str, Any]:
-    """Returns the dictionary, which has all fields that `kind` requires and no others."""
-    if not isinstance(values, dict):
-        raise SlipstreamError(f"{where} is {values!r}: give the fields {', '.join(f.name for f in fields(kind))}.")
-    names = [field.name for field in fields(kind)]
-    for key in values:
-        if key not in names:
-            hint = did_you_mean(str(key), names)
-            raise SlipstreamError(f"{where} has no field {key!r}{hint} Its fields are {', '.join(names)}.")
-    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in values]
-    if missing:
-        raise SlipstreamError(f"{where} lacks {', '.join(missing)}: add {missing[0]}: ....")
-    return values
-
-
-def _numbers(values: Mapping[str, Any], where: str, **ranges: PlausibleRange) -> dict[str, Any]:
-    return {key: _number(values[key], f"{where}.{key}", each) for key, each in ranges.items() if key in values}
-
-
-def _number(value: Any, where: str, plausible: PlausibleRange) -> float:
-    """Returns a plausible number, which YAML may have read as text (25e9); raises for any other value."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise SlipstreamError(f"{where} is {value!r}: give {plausible.unit}, a number.") from None
-    if isinstance(value, bool) or not isfinite(number) or not plausible.least <= number <= plausible.most:
-        raise SlipstreamError(
-            f"{where} is {value}: implausible, it is in {plausible.unit}, {plausible.least:g} to {plausible.most:g}."
-            f"{_meant(number, plausible)}"
-        )
-    if plausible is COUNT and number != int(number):
-        raise SlipstreamError(f"{where} is {value}: give {plausible.unit}.")
-    return number
-
-
-def _meant(number: float, plausible: PlausibleRange) -> str:
-    """Says what to type where another unit was probably meant."""
-    if not isfinite(number) or (number <= 0 < plausible.most):
-        return " Give a number above 0."
-    if not plausible.power or not plausible.least <= number * 10.0**plausible.power <= plausible.most:
-        return ""
-    bits = f", {number / 8:g}e9 if gigabits" if plausible is BANDWIDTH else ""
-    return f" Type {number:g}e{plausible.power} if {plausible.usual} were meant{bits}."
+def _sources(values: Any, where: str) -> tuple[str, ...]:
+    return tuple(map(str, values or ()))

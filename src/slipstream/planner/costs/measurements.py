@@ -63,14 +63,12 @@ class MeasuredStage:
 
     def activation_bytes_at(self, length: int) -> float:
         """Returns what a slice's F keeps for its backward, interpolated linearly between the measured lengths."""
-        lengths, sizes = (list(column) for column in zip(*self.activation_bytes, strict=True))
-        return float(np.interp(length, lengths, sizes))
+        return float(np.interp(length, *np.transpose(self.activation_bytes)))
 
     def errors(self, op: Op, held_out: bool) -> dict[SlicePoint, float]:
         """Returns the fit's relative error at the points held out, or at those it was fitted to."""
-        chosen = [point for point in self.points[op] if point.held_out is held_out]
-        fit = self.fits[op]
-        return {(p.length, p.context): abs(fit(p.length, p.context) - p.seconds) / p.seconds for p in chosen}
+        chosen = {(p.length, p.context): p.seconds for p in self.points[op] if p.held_out is held_out}
+        return {point: abs(self.fits[op](*point) - seconds) / seconds for point, seconds in chosen.items()}
 
 
 @dataclass(frozen=True)

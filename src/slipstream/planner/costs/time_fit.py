@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -70,6 +70,14 @@ def find_window(first_keys: Mapping[int, int]) -> AttentionWindow:
         f"attention's first keys by position are {dict(first_keys)}, which is neither full attention, a sliding window "
         "nor blocks; its time over the context can't be predicted."
     )
+
+
+def find_windows(first_keys: Callable[[int], Sequence[int]], seq_len: int) -> list[AttentionWindow]:
+    """Returns the window of every attention call, given what the query at a position sees first in each of them."""
+    last = seq_len - 1
+    probes = {position: first_keys(position) for position in (last, max(0, last - 1), last // 2, last // 3)}
+    probes |= {first - 1: first_keys(first - 1) for first in probes[last] if first > 0}
+    return [find_window(dict(zip(probes, firsts, strict=True))) for firsts in zip(*probes.values(), strict=True)]
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import floor, isfinite, log10
+from math import floor, inf, isfinite, log10
 
 _ZEROS = re.compile(r"(\.\d*?)0+(?= )")  # on an axis 20.0 GB is 20 GB, 2.50 s is 2.5 s
 NUM_COLORS = 10  # --color-0 ... of the page's style
+NumberText = Callable[[float], str]  # how a number is printed
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,16 @@ class Bar:
         return sum(self.parts.values())
 
 
-def bar_chart(
-    bars: Sequence[Bar], axis: str, text: Callable[[float], str], limit: float | None = None, limit_name: str = ""
-) -> str:
+def bar_chart(bars: Sequence[Bar], axis: str, text: NumberText, limit: float = inf, limit_name: str = "") -> str:
     """Returns horizontal stacked bars on one axis, with totals next to them, a legend above and a line at `limit`."""
-    limit = limit if limit is not None and isfinite(limit) else None
     names = list(dict.fromkeys(name for bar in bars for name, value in bar.parts.items() if value > 0))
-    most = max([*(bar.total for bar in bars), limit or 0.0]) or 1.0
+    most = max([*(bar.total for bar in bars), limit if isfinite(limit) else 0.0]) or 1.0
     ticks = axis_ticks(most)
     end = max(most * 1.02, ticks[-1])
     color = {name: index % NUM_COLORS for index, name in enumerate(names)}
     rows = "".join(_row(bar, color, end, ticks, text, limit) for bar in bars)
     legend = "".join(f'<li><i class="c{color[name]}"></i>{escape(name)}</li>' for name in names)
-    if limit is not None:
+    if isfinite(limit):
         legend += f'<li><i class="limit"></i>{escape(limit_name)}: {escape(text(limit))}</li>'
     return (
         f'<ul class="legend">{legend}</ul>\n<div class="chart{" dense" if len(bars) > 16 else ""}">\n{rows}'
@@ -52,44 +50,31 @@ def axis_ticks(most: float) -> list[float]:
     return [k * step for k in range(floor(most / step * 1.0001) + 1)]
 
 
-def _row(
-    bar: Bar,
-    color: Mapping[str, int],
-    end: float,
-    ticks: Sequence[float],
-    text: Callable[[float], str],
-    limit: float | None,
-) -> str:
+def _row(bar: Bar, color: Mapping[str, int], end: float, ticks: Sequence[float], text: NumberText, limit: float) -> str:
     pieces = [_line(tick / end, "grid") for tick in ticks]
     start = 0.0
     for name, value in bar.parts.items():
         if value > 0:
-            title = f"{bar.name}, {name}: {text(value)}"
-            pieces.append(
-                f'<rect class="c{color[name]}" x="{start / end:.4%}" y="10%" width="{value / end:.4%}" height="80%">'
-                f"<title>{escape(title)}</title></rect>"
-            )
+            place = f'x="{start / end:.4%}" y="10%" width="{value / end:.4%}" height="80%"'
+            title = escape(f"{bar.name}, {name}: {text(value)}")
+            pieces.append(f'<rect class="c{color[name]}" {place}><title>{title}</title></rect>')
             start += value
-    if limit is not None:
+    if isfinite(limit):
         pieces.append(_line(limit / end, "limit"))
-    over = " over" if limit is not None and bar.total > limit else ""
+    over = " over" if bar.total > limit else ""
+    parts = ", ".join(f"{name} {text(value)}" for name, value in bar.parts.items() if value > 0)
+    label = escape(f"{bar.name}: {text(bar.total)}; {parts}")
     return (
-        f'<div class="name">{escape(bar.name)}</div>'
-        f'<svg class="bar" role="img" aria-label="{escape(_description(bar, text))}">'
+        f'<div class="name">{escape(bar.name)}</div><svg class="bar" role="img" aria-label="{label}">'
         f'{"".join(pieces)}</svg><div class="total{over}">{escape(text(bar.total))}</div>\n'
     )
-
-
-def _description(bar: Bar, text: Callable[[float], str]) -> str:
-    parts = ", ".join(f"{name} {text(value)}" for name, value in bar.parts.items() if value > 0)
-    return f"{bar.name}: {text(bar.total)}; {parts}"
 
 
 def _line(share: float, kind: str) -> str:
     return f'<line class="{kind}" x1="{share:.4%}" x2="{share:.4%}" y1="0" y2="100%"/>'
 
 
-def _axis(ticks: Sequence[float], end: float, text: Callable[[float], str], title: str) -> str:
+def _axis(ticks: Sequence[float], end: float, text: NumberText, title: str) -> str:
     """The numbers under the grid's lines, and the axis' title."""
     numbers = [_ZEROS.sub(r"\1", text(tick)).replace(". ", " ") for tick in ticks]
     places = zip(ticks, numbers, strict=True)

@@ -15,23 +15,19 @@ _NUM_REASONS = 3
 
 # --- a configuration -------------------------------------------------------------------------------------------------
 
-_CHOICES: dict[str, tuple[str, Callable[[Configuration], str]]] = {
-    "tensor_parallel": ("tensor parallel", lambda c: str(c.tensor_parallel)),
-    "pipeline_parallel": ("pipeline parallel", lambda c: str(c.pipeline_parallel)),
-    "data_parallel": ("data parallel", lambda c: str(c.data_parallel)),
-    "stages_per_rank": ("stages per rank", lambda c: str(c.stages_per_rank)),
-    "schedule": ("schedule", lambda c: c.schedule),
-    "microbatch_size": ("microbatch size", lambda c: str(c.microbatch_size)),
-    "num_slices": ("slices", lambda c: str(c.num_slices)),
-    "recompute": ("recompute", lambda c: c.recompute),
-    "offload": ("offload", lambda c: f"{c.offload:.0%}" if c.offload else "none"),
-    "shard_optimizer": ("optimizer sharded", lambda c: "yes" if c.shard_optimizer else "no"),
-}
+_NAMES = {"num_slices": "slices", "shard_optimizer": "optimizer sharded"}  # of choices; others are named as they are
 
 
 def choice_text(choice: str, configuration: Configuration) -> str:
     """Returns the value of one field of a configuration."""
-    return _CHOICES[choice][1](configuration)
+    value = getattr(configuration, choice)
+    if choice == "offload":
+        return f"{value:.0%}" if value else "none"
+    return ("yes" if value else "no") if choice == "shard_optimizer" else str(value)
+
+
+def _named_choice(choice: str, configuration: Configuration) -> str:
+    return f"{_NAMES.get(choice, choice.replace('_', ' '))} {choice_text(choice, configuration)}"
 
 
 def configuration_text(configuration: Configuration) -> str:
@@ -116,15 +112,11 @@ def reasons(plan: Plan) -> list[str]:
 
 def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> str:
     other, mine = alternative.prediction.configuration, best.configuration
-    instead = ", ".join(
-        f"{_CHOICES[choice][0]} {choice_text(choice, other)} instead of {choice_text(choice, mine)}"
-        for choice in choices
-    )
+    instead = ", ".join(f"{_named_choice(each, other)} instead of {choice_text(each, mine)}" for each in choices)
     longer = alternative.prediction.step_seconds / best.step_seconds - 1
     changes = [f"{seconds_text(abs(s))} {'more' if s > 0 else 'less'} {c}" for c, s in _main_changes(alternative, best)]
-    others = [choice for choice in other.differences(mine) if choice not in choices]
-    with_others = ", ".join(f"{_CHOICES[choice][0]} {choice_text(choice, other)}" for choice in others)
-    notes = "; ".join(filter(None, [", ".join(changes), f"with {with_others}" if others else ""]))
+    others = ", ".join(_named_choice(each, other) for each in other.differences(mine) if each not in choices)
+    notes = "; ".join(filter(None, [", ".join(changes), f"with {others}" if others else ""]))
     how_much = f"{longer:+.1%}" if abs(longer) >= _TINY else "as fast"
     return f"{instead}: {how_much}" + (f" ({notes})" if notes else "")
 
@@ -137,8 +129,8 @@ def _main_changes(alternative: Alternative, best: Prediction) -> list[tuple[str,
 
 def search_text(plan: Plan) -> str:
     """Returns how many configurations were searched, and whether a better one may have been missed."""
-    none_is = "no other one can be faster"
-    gap = f"one of the others could be faster by {plan.gap:.1%} at most" if plan.gap > 0 else none_is
+    faster = f"one of the others could be faster by {plan.gap:.1%} at most"
+    gap = faster if plan.gap > 0 else "no other one can be faster"
     return (
         f"searched {plan.num_configurations:,} configurations in {seconds_text(plan.seconds)}: {plan.num_too_large:,} "
         f"too large for the memory, {plan.num_simulated:,} simulated; {gap}"
