@@ -85,7 +85,7 @@ def trace_of(model: nn.Sequential, example: LayerValue) -> tuple[list[Sequential
     """Traces the layers: what they pass on, and the skips between them."""
     layers = flatten_layers(model)
     routes = find_skip_routes(layers)
-    trace = ShapeTracer(layers, routes, torch.device("cpu")).trace(BatchSlice(example), training=True)
+    trace = ShapeTracer(layers, torch.device("cpu")).trace(BatchSlice(example), training=True)
     skips = [SkipBytes(route.stash, route.pop, _num_bytes([trace.skips[route.name][0]])) for route in routes]
     return layers, trace, skips
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -144,6 +144,7 @@ class KeyRanges:
         self.tiles = tuple(self._tiles())
 
     @classmethod
+    @lru_cache(maxsize=256)
     def causal(cls, start: int, end: int) -> KeyRanges:
         """Returns the ranges of plain causal attention: each query of [start, end) sees every key up to itself."""
         return cls(torch.zeros(1, end - start, dtype=torch.int64), start)

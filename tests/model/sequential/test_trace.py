@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.sequential import BatchSlice, ShapeTracer, find_skip_routes, flatten_layers
+from slipstream.model.sequential import BatchSlice, ShapeTracer, flatten_layers
 
 ROWS, TOKENS, HEADS, GROUPS, WIDTH = 2, 8, 4, 2, 16
 
@@ -23,7 +23,7 @@ class Grouped(nn.Module):
 def test_attention_of_grouped_heads_is_counted() -> None:
     """Queries by keys and weights by values: two products of (tokens, width) and (width, tokens) a head."""
     layers = flatten_layers(nn.Sequential(Grouped(), nn.Linear(HEADS * WIDTH, 10, bias=False)))
-    tracer = ShapeTracer(layers, find_skip_routes(layers), torch.device("cpu"))
+    tracer = ShapeTracer(layers, torch.device("cpu"))
     trace = tracer.trace(BatchSlice(torch.zeros(ROWS, TOKENS, HEADS * WIDTH)), training=True)
     assert [work.flops for work in trace.work] == [
         ROWS * HEADS * 2 * (2 * TOKENS * TOKENS * WIDTH),

@@ -10,7 +10,7 @@ import torch
 from examples.gpipe.transformer import transformer
 
 from slipstream import CutTokens, SlipstreamError, make_schedule, partition_layers, simulate
-from slipstream.model.sequential import BatchSlice, ShapeTracer, find_skip_routes, flatten_layers
+from slipstream.model.sequential import BatchSlice, ShapeTracer, flatten_layers
 from slipstream.pipeline.families.sequence_partition import counted_costs
 from slipstream.planner.slicing.slice_costs import layer_sequence_costs
 from slipstream.schedule import Op
@@ -26,7 +26,7 @@ def counted() -> tuple[list[float], int]:
     """Of T(6, 8192, 16) with one row of 512 source and 512 target tokens, in units of the whole forward."""
     with torch.device("meta"):
         layers = flatten_layers(transformer(6, 8192, 16))
-    tracer = ShapeTracer(layers, find_skip_routes(layers), torch.device("cpu"))
+    tracer = ShapeTracer(layers, torch.device("cpu"))
     ids = torch.ones(1, TOKENS, dtype=torch.int64)
     costs = counted_costs(tracer.trace(BatchSlice((ids, ids)), training=True))
     cut = next(number for number, layer in enumerate(layers) if isinstance(layer.module, CutTokens))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -47,14 +47,6 @@ def mixes_batch(module: nn.Module) -> str | None:
     return None
 
 
-class _Statistics(NamedTuple):
-    """The statistics of one microbatch, per channel."""
-
-    size: int  # values per channel
-    mean: Tensor
-    variance: Tensor  # unbiased
-
-
 class MiniBatchStatistics:
     """The statistics that the batch norms of some layers saw in a step.
 
@@ -66,7 +58,12 @@ class MiniBatchStatistics:
         """Makes every nn.BatchNorm1d, 2d and 3d in `modules` report its statistics."""
         found = dict.fromkeys(module for top in modules for module in top.modules() if is_batch_norm(module))
         self._modules = [cast(_BatchNorm, module) for module in found]
-        self._seen: dict[nn.Module, dict[int, _Statistics]] = {}
+        # by microbatch and module, (3, channels): counts, means, sums of squared deviations
+        self._seen: dict[int, dict[nn.Module, Tensor]] = {}
+        self._nothing: dict[nn.Module, Tensor] = {
+            module: torch.zeros_like(module.get_buffer("running_mean"), dtype=torch.float64).expand(3, -1)
+            for module in self._modules
+        }
         self._microbatch: int | None = None  # the one whose forward runs
         self._is_noting = True
         for module in self._modules:
@@ -74,7 +71,7 @@ class MiniBatchStatistics:
 
     def begin(self) -> None:
         """Begins a step, and forgets the statistics of one that failed."""
-        self._seen = {module: {} for module in self._modules}
+        self._seen = {}
 
     @contextmanager
     def seeing(self, microbatch: int, again: bool = False) -> Iterator[None]:
@@ -92,40 +89,26 @@ class MiniBatchStatistics:
         Collective over the replicas whose statistics `gather` returns.
         """
         if self._modules:
-            _move(self._modules, _combined(gather(_combined(self._noted()))))
+            rows = [self._row(microbatch) for microbatch in sorted(self._seen) or [-1]]
+            _move(self._modules, _combined(gather(_combined(torch.stack(rows)))))
 
     def _normalise(self, module: _BatchNorm, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Calls F.batch_norm with momentum 1 and separate averages, which are then the microbatch's own statistics."""
         if self._microbatch is None or not module.training:
             return original(x)
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
-        assert module.running_mean is not None
-        mean, variance = torch.zeros_like(module.running_mean), torch.zeros_like(module.running_mean)
+        mean, variance = (torch.zeros_like(module.get_buffer("running_mean")) for _ in range(2))
         output = functional.batch_norm(x, mean, variance, module.weight, module.bias, True, 1.0, module.eps)
         if self._is_noting:
-            seen = _Statistics(x.numel() // x.shape[1], mean, variance)
-            self._seen.setdefault(module, {})[self._microbatch] = seen
+            count = torch.full_like(mean, x.numel() // x.shape[1], dtype=torch.float64)
+            moments = torch.stack([count, mean.double(), variance.double() * (count - 1)])
+            self._seen.setdefault(self._microbatch, {})[module] = moments
         return output
-
-    def _noted(self) -> Tensor:
-        """Returns (microbatches in order, 3, channels of all modules): counts, means, sums of squared deviations."""
-        microbatches = sorted({number for seen in self._seen.values() for number in seen})
-        return torch.stack([self._row(number) for number in microbatches or [-1]])
 
     def _row(self, microbatch: int) -> Tensor:
         """Returns the statistics of all modules in one tensor, as they have few channels each; count 0 where one saw
         nothing."""
-        of = [self._seen.get(module, {}).get(microbatch) or _nothing(module) for module in self._modules]
-        mean, variance = (torch.cat(tensors).double() for tensors in ([s.mean for s in of], [s.variance for s in of]))
-        counts = [torch.full((len(s.mean),), s.size, dtype=torch.float64) for s in of]
-        count = torch.cat(counts).to(mean.device)
-        return torch.stack([count, mean, variance * (count - 1)])
-
-
-def _nothing(module: _BatchNorm) -> _Statistics:
-    assert module.running_mean is not None
-    zeros = torch.zeros_like(module.running_mean)
-    return _Statistics(0, zeros, zeros)
+        return torch.cat([*(self._nothing | self._seen.get(microbatch, {})).values()], dim=1)
 
 
 def _combined(rows: Tensor) -> Tensor:
@@ -147,16 +130,12 @@ def _sum(groups: Tensor) -> Tensor:
 
 def _move(modules: Sequence[_BatchNorm], rows: Tensor) -> None:
     """Moves the running statistics towards those of the mini-batch, (3, channels of all modules)."""
-    sizes = [module.num_features for module in modules]
-    for module, (count, mean, squares) in zip(
-        modules, (own.unbind() for own in torch.split(rows, sizes, dim=1)), strict=True
-    ):
+    parts = torch.split(rows, [module.num_features for module in modules], dim=1)
+    for module, (count, mean, squares) in zip(modules, parts, strict=True):
         if not count.any():
             continue  # in evaluation mode
-        assert module.running_mean is not None
-        assert module.running_var is not None
-        assert module.num_batches_tracked is not None
-        module.num_batches_tracked += 1
-        momentum = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
-        for running, new in ((module.running_mean, mean), (module.running_var, squares / (count - 1))):
+        num_batches = module.get_buffer("num_batches_tracked").add_(1)
+        momentum = 1 / float(num_batches) if module.momentum is None else module.momentum
+        for name, new in (("running_mean", mean), ("running_var", squares / (count - 1))):
+            running = module.get_buffer(name)
             running.copy_((1 - momentum) * running.double() + momentum * new)

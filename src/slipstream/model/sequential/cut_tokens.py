@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -61,21 +60,15 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float 
             query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
         )
     assert isinstance(context, LayerContext)
-    assert context.store is not None
     return attend(
         query,
         key,
         value,
         store=context.store,
         call=context.next_call(),
-        ranges=_causal(tokens.start, tokens.stop),
+        ranges=KeyRanges.causal(tokens.start, tokens.stop),
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
     )
-
-
-@lru_cache(maxsize=256)
-def _causal(start: int, end: int) -> KeyRanges:
-    return KeyRanges.causal(start, end)
 
 
 def find_cut(layers: Sequence[SequentialLayer]) -> int | None:

@@ -26,15 +26,11 @@ class BatchSlice:
     index: int = 0  # the number of the token slice
     seed: int = 0  # the step's seed
     tokens: range | None = None  # the slice's; None: the microbatch isn't sliced
-    num_tokens: int = 1  # of all slices together
+    length: int = 1  # tokens of all slices together
 
     @property
     def tensors(self) -> Tensors:
         return as_tuple(self.value)
-
-    @property
-    def length(self) -> int:
-        return self.num_tokens
 
 
 @dataclass
@@ -42,15 +38,15 @@ class LayerContext:
     """A stage's forward of one microbatch or token slice while it runs."""
 
     piece: BatchSlice
+    store: ContextStore  # keys and values of the microbatch's slices
     tokens: range | None = None  # those that the layers work on; None: all of the input
-    store: ContextStore | None = None  # keys and values of the microbatch's slices
     layer: int = -1  # the layer that runs, counted over the whole sequence
     calls: Counter[int] = field(default_factory=Counter)  # calls of attention, by layer
 
-    def seed(self, layer: int) -> int:
+    def seed(self) -> int:
         """Returns a seed keyed by step, layer, microbatch and slice, so every split and schedule draws the same (rule
         10)."""
-        return keyed_seed(self.piece.seed, layer, self.piece.microbatch, self.piece.index)
+        return keyed_seed(self.piece.seed, self.layer, self.piece.microbatch, self.piece.index)
 
     def next_call(self) -> tuple[int, int]:
         """Returns the store's key: a layer may attend several times in one forward."""

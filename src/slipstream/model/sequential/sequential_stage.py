@@ -17,7 +17,7 @@ from slipstream.model.saving import add_weight_gradients_in_place
 from slipstream.model.sequential.batch_norm import MiniBatchStatistics
 from slipstream.model.sequential.cut_tokens import find_cut
 from slipstream.model.sequential.layer_context import BatchSlice, LayerContext, LayerValue, as_tuple, as_value
-from slipstream.model.sequential.layer_list import SequentialLayer, SkipRoute
+from slipstream.model.sequential.layer_list import SkipRoute
 from slipstream.model.sequential.recomputed_segments import choose_segments, recompute_in_backward
 from slipstream.model.sequential.shape_trace import LayerBoundary, ShapeTrace, ShapeTracer
 from slipstream.model.sequential.shared_tensors import SharedTensors
@@ -38,150 +38,114 @@ class SequentialStage:
     """
 
     def __init__(
-        self,
-        number: int,
-        stages: Sequence[range],
-        layers: Sequence[SequentialLayer],
-        routes: Sequence[SkipRoute],
-        tracer: ShapeTracer,
-        device: torch.device,
-        recomputes_segments: bool = False,
+        self, number: int, stages: Sequence[range], routes: Sequence[SkipRoute], tracer: ShapeTracer, has_segments: bool
     ) -> None:
-        """With `recomputes_segments` it keeps only what enters some segments of its layers, and recomputes them in its
+        """With `has_segments` it keeps only what enters some segments of its layers, and recomputes them in its
         backward."""
-        self._owned, self._number, self._num_stages = stages[number], number, len(stages)
-        self._names = [layers[index].name for index in self._owned]
-        self.layers = [layers[index].module for index in self._owned]
-        self.model = nn.ModuleList(self.layers).to(device)
+        self._number, self.layers_here = number, stages[number]  # the numbers of its layers
+        self.is_first, self.is_last = number == 0, number == len(stages) - 1
+        own = [tracer.layers[index] for index in self.layers_here]
+        self._names, self.layers = [layer.name for layer in own], [layer.module for layer in own]
+        self.model = nn.ModuleList(self.layers).to(tracer.device)
         self.tied: list[TiedWeight] = []
-        self._tracer = tracer
+        self._tracer, self._has_segments = tracer, has_segments
+        self._routes = {route.name: route for route in routes}
         place = {index: owner for owner, owned in enumerate(stages) for index in owned}
-        self._arrivals = _in_order(number, ((r.name, place[r.stash]) for r in routes if self._ends_here(r)))
-        self._departures = _in_order(number, ((r.name, place[r.pop]) for r in routes if self._begins_here(r)))
-        self._pops = {route.name: route.pop for route in routes}
-        cut = find_cut(layers)
-        self._cut = len(layers) if cut is None else cut
-        self._stashes = {route.name: route.stash for route in routes}
-        self._recomputes_segments, self._segments_of = (
-            recomputes_segments,
-            dict[tuple[int, int], list[range]](),
-        )  # by trace
+        ends = [(route.name, place[route.stash], place[route.pop]) for route in routes]
+        self._arrivals = self._in_order((name, begin) for name, begin, end in ends if begin < end == number)
+        self._departures = self._in_order((name, end) for name, begin, end in ends if number == begin < end)
+        cut = find_cut(tracer.layers)
+        self._cut = len(tracer.layers) if cut is None else cut
         add_weight_gradients_in_place(self.model)
         self.statistics = MiniBatchStatistics(self.layers)
 
-    def _ends_here(self, route: SkipRoute) -> bool:
-        return route.pop in self._owned and route.stash not in self._owned
-
-    def _begins_here(self, route: SkipRoute) -> bool:
-        return route.stash in self._owned and route.pop not in self._owned
-
-    @property
-    def is_first(self) -> bool:
-        return self._number == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self._number == self._num_stages - 1
-
-    @property
-    def layers_here(self) -> range:
-        """The numbers of this stage's layers."""
-        return self._owned
+    def _in_order(self, ends: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Sorts (skip, stage at its other end): first what goes with the regular message, then stage by stage."""
+        return sorted(ends, key=lambda end: (abs(end[1] - self._number) > 1, end[1]))
 
     def receives(self, piece: BatchSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that come from other stages, in order."""
-        return () if self.is_first else self._specs(self._owned.start, self._arrivals, piece)
+        return () if self.is_first else self._specs(self.layers_here.start, self._arrivals, piece)
 
     def sends(self, piece: BatchSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that go to other stages, in order."""
-        return () if self.is_last else self._specs(self._owned.stop, self._departures, piece)
+        return () if self.is_last else self._specs(self.layers_here.stop, self._departures, piece)
 
     def compute(self, piece: BatchSlice, inputs: Tensors, store: ContextStore) -> Any:
         """Runs the layers' forward and returns what is sent; the last stage returns its last layer's output."""
-        num_regular = 0 if self.is_first else len(self._travelling(self._owned.start, piece))
-        tensors = piece.tensors if self.is_first else inputs[:num_regular]
         names = [name for name, _ in self._travelling_skips(self._arrivals, piece)]
-        skips = dict(zip(names, inputs[num_regular:], strict=True))
+        num_regular = len(inputs) - len(names)
+        tensors = piece.tensors if self.is_first else inputs[:num_regular]
+        skips, context = dict(zip(names, inputs[num_regular:], strict=True)), LayerContext(piece, store)
         if piece.tokens is None:
-            tensors, skips = self._through(self._owned, tensors, skips, piece, store)
+            tensors, skips = self._through(self.layers_here, tensors, skips, context)
         else:
-            tensors, skips = self._sliced(piece, tensors, skips, inputs, store)
+            tensors, skips = self._sliced(tensors, skips, inputs, context)
         if self.is_last:
             return as_value(tensors, self._trace(piece).boundaries[-1].is_tuple)
-        main = [tensors[number] for number in self._travelling(self._owned.stop, piece)]
+        main = [tensors[number] for number in self._travelling(self.layers_here.stop, piece)]
         return (*main, *(skips[name] for name, _ in self._travelling_skips(self._departures, piece)))
 
-    def _sliced(
-        self, piece: BatchSlice, tensors: Tensors, skips: Skips, inputs: Tensors, store: ContextStore
-    ) -> tuple[Tensors, Skips]:
+    def _sliced(self, tensors: Tensors, skips: Skips, inputs: Tensors, context: LayerContext) -> tuple[Tensors, Skips]:
         """Runs `_through` for a token slice: the layers before the cut, for the first slice, and those after it."""
-        before = range(self._owned.start, max(self._owned.start, min(self._owned.stop, self._cut)))
-        if piece.index == 0:
-            tensors, skips = self._through(before, tensors, skips, piece, store)
-        if self._owned.stop <= self._cut:
+        start, stop = self.layers_here.start, self.layers_here.stop
+        if context.piece.index == 0:
+            tensors, skips = self._through(range(start, min(stop, self._cut)), tensors, skips, context)
+        if stop <= self._cut:
             return tensors, skips
-        after = range(max(self._owned.start, self._cut + 1), self._owned.stop)
-        tensors = self._with_shared(tensors, inputs, piece, store)
-        return self._through(after, tensors, skips, piece, store)
+        tensors = self._with_shared(tensors, inputs, context)
+        return self._through(range(max(start, self._cut + 1), stop), tensors, skips, context)
 
-    def _with_shared(self, tensors: Tensors, inputs: Tensors, piece: BatchSlice, store: ContextStore) -> Tensors:
+    def _with_shared(self, tensors: Tensors, inputs: Tensors, context: LayerContext) -> Tensors:
         """Returns the input of the first layer after the cut, or of the stage.
 
         The first slice brings what all slices share, which stays here until its backward.
         """
+        piece, store = context.piece, context.store
         assert piece.tokens is not None
-        begins_here = self._owned.start <= self._cut
-        boundary = self._trace(piece).boundaries[self._cut + 1 if begins_here else self._owned.start]
+        begins_here = self.layers_here.start <= self._cut
+        boundary = self._trace(piece).boundaries[self._cut + 1 if begins_here else self.layers_here.start]
         numbers = [n for n, is_shared in enumerate(boundary.is_shared) if is_shared or (begins_here and n == 0)]
+        brought, own = None, [*tensors]
         if piece.index == 0:
             brought = tuple(tensors[number] for number in numbers)
+            own = [tensor for number, tensor in enumerate(tensors) if number not in numbers]
             if not store.is_replaying:
                 is_cut = [begins_here and number == 0 for number in numbers]
                 store.shared = SharedTensors(copied_from_messages(brought, inputs), is_cut)
-            found = _shared(store).first(brought, piece.tokens)
-            own = [tensor for number, tensor in enumerate(tensors) if number not in numbers]
-        else:
-            found, own = _shared(store).later(piece.tokens), [] if begins_here else [*tensors]
-        shared, others = iter(found), iter(own)
+        assert isinstance(store.shared, SharedTensors)
+        shared, others = iter(store.shared.read(piece.tokens, brought)), iter(own)
         return tuple(next(shared if number in numbers else others) for number in range(len(boundary.specs)))
 
-    def _through(
-        self, layers: range, tensors: Tensors, skips: Skips, piece: BatchSlice, store: ContextStore
-    ) -> tuple[Tensors, Skips]:
+    def _through(self, layers: range, tensors: Tensors, skips: Skips, context: LayerContext) -> tuple[Tensors, Skips]:
+        """Runs these layers on the output of the one before and on skips; returns their output and the skips left."""
         if not layers:
             return tensors, skips
-        if not self._recomputes_segments or not torch.is_grad_enabled():
-            return self._run(layers, tensors, skips, piece, store)
-        for segment in self._segments(layers, self._trace(piece)):
-            tensors, skips = self._run_recomputed(segment, tensors, skips, piece, store)
+        if not self._has_segments or not torch.is_grad_enabled():
+            return self._run(layers, tensors, skips, context)
+        for segment in choose_segments(layers, self._trace(context.piece)):
+            tensors, skips = self._run_recomputed(segment, tensors, skips, context)
         return tensors, skips
 
-    def _segments(self, layers: range, trace: ShapeTrace) -> list[range]:
-        key = id(trace), layers.start
-        if key not in self._segments_of:
-            self._segments_of[key] = choose_segments(layers, trace)
-        return self._segments_of[key]
-
     def _run_recomputed(
-        self, segment: range, tensors: Tensors, skips: Skips, piece: BatchSlice, store: ContextStore
+        self, segment: range, tensors: Tensors, skips: Skips, context: LayerContext
     ) -> tuple[Tensors, Skips]:
         """Runs `_run`, keeping only its inputs."""
-        popped, num_tensors = [name for name in skips if self._pops[name] in segment], len(tensors)
+        popped, num_tensors = [name for name in skips if self._routes[name].pop in segment], len(tensors)
 
         def run(inputs: Tensors, again: bool) -> tuple[Tensors, Skips]:
             entered = dict(zip(popped, inputs[num_tensors:], strict=True))
-            with store.replay() if again else nullcontext():
-                return self._run(segment, inputs[:num_tensors], entered, piece, store, again)
+            with context.store.replay() if again else nullcontext():
+                return self._run(segment, inputs[:num_tensors], entered, context, again)
 
         outputs, stashed = recompute_in_backward(run, (*tensors, *(skips[name] for name in popped)))
         return outputs, {name: tensor for name, tensor in skips.items() if name not in popped} | stashed
 
     def _run(
-        self, layers: range, tensors: Tensors, skips: Skips, piece: BatchSlice, store: ContextStore, again: bool = False
+        self, layers: range, tensors: Tensors, skips: Skips, context: LayerContext, again: bool = False
     ) -> tuple[Tensors, Skips]:
-        """Runs these layers on the output of the one before and on skips; returns their output and the skips left."""
-        trace = self._trace(piece)
-        context = LayerContext(piece, piece.tokens if layers.start > self._cut else None, store)
+        piece, trace = context.piece, self._trace(context.piece)
+        context = LayerContext(piece, context.store, piece.tokens if layers.start > self._cut else None)
         came, skips = trace.boundaries[layers.start], dict(skips)
         value = as_value(_own(tensors, came.changed), came.is_tuple)
         is_random = any(trace.work[index].is_random for index in layers)
@@ -189,12 +153,12 @@ class SequentialStage:
             for index in layers:
                 context.layer = index
                 if trace.work[index].is_random:
-                    torch.manual_seed(context.seed(index))
+                    torch.manual_seed(context.seed())
                 value = self._call(index, value, skips, trace)
         return as_tuple(value), skips
 
     def _call(self, index: int, value: LayerValue, skips: Skips, trace: ShapeTrace) -> LayerValue:
-        layer = self.layers[index - self._owned.start]
+        layer = self.layers[index - self.layers_here.start]
         if isinstance(layer, SkipStash):
             return _stash(layer, value, skips, trace.boundaries[index + 1])
         if isinstance(layer, SkipPop):
@@ -205,12 +169,11 @@ class SequentialStage:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the unsplit model's names."""
-        seen: set[int] = set()
+        names: dict[nn.Parameter, str] = {}
         for name, layer in zip(self._names, self.layers, strict=True):
-            for key, parameter in layer.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield f"{name}.{key}", parameter
+            for key, parameter in layer.named_parameters(prefix=name):
+                names.setdefault(parameter, key)
+        return ((name, parameter) for parameter, name in names.items())
 
     def state(self) -> dict[str, Tensor]:
         """Returns this stage's part of the unsplit model's state dict, by the same names."""
@@ -230,23 +193,11 @@ class SequentialStage:
 
     def _travelling(self, number: int, piece: BatchSlice) -> list[int]:
         """Returns which tensors of a boundary go from stage to stage: with the first slice all of them."""
-        is_shared = self._trace(piece).boundaries[number].is_shared
-        if piece.index == 0:
-            return [*range(len(is_shared))]
-        return [] if number <= self._cut else [index for index, shared in enumerate(is_shared) if not shared]
+        is_own, is_shared = number > self._cut, self._trace(piece).boundaries[number].is_shared
+        return [index for index, shared in enumerate(is_shared) if piece.index == 0 or (is_own and not shared)]
 
     def _travelling_skips(self, skips: list[tuple[str, int]], piece: BatchSlice) -> list[tuple[str, int]]:
-        return [end for end in skips if piece.index == 0 or self._stashes[end[0]] > self._cut]
-
-
-def _shared(store: ContextStore) -> SharedTensors:
-    assert isinstance(store.shared, SharedTensors)
-    return store.shared
-
-
-def _in_order(number: int, ends: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Sorts (skip, stage at its other end): first what goes with the regular message, then stage by stage."""
-    return sorted(ends, key=lambda end: (abs(end[1] - number) > 1, end[1]))
+        return [end for end in skips if piece.index == 0 or self._routes[end[0]].stash > self._cut]
 
 
 def _own(tensors: Tensors, changed: Sequence[bool]) -> Tensors:

@@ -16,7 +16,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.sequential.batch_norm import is_batch_norm
 from slipstream.model.sequential.cut_tokens import CutTokens
 from slipstream.model.sequential.layer_context import BatchSlice, LayerValue, as_tuple, as_value
-from slipstream.model.sequential.layer_list import SequentialLayer, SkipRoute
+from slipstream.model.sequential.layer_list import SequentialLayer
 from slipstream.model.sequential.layer_work import LayerWork, OperationCounter
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 from slipstream.model.storages import SavedStorages, storage_id
@@ -33,7 +33,7 @@ class LayerBoundary:
     is_shared: tuple[bool, ...]  # whether CutTokens leaves it whole, the same for every slice
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShapeTrace:
     """The shapes of all layers for one shape of microbatches: `boundaries[j]` is layer j's input, the last the
     output."""
@@ -46,11 +46,10 @@ class ShapeTrace:
 class ShapeTracer:
     """Traces microbatches, each shape once, with copies of all layers that take no memory."""
 
-    def __init__(self, layers: Sequence[SequentialLayer], routes: Sequence[SkipRoute], device: torch.device) -> None:
-        self._layers, self._routes = layers, routes
-        self._device = device
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._copies = _without_memory([layer.module for layer in layers], self._mode, device)
+    def __init__(self, layers: Sequence[SequentialLayer], device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.copies = _without_memory([layer.module for layer in layers], self.mode, device)
         self._traces: dict[object, ShapeTrace] = {}
 
     def trace(self, piece: BatchSlice, training: bool) -> ShapeTrace:
@@ -58,31 +57,22 @@ class ShapeTracer:
 
         Raises SlipstreamError, naming the layer, for a layer that can't run or can't be exact in a pipeline.
         """
-        device = self._device.type
+        device = self.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in piece.tensors)
         num_tokens = None if piece.tokens is None else len(piece.tokens)
         key = shapes, isinstance(piece.value, tuple), training, autocast, num_tokens
         if key not in self._traces:
-            run = _TraceRun(self._layers, self._routes, self._copies, training, num_tokens)
-            self._traces[key] = run.of(piece.value, self._mode, self._device)
+            self._traces[key] = _TraceRun(self, training, num_tokens).of(piece.value)
         return self._traces[key]
 
 
 class _TraceRun:
     """Runs the layers once and collects the trace."""
 
-    def __init__(
-        self,
-        layers: Sequence[SequentialLayer],
-        routes: Sequence[SkipRoute],
-        copies: Sequence[nn.Module],
-        training: bool,
-        num_tokens: int | None,
-    ) -> None:
+    def __init__(self, tracer: ShapeTracer, training: bool, num_tokens: int | None) -> None:
         """`num_tokens` is a slice's number of tokens; None: tokens aren't cut."""
-        self._layers, self._copies, self._training, self._num_tokens = layers, copies, training, num_tokens
-        self._pops = {route.name: route.pop for route in routes}
+        self._tracer, self._training, self._num_tokens = tracer, training, num_tokens
         self._values: list[tuple[LayerValue, list[int], tuple[bool, ...]]] = []  # at every boundary, with the tensors'
         # versions then, and which are shared
         self._shared: set[int] = set()  # ids
@@ -90,37 +80,34 @@ class _TraceRun:
         self._popped: dict[str, tuple[Tensor, int]] = {}
         self._fixed: list[tuple[Tensor, int, str]] = []  # what no later layer may change, its version and description
         self._work: list[LayerWork] = []
-        norms = dict.fromkeys(each for module in copies for each in module.modules() if is_batch_norm(each))
+        norms = dict.fromkeys(each for module in tracer.copies for each in module.modules() if is_batch_norm(each))
         self._counters = [(norm.num_batches_tracked, norm.num_batches_tracked._version) for norm in norms]
 
-    def of(self, value: LayerValue, mode: FakeTensorMode, device: torch.device) -> ShapeTrace:
-        for module in self._copies:
+    def of(self, value: LayerValue) -> ShapeTrace:
+        for module in self._tracer.copies:
             module.train(self._training)
-        with torch.random.fork_rng(devices=[]), mode, torch.enable_grad():
-            empty = tuple(torch.empty_like(tensor, device=device) for tensor in as_tuple(value))
+        with torch.random.fork_rng(devices=[]), self._tracer.mode, torch.enable_grad():
+            empty = tuple(torch.empty_like(tensor, device=self._tracer.device) for tensor in as_tuple(value))
             made: LayerValue = as_value(empty, isinstance(value, tuple))
             self._note(made)
-            for number in range(len(self._layers)):
-                made = self._step(number, made)
+            for layer, module in zip(self._tracer.layers, self._tracer.copies, strict=True):
+                self._work.append(LayerWork())
+                made = self._step(layer, module, made)
                 self._note(made)
-                self._check_fixed(number)
+                self._check_fixed(layer)
             return self._result()
 
-    def _step(self, number: int, value: LayerValue) -> LayerValue:
-        layer = self._layers[number]
-        if isinstance(layer.module, SkipStash):
-            self._work.append(LayerWork())
-            return self._stash(layer, layer.module, value)
-        if isinstance(layer.module, SkipPop):
-            self._work.append(LayerWork())
-            tensor = self._stashed.pop(layer.module.skip.name)
+    def _step(self, layer: SequentialLayer, module: nn.Module, value: LayerValue) -> LayerValue:
+        if isinstance(module, SkipStash):
+            return self._stash(layer, module, value)
+        if isinstance(module, SkipPop):
+            tensor = self._stashed.pop(module.skip.name)
             self._fixed = [entry for entry in self._fixed if entry[0] is not tensor]
-            self._popped[layer.module.skip.name] = tensor, tensor._version
+            self._popped[module.skip.name] = tensor, tensor._version
             return (*as_tuple(value), tensor)
-        if isinstance(layer.module, CutTokens) and self._num_tokens is not None:
-            self._work.append(LayerWork())
+        if isinstance(module, CutTokens) and self._num_tokens is not None:
             return self._cut(layer, value, self._num_tokens)
-        return self._call(number, value)
+        return self._call(layer, module, value)
 
     def _cut(self, layer: SequentialLayer, value: LayerValue, num_tokens: int) -> LayerValue:
         hidden, *others = as_tuple(value)
@@ -134,13 +121,11 @@ class _TraceRun:
         tensors, name = as_tuple(value), stash.skip.name
         if not -len(tensors) <= stash.index < len(tensors):
             raise SlipstreamError(f"{layer}: stash({stash.index}) of the skip {name!r} is given {_described(value)}.")
-        self._stashed[name] = tensor = tensors[stash.index]
-        tensor = self._stashed[name] = tensor.view_as(tensor)  # a distinct object
+        tensor = self._stashed[name] = tensors[stash.index].view_as(tensors[stash.index])  # a distinct object
         self._fixed.append((tensor, tensor._version, f"the skip {name!r} holds"))
         return value
 
-    def _call(self, number: int, value: LayerValue) -> LayerValue:
-        layer, module = self._layers[number], self._copies[number]
+    def _call(self, layer: SequentialLayer, module: nn.Module, value: LayerValue) -> LayerValue:
         before = _buffers(module) if self._training else {}
         counter = OperationCounter()
         saved = SavedStorages([*module.parameters(), *module.buffers(), *as_tuple(value)])
@@ -154,38 +139,20 @@ class _TraceRun:
             ) from error
         except Exception as error:  # the layer's own code
             raise SlipstreamError(f"{layer} fails on {_described(value)}: {type(error).__name__}: {error}") from error
-        self._check_output(layer, output)
-        self._check_norms(layer)
+        checked = _checked_output(layer, output)
+        if any(counter._version > version + 1 for counter, version in self._counters):
+            raise SlipstreamError(
+                f"{layer}: a batch norm runs twice in one forward, so its moving averages would mix two places. "
+                "Use a module for each."
+            )
         changed = [name for name, state in before.items() if _buffers(module)[name] != state]
         if changed:
             raise SlipstreamError(
                 f"{layer}: its buffer {changed[0]} changes in training, by each microbatch and again when it "
                 "is recomputed.  Only nn.BatchNorm1d, 2d and 3d may have such state."
             )
-        self._work.append(LayerWork(counter.flops, counter.num_bytes, saved.num_bytes, counter.is_random))
-        checked: LayerValue = output
+        self._work[-1] = LayerWork(counter.flops, counter.num_bytes, saved.num_bytes, counter.is_random)
         return checked
-
-    def _check_norms(self, layer: SequentialLayer) -> None:
-        """Raises SlipstreamError where a batch norm counted more than one microbatch."""
-        for counter, version in self._counters:
-            if counter._version > version + 1:
-                raise SlipstreamError(
-                    f"{layer}: a batch norm runs twice in one forward, so its moving averages would mix two places. "
-                    "Use a module for each."
-                )
-
-    def _check_output(self, layer: SequentialLayer, output: object) -> None:
-        is_valid = isinstance(output, Tensor) or (
-            isinstance(output, tuple) and output and all(isinstance(each, Tensor) for each in output)
-        )
-        if not is_valid:
-            items = output if isinstance(output, tuple) else ()
-            names = ["Tensor" if isinstance(each, Tensor) else type(each).__name__ for each in items]
-            kinds = f" of {', '.join(names)}" if names else ""
-            raise SlipstreamError(
-                f"{layer} returns a {type(output).__name__}{kinds}. A layer must return a tensor or a tuple of tensors."
-            )
 
     def _note(self, value: LayerValue) -> None:
         tensors = as_tuple(value)
@@ -196,12 +163,10 @@ class _TraceRun:
             if storages.count(storage) > 1:
                 self._fixed.append((tensor, tensor._version, "another tensor next to it shares"))
 
-    def _check_fixed(self, number: int) -> None:
+    def _check_fixed(self, layer: SequentialLayer) -> None:
         for tensor, version, holder in self._fixed:
             if tensor._version != version:
-                raise SlipstreamError(
-                    f"{self._layers[number]} changes in place a tensor that {holder}. Use inplace=False."
-                )
+                raise SlipstreamError(f"{layer} changes in place a tensor that {holder}. Use inplace=False.")
 
     def _result(self) -> ShapeTrace:
         skips = {name: (_spec(tensor), tensor._version != version) for name, (tensor, version) in self._popped.items()}
@@ -215,6 +180,18 @@ class _TraceRun:
             for value, versions, is_shared in self._values
         ]
         return ShapeTrace(tuple(boundaries), skips, tuple(self._work))
+
+
+def _checked_output(layer: SequentialLayer, output: object) -> LayerValue:
+    """Returns a layer's output; raises SlipstreamError unless it is a tensor or a tuple of some."""
+    if isinstance(output, Tensor) or (isinstance(output, tuple) and output and all(map(torch.is_tensor, output))):
+        return output
+    items = output if isinstance(output, tuple) else ()
+    names = ["Tensor" if isinstance(each, Tensor) else type(each).__name__ for each in items]
+    kinds = f" of {', '.join(names)}" if names else ""
+    raise SlipstreamError(
+        f"{layer} returns a {type(output).__name__}{kinds}. A layer must return a tensor or a tuple of tensors."
+    )
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

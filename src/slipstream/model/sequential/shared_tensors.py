@@ -28,22 +28,16 @@ class SharedTensors:
         self._numbers = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
         self._gradients: dict[int, Tensor] = {}
 
-    def first(self, tensors: Tensors, tokens: range) -> Tensors:
-        """Returns what slice 0 reads, connected to the graph of the tensors that it brings."""
-        views = self._views(tokens)
-        chosen = [tensors[number] for number in self._numbers]
-        if chosen:
-            found: Tensors = _First.apply(self, tokens, *chosen)  # type: ignore[no-untyped-call]
-            self._replace(views, found)
-        return tuple(views)
-
-    def later(self, tokens: range) -> Tensors:
-        """Returns what a later slice reads, where its graph begins."""
-        views = self._views(tokens)
+    def read(self, tokens: range, brought: Tensors | None = None) -> Tensors:
+        """Returns what a slice reads: slice 0's is connected to the graph of the tensors that it brings, and a later
+        one's graph begins here."""
+        views = [self._view(number, tokens) for number in range(len(self._tensors))]
         if self._numbers and torch.is_grad_enabled():
-            token = torch.empty(0, requires_grad=True)
-            found: Tensors = _Later.apply(token, self, tokens)  # type: ignore[no-untyped-call]
-            self._replace(views, found)
+            begin = (torch.empty(0, requires_grad=True),)
+            ends = begin if brought is None else tuple(brought[number] for number in self._numbers)
+            found: Tensors = _Reading.apply(self, tokens, brought is not None, *ends)  # type: ignore[no-untyped-call]
+            for number, tensor in zip(self._numbers, found, strict=True):
+                views[number] = tensor
         return tuple(views)
 
     def close(self) -> None:
@@ -70,12 +64,8 @@ class SharedTensors:
 
     def take(self) -> list[Tensor | None]:
         """Returns the complete sums and forgets them."""
-        sums = [self._gradients.pop(number, None) for number in self._numbers]
-        dtypes = [self._tensors[number].dtype for number in self._numbers]
-        return [None if sum_ is None else sum_.to(dtype) for sum_, dtype in zip(sums, dtypes, strict=True)]
-
-    def _views(self, tokens: range) -> list[Tensor]:
-        return [self._view(number, tokens) for number in range(len(self._tensors))]
+        sums = [(self._gradients.pop(number, None), self._tensors[number].dtype) for number in self._numbers]
+        return [None if total is None else total.to(dtype) for total, dtype in sums]
 
     def _view(self, number: int, tokens: range) -> Tensor:
         """Returns a slice's view, contiguous where it is cut, as if it came in a message: layers may `view` it."""
@@ -85,17 +75,13 @@ class SharedTensors:
     def _part(self, tensor: Tensor, number: int, tokens: range) -> Tensor:
         return tensor[:, tokens.start : tokens.stop] if self._is_cut[number] else tensor.view_as(tensor)
 
-    def _replace(self, views: list[Tensor], found: Tensors) -> None:
-        for number, tensor in zip(self._numbers, found, strict=True):
-            views[number] = tensor
 
-
-class _First(torch.autograd.Function):
-    """Connects all tensors at the same time, so that every sum is taken if the slice's loss depends on any of them."""
+class _Reading(torch.autograd.Function):
+    """Connects all tensors at the same time, so that every sum is taken if slice 0's loss depends on any of them."""
 
     @staticmethod
-    def forward(ctx: Any, shared: SharedTensors, tokens: range, *tensors: Tensor) -> Tensors:
-        ctx.shared, ctx.tokens = shared, tokens
+    def forward(ctx: Any, shared: SharedTensors, tokens: range, is_first: bool, *ends: Tensor) -> Tensors:
+        ctx.shared, ctx.tokens, ctx.is_first = shared, tokens, is_first
         ctx.set_materialize_grads(False)
         return shared.differentiable(tokens)
 
@@ -103,18 +89,4 @@ class _First(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.shared.add(gradients, ctx.tokens)
-        return None, None, *ctx.shared.take()
-
-
-class _Later(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, shared: SharedTensors, tokens: range) -> Tensors:
-        ctx.shared, ctx.tokens = shared, tokens
-        ctx.set_materialize_grads(False)
-        return shared.differentiable(tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.shared.add(gradients, ctx.tokens)
-        return None, None, None
+        return None, None, None, *(ctx.shared.take() if ctx.is_first else [None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -28,7 +28,8 @@ def compare_slices(layers: Sequence[SequentialLayer], cut: int, example: LayerVa
     slices. Each layer is copied to float64 while it runs.
     """
     device = next((parameter.device for layer in layers for parameter in layer.module.parameters()), None)
-    row = tuple(_wide(tensor[:1]).to(device) for tensor in as_tuple(example))
+    rows = (tensor[:1].to(device) for tensor in as_tuple(example))
+    row = tuple(each.double() if each.is_floating_point() else each for each in rows)
     with torch.no_grad(), torch.random.fork_rng():
         run = _SliceComparison(as_value(row, isinstance(example, tuple)))
         for layer in layers[:cut]:
@@ -64,12 +65,11 @@ class _SliceComparison:
     def step(self, layer: SequentialLayer) -> None:
         self.whole = self.call(layer, self.whole, self.skips)
         for number, tokens in enumerate(self.tokens):
-            context = LayerContext(BatchSlice(self.parts[number]), tokens, self._store, id(layer))
+            context = LayerContext(BatchSlice(self.parts[number]), self._store, tokens, id(layer))
             with active_forward(context):
                 self.parts[number] = self.call(layer, self.parts[number], self.skips_of_parts[number])
         self._store.free()
-        pairs = zip(as_tuple(self.whole), zip(*map(as_tuple, self.parts), strict=True), strict=True)
-        if not all(_is_same(whole, parts) or _is_cut(whole, parts) for whole, parts in pairs):
+        if not all(all(_equal(whole, part) for part in parts) or _is_cut(whole, parts) for whole, parts in self._pairs):
             lengths = [len(tokens) for tokens in self.tokens]
             raise SlipstreamError(
                 f"{layer} gives other outputs on token slices of {lengths} than on {sum(lengths)} tokens at once: it "
@@ -91,23 +91,18 @@ class _SliceComparison:
             raise SlipstreamError(f"{layer} fails on {shapes} in float64: {type(error).__name__}: {error}") from error
         return output
 
+    @property
+    def _pairs(self) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Yields each tensor of the whole with those of the slices."""
+        return zip(as_tuple(self.whole), zip(*map(as_tuple, self.parts), strict=True), strict=True)
+
     def check_outputs(self, last: SequentialLayer) -> None:
-        pairs = zip(as_tuple(self.whole), zip(*map(as_tuple, self.parts), strict=True), strict=True)
-        for number, (whole, parts) in enumerate(pairs):
+        for number, (whole, parts) in enumerate(self._pairs):
             if not _is_cut(whole, parts):
                 raise SlipstreamError(
                     f"{last}: output {number} of shape {tuple(whole.shape)} is the same for every token slice, so its "
                     "loss would count once for each. Return what has tokens, or leave slices out."
                 )
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _is_same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Returns whether each slice has all of it."""
-    return all(_equal(whole, part) for part in parts)
 
 
 def _is_cut(whole: Tensor, parts: Sequence[Tensor]) -> bool:

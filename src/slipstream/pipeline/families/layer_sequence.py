@@ -61,7 +61,7 @@ class SequenceFamily:
         self.compiled = tuple(compiled_modules(model))
         if options.dtype is not None:
             model.to(options.dtype)
-        self._tracer = ShapeTracer(self._layers, self._routes, device)
+        self._tracer = ShapeTracer(self._layers, device)
         self._costs = self._find_costs()
         self._stages: dict[int, SequentialStage] = {}
 
@@ -102,8 +102,7 @@ class SequenceFamily:
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         owned = _ranges(layout)
         self._stages = {
-            number: SequentialStage(number, owned, self._layers, self._routes, self._tracer, device, self._has_segments)
-            for number in here
+            number: SequentialStage(number, owned, self._routes, self._tracer, self._has_segments) for number in here
         }
         kept = {id(layer) for stage in self._stages.values() for layer in stage.layers}
         for layer in self._layers:
