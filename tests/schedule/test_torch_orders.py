@@ -9,8 +9,11 @@ import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from slipstream.schedule import (
+    Action,
     Schedule,
+    add_communication,
     breadth_first,
+    check_communication,
     gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
@@ -110,3 +113,14 @@ def test_several_stages_a_rank_and_split_backwards(
             assert list(schedule.placement) == placement
             compared += 1
     assert compared > 40
+
+
+@pytest.mark.parametrize(
+    ("name", "stages_per_rank", "num_microbatches"),
+    [("ScheduleInterleavedZeroBubble", 3, 4), ("ScheduleInterleavedZeroBubble", 2, 8), ("ScheduleLoopedBFS", 2, 5)],
+)
+def test_pytorchs_own_orders_are_lowered(name: str, stages_per_rank: int, num_microbatches: int) -> None:
+    rows, placement = orders_of_several_stages(name, 4, stages_per_rank, num_microbatches)
+    actions = tuple(tuple(map(Action.parse, row)) for row in rows)
+    schedule = Schedule(name, actions, tuple(placement), num_microbatches, num_slices=1)
+    check_communication(add_communication(schedule))

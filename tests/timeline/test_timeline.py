@@ -325,7 +325,7 @@ def test_a_damaged_timeline(change: Callable[[dict[str, Any]], object], tmp_path
 
 def test_neither_torch_nor_matplotlib_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, slipstream.schedule, slipstream.schedule.torch_csv, slipstream.simulator.simulation\n"
+        "import sys, slipstream.schedule, slipstream.simulator.simulation\n"
         "print([name for name in ('torch', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=with_path(ROOT / "src"))

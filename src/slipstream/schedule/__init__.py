@@ -28,7 +28,6 @@ from slipstream.schedule.lowering import (
     split_backwards,
 )
 from slipstream.schedule.memory_passes import add_offload, add_recompute, in_flushes
-from slipstream.schedule.torch_csv import from_torch_csv, to_torch_csv
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
 from slipstream.schedule.validation import running_order, validate
 from slipstream.schedule.zero_bubble import zb_h1, zb_h2
