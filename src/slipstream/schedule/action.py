@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -93,6 +94,11 @@ class Action(NamedTuple):
         op, step = _OTHER_END[self.op]
         return Action(op, self.stage + step, self.microbatch, self.slice)
 
+    @property
+    def send(self) -> Action:
+        """The SEND of the message of which this SEND or RECV is an end."""
+        return self if self.op in SENDS else self.other_end
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -128,8 +134,8 @@ class Schedule:
             )
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < self.num_ranks:
-                ranks = f"0 to {self.num_ranks - 1}"
-                raise ScheduleError(f"Stage {stage} is placed on rank {rank}, but the ranks are {ranks}.")
+                last = self.num_ranks - 1
+                raise ScheduleError(f"Stage {stage} is placed on rank {rank}, but the ranks are 0 to {last}.")
         if self.reach is not None:
             self._check_reach(self.reach)
 
@@ -181,25 +187,20 @@ class Schedule:
 
     def __str__(self) -> str:
         """Returns the text form that `Schedule.parse` reads: a header, then one line per rank."""
-        reach, rows = self.reach or (), self.actions
-        lines = [
-            f"schedule: {self.name}",
-            f"placement: {_join(self.placement)}",
-            f"microbatches: {self.num_microbatches}",
-            f"slices: {self.num_slices}",
-            *(f"reach {m}: {_join(row)}" for m, row in enumerate(reach)),
-            *(f"rank {rank}: {' '.join(map(self.text, row))}".rstrip() for rank, row in enumerate(rows)),
-        ]
-        return "\n".join(lines)
+        fields: dict[str, Iterable[object]] = {"schedule": [self.name], "placement": self.placement}
+        fields |= {"microbatches": [self.num_microbatches], "slices": [self.num_slices]}
+        fields |= {f"reach {m}": row for m, row in enumerate(self.reach or ())}
+        fields |= {f"rank {rank}": map(self.text, row) for rank, row in enumerate(self.actions)}
+        return "\n".join(f"{key}: {' '.join(map(str, words))}".rstrip() for key, words in fields.items())
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
         """Reads the text form back. Unknown, missing and repeated lines raise ScheduleError."""
         fields = _fields(text)
-        num_reach = sum(key.startswith("reach ") for key in fields)
-        num_ranks = sum(key.startswith("rank ") for key in fields)
+        reach = [key for key in fields if key.startswith("reach ")]
+        ranks = [key for key in fields if key.startswith("rank ")]
         wanted = ["schedule", "placement", "microbatches", "slices"]
-        wanted += [f"reach {m}" for m in range(num_reach)] + [f"rank {rank}" for rank in range(num_ranks)]
+        wanted += [f"reach {m}" for m in range(len(reach))] + [f"rank {rank}" for rank in range(len(ranks))]
         if list(fields) != wanted:
             raise ScheduleError(
                 f"The schedule's lines are {', '.join(fields)}; they must be, in this order: schedule, "
@@ -207,16 +208,12 @@ class Schedule:
             )
         return cls(
             name=fields["schedule"],
-            actions=tuple(_actions(f"rank {rank}", fields) for rank in range(num_ranks)),
+            actions=tuple(_actions(key, fields) for key in ranks),
             placement=_numbers("placement", fields),
-            num_microbatches=_number("microbatches", fields),
-            num_slices=_number("slices", fields),
-            reach=tuple(_numbers(f"reach {m}", fields) for m in range(num_reach)) or None,
+            num_microbatches=_numbers("microbatches", fields, single=True)[0],
+            num_slices=_numbers("slices", fields, single=True)[0],
+            reach=tuple(_numbers(key, fields) for key in reach) or None,
         )
-
-
-def _join(numbers: tuple[int, ...]) -> str:
-    return " ".join(map(str, numbers))
 
 
 def _fields(text: str) -> dict[str, str]:
@@ -230,18 +227,12 @@ def _fields(text: str) -> dict[str, str]:
     return fields
 
 
-def _numbers(key: str, fields: dict[str, str]) -> tuple[int, ...]:
+def _numbers(key: str, fields: dict[str, str], single: bool = False) -> tuple[int, ...]:
     words = fields[key].split()
-    if not words or not all(re.fullmatch(_NUMBER, word) for word in words):
-        raise ScheduleError(f"'{key}: {fields[key]}' needs whole numbers, as in '{key}: 0 1'.")
+    if not words or not all(re.fullmatch(_NUMBER, word) for word in words) or (single and len(words) > 1):
+        example = f"one whole number, as in '{key}: 4'" if single else f"whole numbers, as in '{key}: 0 1'"
+        raise ScheduleError(f"'{key}: {fields[key]}' needs {example}.")
     return tuple(map(int, words))
-
-
-def _number(key: str, fields: dict[str, str]) -> int:
-    numbers = _numbers(key, fields)
-    if len(numbers) != 1:
-        raise ScheduleError(f"'{key}: {fields[key]}' needs one whole number, as in '{key}: 4'.")
-    return numbers[0]
 
 
 def _actions(key: str, fields: dict[str, str]) -> tuple[Action, ...]:

@@ -31,7 +31,7 @@ def _before_forward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     _, g, m, i = action
-    before = [Action(Op.F, g, m, i)]
+    before = [action.with_op(Op.F)]
     if schedule.reach is not None:
         attending = (j for j in range(i + 1, schedule.num_slices) if schedule.reach[m][j] <= i)
         before += [input_gradient(g, m, j, schedule) for j in attending]
@@ -39,10 +39,8 @@ def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         before.append(input_gradient(g, m, i + 1, schedule))
     if g + 1 < schedule.num_stages:
         before.append(_input(input_gradient(g + 1, m, i, schedule), action, schedule))
-    for op in (Op.R, Op.RELOAD):
-        if op in schedule.ops and (helper := Action(op, g, m, i)) in schedule.positions:
-            before.append(helper)
-    return tuple(before)
+    helpers = (action.with_op(op) for op in (Op.R, Op.RELOAD) if op in schedule.ops)
+    return (*before, *(helper for helper in helpers if helper in schedule.positions))
 
 
 def _input(producer: Action, user: Action, schedule: Schedule) -> Action:
@@ -57,10 +55,9 @@ def _before_recompute(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _before_reduction(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    g = action.stage
     units = [(m, i) for m in range(schedule.num_microbatches) for i in range(schedule.num_slices)]
-    weights = ((Action(Op.W, g, m, i), Action(Op.B, g, m, i)) for m, i in units)
-    return tuple(w if w in schedule.positions else b for w, b in weights)
+    weights = (Action(Op.W, action.stage, m, i) for m, i in units)
+    return tuple(w if w in schedule.positions else w.with_op(Op.B) for w in weights)
 
 
 _RULES: Mapping[Op, Callable[[Action, Schedule], tuple[Action, ...]]] = {
@@ -86,16 +83,15 @@ def input_gradient(stage: int, microbatch: int, index: int, schedule: Schedule) 
     return Action(Op.B, stage, microbatch, index)
 
 
+_MESSAGES = {Op.F: (Op.SEND_F, Op.RECV_F), Op.B: (Op.SEND_B, Op.RECV_B), Op.I: (Op.SEND_B, Op.RECV_B)}
+
+
 def sending(producer: Action, schedule: Schedule) -> Action | None:
     """Returns the SEND that carries the producer's result to another rank, or None if it stays on its rank."""
-    g, m, i = producer.stage, producer.microbatch, producer.slice
-    if producer.op is Op.F and g + 1 < schedule.num_stages:
-        send = Action(Op.SEND_F, g, m, i)
-    elif producer.op in (Op.B, Op.I) and g > 0:
-        send = Action(Op.SEND_B, g, m, i)
-    else:
+    if producer.op not in _MESSAGES:
         return None
-    return send if schedule.placement[send.other_end.stage] != schedule.placement[g] else None
+    send = producer.with_op(_MESSAGES[producer.op][0])
+    return send if _crosses_ranks(send, schedule) else None
 
 
 def awaited_send(user: Action, schedule: Schedule) -> Action | None:
@@ -103,19 +99,20 @@ def awaited_send(user: Action, schedule: Schedule) -> Action | None:
 
     It says of a message's receiver what `sending` says of its sender.
     """
-    g, m, i = user.stage, user.microbatch, user.slice
-    if user.op is Op.F and g > 0:
-        send = Action(Op.SEND_F, g - 1, m, i)
-    elif user.op in (Op.B, Op.I) and g + 1 < schedule.num_stages:
-        send = Action(Op.SEND_B, g + 1, m, i)
-    else:
+    if user.op not in _MESSAGES:
         return None
-    return send if schedule.placement[send.stage] != schedule.placement[g] else None
+    receive = user.with_op(_MESSAGES[user.op][1])
+    return receive.other_end if _crosses_ranks(receive, schedule) else None
+
+
+def _crosses_ranks(end: Action, schedule: Schedule) -> bool:
+    other = end.other_end.stage
+    return 0 <= other < schedule.num_stages and schedule.placement[other] != schedule.placement[end.stage]
 
 
 def consumer(receive: Action, schedule: Schedule) -> Action:
     """Returns the action that needs what the RECV brings."""
-    g, m, i = receive.stage, receive.microbatch, receive.slice
+    _, g, m, i = receive
     return Action(Op.F, g, m, i) if receive.op is Op.RECV_F else input_gradient(g, m, i, schedule)
 
 

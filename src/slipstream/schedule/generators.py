@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from slipstream.errors import did_you_mean
-from slipstream.schedule.action import Action, Schedule, ScheduleError
+from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
-from slipstream.schedule.rows import alternate, backwards, check_counts, forwards
+from slipstream.schedule.rows import Counts, alternate
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
 from slipstream.schedule.zero_bubble import zb_h1, zb_h2
 
@@ -23,8 +23,8 @@ def gpipe(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedu
 
     With equal times the bubble is (p-1)/(ms+p-1) of the step, and every rank keeps all m microbatches.
     """
-    units = num_microbatches * num_slices
-    return _one_stage_per_rank("gpipe", num_stages, num_microbatches, num_slices, lambda rank: units)
+    counts = Counts("gpipe", num_stages, num_microbatches, num_slices)
+    return counts.schedule(lambda rank: counts.passes(Op.F, rank) + counts.passes(Op.B, rank))
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
@@ -38,24 +38,13 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 1) -> 
 
     With equal times the bubble is that of `gpipe`; rank r of p keeps min(1 + (p-1-r)/s, m) microbatches.
     """
-    return _one_stage_per_rank(
-        "1f1b", num_stages, num_microbatches, num_slices, lambda rank: num_slices + num_stages - 1 - rank
-    )
+    counts = Counts("1f1b", num_stages, num_microbatches, num_slices)
 
+    def row(rank: int) -> list[Action]:
+        warmup = num_slices + num_stages - 1 - rank
+        return alternate(counts.passes(Op.F, rank), counts.passes(Op.B, rank), warmup)
 
-def _one_stage_per_rank(
-    name: str, num_stages: int, num_microbatches: int, num_slices: int, warmup: Callable[[int], int]
-) -> Schedule:
-    """Returns a schedule whose rank r runs `warmup(r)` forwards, then backwards and forwards alternately."""
-    check_counts(name, num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
-    microbatches = range(num_microbatches)
-
-    def row(stage: int) -> tuple[Action, ...]:
-        forward = forwards(stage, microbatches, num_slices)
-        return tuple(alternate(forward, backwards(stage, microbatches, num_slices), warmup(stage)))
-
-    rows = tuple(map(row, range(num_stages)))
-    return Schedule(name, rows, tuple(range(num_stages)), num_microbatches, num_slices)
+    return counts.schedule(row)
 
 
 GENERATORS: dict[str, Callable[..., Schedule]] = {
@@ -70,17 +59,10 @@ GENERATORS: dict[str, Callable[..., Schedule]] = {
     "v-min": v_min,
 }
 
-_ANY = range(1, sys.maxsize)
 STAGES_PER_RANK: dict[str, range] = {
-    "gpipe": range(1, 2),
-    "1f1b": range(1, 2),
-    "interleaved-1f1b": _ANY,
-    "breadth-first": _ANY,
-    "zb-h1": range(1, 2),
-    "zb-h2": range(1, 2),
-    "zb-v": range(2, 3),
-    "v-half": range(2, 3),
-    "v-min": range(2, 3),
+    **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "zb-h2"), range(1, 2)),
+    **dict.fromkeys(("interleaved-1f1b", "breadth-first"), range(1, sys.maxsize)),
+    **dict.fromkeys(("zb-v", "v-half", "v-min"), range(2, 3)),
 }
 """The numbers of stages that a rank can hold under each schedule: `2 in STAGES_PER_RANK["zb-v"]`."""
 
@@ -97,7 +79,7 @@ def placed_as(name: str, stages_per_rank: int) -> str:
     if name == "auto":
         return "1f1b" if stages_per_rank == 1 else "interleaved-1f1b"
     if name == "auto-v":
-        _check_stages(name, STAGES_PER_RANK["zb-v"], stages_per_rank)
+        _check_stages(name, "zb-v", stages_per_rank)
         return "zb-v"
     return name
 
@@ -112,10 +94,11 @@ def check_name(name: str, besides: Sequence[str] = ()) -> None:
         )
 
 
-def _check_stages(name: str, allowed: range, stages_per_rank: int) -> None:
+def _check_stages(name: str, like: str, stages_per_rank: int) -> None:
+    allowed = STAGES_PER_RANK[like]
     if stages_per_rank not in allowed:
         number = f"exactly {allowed.start}" if len(allowed) == 1 else f"at least {allowed.start}"
-        others = ", ".join(other for other, counts in STAGES_PER_RANK.items() if stages_per_rank in counts)
+        others = ", ".join(other for other in GENERATORS if stages_per_rank in STAGES_PER_RANK[other])
         raise ScheduleError(
             f"stages_per_rank={stages_per_rank}, but the schedule {name!r} has {number}. Give stages_per_rank="
             f"{allowed.start}{f', or a schedule that can have {stages_per_rank}: {others}' if others else ''}."
@@ -132,8 +115,6 @@ def make_schedule(
             number of stages per rank (it has what is allowed), or a count is below 1.
     """
     check_name(name)
-    allowed = STAGES_PER_RANK[name]
-    _check_stages(name, allowed, stages_per_rank)
-    if len(allowed) == 1:
-        return GENERATORS[name](num_ranks, num_microbatches, num_slices)
-    return GENERATORS[name](num_ranks, num_microbatches, num_slices, stages_per_rank)
+    _check_stages(name, name, stages_per_rank)
+    several = () if len(STAGES_PER_RANK[name]) == 1 else (stages_per_rank,)
+    return GENERATORS[name](num_ranks, num_microbatches, num_slices, *several)

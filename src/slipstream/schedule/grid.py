@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
 from slipstream.schedule.action import Schedule
 
@@ -16,17 +17,13 @@ def grid(schedule: Schedule, marked: Collection[tuple[int, int]]) -> str:
     """
     num_steps = max(map(len, schedule.actions))
     near = [step for _, step in marked] or [0]
+    shown = [step for step in range(num_steps) if min(abs(step - mark) for mark in near) <= _AROUND]
     columns = [["step", *(f"rank {rank}" for rank in range(schedule.num_ranks))]]
-    last = -1
-    for step in range(num_steps):
-        if min(abs(step - mark) for mark in near) > _AROUND:
-            continue
-        if step > last + 1:
+    for before, step in pairwise([-1, *shown, num_steps]):
+        if step > before + 1:
             columns.append([".."] * (schedule.num_ranks + 1))
-        columns.append([f" {step}", *(_cell(schedule, rank, step, marked) for rank in range(schedule.num_ranks))])
-        last = step
-    if last + 1 < num_steps:
-        columns.append([".."] * (schedule.num_ranks + 1))
+        if step < num_steps:
+            columns.append([f" {step}", *(_cell(schedule, rank, step, marked) for rank in range(schedule.num_ranks))])
     widths = [max(map(len, column)) for column in columns]
     return "\n".join(
         " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

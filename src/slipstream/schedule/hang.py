@@ -26,7 +26,7 @@ def report_wait(schedule: Schedule, rank: int, action: Action) -> str:
         if each.op not in RECEIVES:  # its SEND says the same
             missing[schedule.placement[each.stage]].append(each)
     awaited = [each for each in predecessors(action, schedule) if each in wanted]
-    sources = [each.other_end if each.op in RECEIVES else each for each in awaited]
+    sources = [each.send if each.op in RECEIVES else each for each in awaited]
     if action.op in SENDS:  # held up by those before it on its channel
         sources = [action.other_end]
     named = ", ".join(f"{text(each)} of rank {schedule.placement[each.stage]}" for each in sources) or "nothing"

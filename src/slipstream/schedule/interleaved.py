@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from slipstream.schedule.action import Action, Schedule, ScheduleError
-from slipstream.schedule.rows import alternate, backwards, check_counts, forwards
+from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
+from slipstream.schedule.rows import Counts, alternate
 
 
 def interleaved_one_f_one_b(
@@ -30,26 +30,19 @@ def interleaved_one_f_one_b(
     Raises:
         ScheduleError: a count is below 1, or `lead` is neither 1 nor 2.
     """
-    check_counts(
-        "interleaved-1f1b",
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_slices=num_slices,
-        stages_per_rank=stages_per_rank,
-    )
+    counts = Counts("interleaved-1f1b", num_ranks, num_microbatches, num_slices, stages_per_rank)
     if lead not in (1, 2):
         raise ScheduleError(f"lead={lead}: give 2, which hides messages behind a pass, or 1, which saves memory.")
     groups = _groups(num_microbatches, at_least=-(-num_ranks // num_slices))
     before_last_stage = (stages_per_rank - 1) * len(groups[0]) * num_slices
 
-    def row(rank: int) -> tuple[Action, ...]:
-        stages = _stages(rank, num_ranks, stages_per_rank)
-        forward = [a for group in groups for g in stages for a in forwards(g, group, num_slices)]
-        backward = [a for group in groups for g in reversed(stages) for a in backwards(g, group, num_slices)]
-        return tuple(alternate(forward, backward, before_last_stage + num_slices + lead * (num_ranks - 1 - rank)))
+    def row(rank: int) -> list[Action]:
+        stages = counts.stages(rank)
+        forward = [a for group in groups for g in stages for a in counts.passes(Op.F, g, group)]
+        backward = [a for group in groups for g in reversed(stages) for a in counts.passes(Op.B, g, group)]
+        return alternate(forward, backward, before_last_stage + num_slices + lead * (num_ranks - 1 - rank))
 
-    placement = tuple(range(num_ranks)) * stages_per_rank
-    return Schedule("interleaved-1f1b", tuple(map(row, range(num_ranks))), placement, num_microbatches, num_slices)
+    return counts.schedule(row)
 
 
 def breadth_first(num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 2) -> Schedule:
@@ -67,26 +60,14 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_slices: int = 1, st
     Raises:
         ScheduleError: a count is below 1.
     """
-    check_counts(
-        "breadth-first",
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_slices=num_slices,
-        stages_per_rank=stages_per_rank,
-    )
+    counts = Counts("breadth-first", num_ranks, num_microbatches, num_slices, stages_per_rank)
 
-    def row(rank: int) -> tuple[Action, ...]:
-        stages, microbatches = _stages(rank, num_ranks, stages_per_rank), range(num_microbatches)
-        forward = [a for g in stages for a in forwards(g, microbatches, num_slices)]
-        backward = [a for g in reversed(stages) for a in backwards(g, reversed(microbatches), num_slices)]
-        return (*forward, *backward)
+    def row(rank: int) -> list[Action]:
+        stages, last_first = counts.stages(rank), range(num_microbatches)[::-1]
+        forward = [a for g in stages for a in counts.passes(Op.F, g)]
+        return forward + [a for g in reversed(stages) for a in counts.passes(Op.B, g, last_first)]
 
-    placement = tuple(range(num_ranks)) * stages_per_rank
-    return Schedule("breadth-first", tuple(map(row, range(num_ranks))), placement, num_microbatches, num_slices)
-
-
-def _stages(rank: int, num_ranks: int, stages_per_rank: int) -> range:
-    return range(rank, num_ranks * stages_per_rank, num_ranks)
+    return counts.schedule(row)
 
 
 def _groups(num_microbatches: int, at_least: int) -> list[range]:

@@ -29,14 +29,19 @@ class Channel(NamedTuple):
 
 def channel(action: Action, schedule: Schedule) -> Channel:
     """Returns the channel of a SEND or RECV; source and destination are pipeline ranks."""
-    send = action if action.op in SENDS else action.other_end
+    send = action.send
     source, destination = schedule.placement[send.stage], schedule.placement[send.other_end.stage]
     return Channel("activations" if send.op is Op.SEND_F else "gradients", source, destination)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Returns the forwards of a compute-only schedule, for evaluation."""
-    rows = tuple(tuple(action for action in row if action.op is Op.F) for row in schedule.actions)
+    return _rewritten(schedule, lambda action: (action,) if action.op is Op.F else ())
+
+
+def _rewritten(schedule: Schedule, rewrite: Callable[[Action], tuple[Action, ...]]) -> Schedule:
+    """Returns the schedule with `rewrite(action)` in the place of each action."""
+    rows = tuple(tuple(each for action in row for each in rewrite(action)) for row in schedule.actions)
     return replace(schedule, actions=rows)
 
 
@@ -50,7 +55,6 @@ def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
 
     With `everywhere`, splits each B, whether or not it sends.
     """
-
     placement = schedule.placement
     sends = {g for g in range(schedule.num_stages) if everywhere or (g and placement[g - 1] != placement[g])}
 
@@ -59,17 +63,18 @@ def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
             return (action,)
         return action.with_op(Op.I), action.with_op(Op.W)
 
-    rows = tuple(tuple(half for action in row for half in halves(action)) for row in schedule.actions)
-    return replace(schedule, actions=rows)
+    return _rewritten(schedule, halves)
 
 
 def join_backwards(schedule: Schedule) -> Schedule:
     """Turns each I into B, where it stands, and leaves W out: the opposite of `split_backwards`."""
-    rows = tuple(
-        tuple(action.with_op(Op.B) if action.op is Op.I else action for action in row if action.op is not Op.W)
-        for row in schedule.actions
-    )
-    return replace(schedule, actions=rows)
+
+    def joined(action: Action) -> tuple[Action, ...]:
+        if action.op is Op.I:
+            return (action.with_op(Op.B),)
+        return () if action.op is Op.W else (action,)
+
+    return _rewritten(schedule, joined)
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
@@ -86,8 +91,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
     def reduced(action: Action) -> tuple[Action, ...]:
         return (action, Action(Op.REDUCE_GRAD, action.stage)) if last.get(action.stage) == action else (action,)
 
-    rows = tuple(tuple(each for action in row for each in reduced(action)) for row in schedule.actions)
-    return replace(schedule, actions=rows)
+    return _rewritten(schedule, reduced)
 
 
 def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
@@ -109,27 +113,20 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
         raise ScheduleError(f"{schedule.name} has sends and receives already; lower it before they are added.")
     if ahead < 0:
         raise ScheduleError(f"ahead={ahead}: a number of compute actions, 0 or more.")
-    receives = _place_receives(schedule, ahead, validate(schedule))
+    receives = _place_receives(schedule, ahead)
     rows = []
     for rank, row in enumerate(schedule.actions):
-        lowered: list[Action] = []
-        send: Action | None = None
-        for index, action in enumerate((*row, None)):
-            lowered += receives[rank, index]
-            if send is not None:
-                lowered.append(send)
-            if action is not None:
-                lowered.append(action)
-                send = sending(action, schedule)
+        lowered = receives[rank, 0]
+        for index, action in enumerate(row, start=1):
+            send = sending(action, schedule)
+            lowered += [action, *receives[rank, index], *([] if send is None else [send])]
         rows.append(tuple(lowered))
     return replace(schedule, actions=tuple(rows))
 
 
-def _place_receives(
-    schedule: Schedule, ahead: int, order: Sequence[Action]
-) -> defaultdict[tuple[int, int], list[Action]]:
+def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, int], list[Action]]:
     """Returns the RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
-    starts, ends = run_times(schedule, unit_seconds, order)
+    starts, ends = run_times(schedule, unit_seconds, validate(schedule))
     rank_starts = [[starts[action] for action in row] for row in schedule.actions]
     latest: dict[Channel, int] = {}  # where the channel's next RECV stands
     receives: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -176,8 +173,8 @@ def check_communication(schedule: Schedule) -> None:
         ScheduleError: with the first mismatch, or the cycle of ranks that wait for each other.
     """
     validate(schedule)  # its run is model (b): given equal orders, the messages before have moved as well
-    sends, receives = _ends_by_channel(schedule, SENDS), _ends_by_channel(schedule, RECEIVES)
-    for line, sent in sends.items():
+    receives = _ends_by_channel(schedule, RECEIVES)
+    for line, sent in _ends_by_channel(schedule, SENDS).items():
         for send, receive in zip(sent, receives[line], strict=True):
             if receive != send.other_end:
                 marked = [schedule.positions[send], schedule.positions[receive]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
 from itertools import pairwise, takewhile
 
 from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
@@ -38,7 +38,7 @@ def add_recompute(
     for action in order:
         row = rows[schedule.placement[action.stage]]
         ready = max((ends[before] for before in predecessors(action, schedule)), default=0)
-        while row.has_time(ready) and all(before in ends for before in predecessors(row.waiting[0], schedule)):
+        while row.has_time(ready) and all(before in ends for before in predecessors(row.next_recompute, schedule)):
             row.recompute()
         ends[action] = row.run(action, ready)
     return replace(schedule, actions=tuple(tuple(row.actions) for row in rows))
@@ -48,41 +48,42 @@ class _Row:
     """One rank's actions that have run so far, with R's among them."""
 
     def __init__(self, row: tuple[Action, ...], stages: Collection[int], alive: int, seconds: Seconds) -> None:
-        self.waiting: deque[Action] = deque()  # R's, in the order of their backwards
         self.actions: list[Action] = []
         self._ahead = deque(row)
+        self._waiting: deque[Action] = deque()  # backwards whose R's have not run
         self._whole: set[Action] = set()  # F's of chosen slices that need no R
         self._most_alive, self._alive = alive, 0  # slices that are chosen and have all their activations
         self._seconds = seconds
         self._free: float = 0  # when the last action ends
+        self._chosen = {action for action in row if action.op in (Op.B, Op.I) and action.stage in stages}
         for before, action in pairwise(row):
-            if action.op in (Op.B, Op.I) and action.stage in stages:
-                if before == action.with_op(Op.F):
-                    self._whole.add(before)
-                else:
-                    self.waiting.append(action.with_op(Op.R))
-        self._chosen = {recompute.with_op(Op.F) for recompute in self.waiting} | self._whole
+            if action in self._chosen and before == action.with_op(Op.F):
+                self._whole.add(before)
+            elif action in self._chosen:
+                self._waiting.append(action)
+
+    @property
+    def next_recompute(self) -> Action:
+        return self._waiting[0].with_op(Op.R)
 
     def has_time(self, ready: float) -> bool:
         """Whether the next R fits before an action that can start at `ready`, in time and in memory."""
-        if not self.waiting or self._free + self._seconds(self.waiting[0]) > ready:
+        if not self._waiting or self._free + self._seconds(self.next_recompute) > ready:
             return False
-        until_backward = takewhile(
-            lambda a: a.op not in (Op.B, Op.I) or a.with_op(Op.R) != self.waiting[0], self._ahead
-        )
+        until_backward = takewhile(lambda action: action != self._waiting[0], self._ahead)
         return self._alive + any(action in self._whole for action in until_backward) < self._most_alive
 
     def recompute(self) -> None:
         self._alive += 1
-        self._append(self.waiting.popleft(), 0)
+        self._append(self.next_recompute, 0)
+        self._waiting.popleft()
 
     def run(self, action: Action, ready: float) -> float:
         """Runs an action, after its R if that is due, and returns when it ends."""
         self._ahead.popleft()
-        if action.op in (Op.B, Op.I) and self.waiting and self.waiting[0] == action.with_op(Op.R):
+        if self._waiting and self._waiting[0] == action:
             self.recompute()
-        self._alive += action in self._whole
-        self._alive -= action.op in (Op.B, Op.I) and action.with_op(Op.F) in self._chosen
+        self._alive += (action in self._whole) - (action in self._chosen)
         return self._append(action, ready)
 
     def _append(self, action: Action, ready: float) -> float:
@@ -109,47 +110,26 @@ def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds:
     starts, ends = run_times(schedule, seconds, order)
     rows = []
     for row in schedule.actions:
-        num_chosen = round(share * sum(action.op is Op.F for action in row))
-        places = {action: index for index, action in enumerate(row)}
-        stays = [_HostStay.of(action, places, ahead) for action in row if action.op is Op.F]
-        possible = [stay for stay in stays if stay.leaves_room]
-        possible.sort(key=lambda stay: ends[row[stay.forward]] - starts[row[stay.needed]])
-        rows.append(_with_offload(row, possible[:num_chosen]))
+        forwards = [action for action in row if action.op is Op.F]
+        needed = {forward: _first_use(forward, schedule) for forward in forwards}
+        # Only where anything runs while the activations are away.
+        possible = [f for f in forwards if needed[f] - ahead > schedule.positions[f][1] + 1]
+        possible.sort(key=lambda forward: ends[forward] - starts[row[needed[forward]]])
+        chosen = set(possible[: round(share * len(forwards))])
+        reloads: defaultdict[int, list[Action]] = defaultdict(list)
+        for forward in sorted(chosen, key=needed.__getitem__):
+            reloads[needed[forward] - ahead].append(forward.with_op(Op.RELOAD))
+        actions: list[Action] = []
+        for index, action in enumerate(row):
+            actions += [*reloads[index], action, *([action.with_op(Op.OFFLOAD)] if action in chosen else [])]
+        rows.append(tuple(actions))
     return replace(schedule, actions=tuple(rows))
 
 
-@dataclass(frozen=True)
-class _HostStay:
-    """The time that a slice's activations spend on the host, as indices in its rank's row."""
-
-    forward: int
-    reload: int  # RELOAD stands before this
-    needed: int
-
-    @classmethod
-    def of(cls, forward: Action, places: Mapping[Action, int], ahead: int) -> _HostStay:
-        users = (forward.with_op(op) for op in (Op.R, Op.B, Op.I))
-        needed = min(places[user] for user in users if user in places)
-        return cls(places[forward], needed - ahead, needed)
-
-    @property
-    def leaves_room(self) -> bool:
-        """Whether anything runs while the activations are away."""
-        return self.reload > self.forward + 1
-
-
-def _with_offload(row: tuple[Action, ...], stays: list[_HostStay]) -> tuple[Action, ...]:
-    offloads = {stay.forward: row[stay.forward].with_op(Op.OFFLOAD) for stay in stays}
-    reloads: defaultdict[int, list[Action]] = defaultdict(list)
-    for stay in sorted(stays, key=lambda stay: stay.needed):
-        reloads[stay.reload].append(row[stay.forward].with_op(Op.RELOAD))
-    actions: list[Action] = []
-    for index, action in enumerate(row):
-        actions += reloads[index]
-        actions.append(action)
-        if index in offloads:
-            actions.append(offloads[index])
-    return tuple(actions)
+def _first_use(forward: Action, schedule: Schedule) -> int:
+    """Returns the place, in its rank's row, of the first action that needs what a forward saves."""
+    users = (forward.with_op(op) for op in (Op.R, Op.B, Op.I))
+    return min(schedule.positions[user][1] for user in users if user in schedule.positions)
 
 
 def in_flushes(schedule: Schedule, num_flushes: int) -> Schedule:
@@ -171,13 +151,11 @@ def in_flushes(schedule: Schedule, num_flushes: int) -> Schedule:
     if schedule.is_lowered:
         raise ScheduleError(f"{schedule.name} has sends and receives already; repeat it before they are added.")
 
-    def renumbered(action: Action, flush: int) -> Action:
-        return action._replace(microbatch=flush * schedule.num_microbatches + action.microbatch)
-
     def row(actions: tuple[Action, ...]) -> tuple[Action, ...]:
         passes = [action for action in actions if action.op is not Op.REDUCE_GRAD]
-        reductions = [action for action in actions if action.op is Op.REDUCE_GRAD]
-        return (*(renumbered(action, flush) for flush in range(num_flushes) for action in passes), *reductions)
+        firsts = range(0, num_flushes * schedule.num_microbatches, schedule.num_microbatches)
+        repeated = (action._replace(microbatch=first + action.microbatch) for first in firsts for action in passes)
+        return (*repeated, *(action for action in actions if action.op is Op.REDUCE_GRAD))
 
     return replace(
         schedule,

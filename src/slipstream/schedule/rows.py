@@ -1,28 +1,52 @@
-"""The parts of a rank's row of actions: a stage's slices forward and backward, and both alternating."""
+"""The counts that a schedule is made for, and the parts of its rows: a stage's passes, and two kinds alternating."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 
-from slipstream.schedule.action import Action, Op, ScheduleError
-
-
-def check_counts(name: str, **counts: int) -> None:
-    """Raises ScheduleError for a count below 1; keywords are the parameters' names, as in `num_stages=4`."""
-    for parameter, count in counts.items():
-        if count < 1:
-            what = parameter.removeprefix("num_").replace("_", " ")
-            raise ScheduleError(f"{name} needs at least 1 of {what}, not {count}.")
+from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
 
 
-def forwards(stage: int, microbatches: Iterable[int], num_slices: int) -> list[Action]:
-    """Returns the forwards of every slice of one microbatch after another."""
-    return [Action(Op.F, stage, m, i) for m in microbatches for i in range(num_slices)]
+@dataclass(frozen=True)
+class Counts:
+    """The counts that the schedule `name` is made for.
 
+    Raises:
+        ScheduleError: a count is below 1.
+    """
 
-def backwards(stage: int, microbatches: Iterable[int], num_slices: int, op: Op = Op.B) -> list[Action]:
-    """Returns the backwards of one microbatch after another, slices last in, first out; `op` is B, I or W."""
-    return [Action(op, stage, m, i) for m in microbatches for i in reversed(range(num_slices))]
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    num_slices: int
+    stages_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        for each in fields(self)[1:]:
+            if (count := getattr(self, each.name)) < 1:
+                what = each.name.removeprefix("num_").replace("_", " ")
+                raise ScheduleError(f"{self.name} needs at least 1 of {what}, not {count}.")
+
+    def stages(self, rank: int) -> range:
+        """Returns the rank's stages in the looped placement: stage g on rank g mod p."""
+        return range(rank, self.num_ranks * self.stages_per_rank, self.num_ranks)
+
+    def passes(self, op: Op, stage: int, microbatches: Iterable[int] | None = None) -> list[Action]:
+        """Returns a stage's F, B, I or W of one microbatch after another, by default of all.
+
+        Slices go forward in order, and backward last in, first out.
+        """
+        slices = range(self.num_slices) if op is Op.F else range(self.num_slices)[::-1]
+        chosen = range(self.num_microbatches) if microbatches is None else microbatches
+        return [Action(op, stage, m, i) for m in chosen for i in slices]
+
+    def schedule(self, row: Callable[[int], Iterable[Action]], v_shaped: bool = False) -> Schedule:
+        """Returns the schedule whose ranks run `row(rank)`; a V-shaped placement has stages r and 2p-1-r on rank r."""
+        ranks = tuple(range(self.num_ranks))
+        placement = ranks + ranks[::-1] if v_shaped else ranks * self.stages_per_rank
+        rows = tuple(tuple(row(rank)) for rank in ranks)
+        return Schedule(self.name, rows, placement, self.num_microbatches, self.num_slices)
 
 
 def alternate(forward: Sequence[Action], backward: Sequence[Action], warmup: int) -> list[Action]:

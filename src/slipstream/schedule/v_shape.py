@@ -1,12 +1,20 @@
-"""Schedules with V-shaped placement: two stages per rank, the first and the last on rank 0, backwards split."""
+"""Schedules with V-shaped placement: two stages per rank, the first and the last on rank 0, backwards split.
+
+V-Half and V-Min repeat a building block: one slice's way over the V (Controllable Memory, section 3).
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import groupby, permutations
+from math import inf
+from typing import NamedTuple
 
 from slipstream.schedule.action import Action, Op, Schedule
-from slipstream.schedule.building_block import building_block, repeat_block, v_shaped
-from slipstream.schedule.rows import backwards, check_counts, forwards
+from slipstream.schedule.dependencies import predecessors
+from slipstream.schedule.rows import Counts
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
@@ -22,12 +30,14 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule
     keeps 1 + (p-1)/s microbatches, at most m. With one slice it is PyTorch's ScheduleZBVZeroBubble; with more, s-1
     slices pass the V before the first backward and come back after the last forward.
     """
-    check_counts("zb-v", num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices)
+    counts = Counts("zb-v", num_ranks, num_microbatches, num_slices)
     # With too few slices to fill the pipeline, the order is that of more microbatches without the additional ones.
-    padded = max(num_microbatches, -(-(2 * (num_ranks - 1) + num_slices) // num_slices))
+    filling = -(-(2 * (num_ranks - 1) + num_slices) // num_slices)
+    padded = replace(counts, num_microbatches=max(num_microbatches, filling))
+    num_units = padded.num_microbatches * num_slices
 
-    def row(rank: int) -> tuple[Action, ...]:
-        down, up = (_Stage(stage, padded, num_slices) for stage in (rank, 2 * num_ranks - 1 - rank))
+    def row(rank: int) -> list[Action]:
+        down, up = (_Stage(padded, stage) for stage in (rank, 2 * num_ranks - 1 - rank))
         below = num_ranks - rank  # this rank and those after it
         turned = rank + num_slices - 1  # slices on their way up before the first backward starts
         actions = down.take("F" * (2 * below - 1))
@@ -35,29 +45,23 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule
             actions += up.take("F") + down.take("F")
         for _ in range(below):
             actions += up.take("FIW")
-        for _ in range(padded * num_slices - turned - below):
+        for _ in range(num_units - turned - below):
             actions += down.take("FIW") + up.take("FIW")
         for _ in range(turned):
             actions += down.take("I") + up.take("I")
         for _ in range(below):
             actions += down.take("IW")
-        actions += [*up.weights, *down.weights]
-        return tuple(action for action in actions if action.microbatch < num_microbatches)
+        actions += up.take("W" * num_units) + down.take("W" * num_units)
+        return [action for action in actions if action.microbatch < num_microbatches]
 
-    return v_shaped("zb-v", tuple(map(row, range(num_ranks))), num_microbatches, num_slices)
+    return counts.schedule(row, v_shaped=True)
 
 
 class _Stage:
     """The passes of one stage that have not been taken, each kind in its order."""
 
-    def __init__(self, stage: int, num_microbatches: int, num_slices: int) -> None:
-        microbatches = range(num_microbatches)
-        self.weights = deque(backwards(stage, microbatches, num_slices, Op.W))
-        self._passes = {
-            "F": deque(forwards(stage, microbatches, num_slices)),
-            "I": deque(backwards(stage, microbatches, num_slices, Op.I)),
-            "W": self.weights,
-        }
+    def __init__(self, counts: Counts, stage: int) -> None:
+        self._passes: dict[str, deque[Action]] = {op: deque(counts.passes(op, stage)) for op in (Op.F, Op.I, Op.W)}
 
     def take(self, ops: str) -> list[Action]:
         """Returns the next pass of every kind in `ops`, without kinds that are used up."""
@@ -78,10 +82,9 @@ def v_half(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedu
     each of the 2p stages take one unit and ms >= p+s-1, a rank waits 3p-4 units of the step at most, where it waits
     6(p-1) under 1F1B.
     """
-    check_counts("v-half", num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices)
+    counts = Counts("v-half", num_ranks, num_microbatches, num_slices)
     at_loss = 3 if num_ranks % 2 == 0 else 0
-    block = building_block(num_ranks, down=2, up=1, at_loss=at_loss, at_turn=1)
-    return repeat_block("v-half", block, num_microbatches, num_slices)
+    return _repeat(_building_block(num_ranks, down=2, up=1, at_loss=at_loss, at_turn=1), counts)
 
 
 def v_min(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
@@ -98,7 +101,112 @@ def v_min(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedul
     under 1F1B. Times that differ cost it more than the other schedules, because no pass is left to
     fill a gap.
     """
-    check_counts("v-min", num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices)
+    counts = Counts("v-min", num_ranks, num_microbatches, num_slices)
     at_loss = 2 if num_ranks % 3 == 0 else 0
-    block = building_block(num_ranks, down=1, up=1, at_loss=at_loss, at_turn=0)
-    return repeat_block("v-min", block, num_microbatches, num_slices)
+    return _repeat(_building_block(num_ranks, down=1, up=1, at_loss=at_loss, at_turn=0), counts)
+
+
+_PERIOD = 6  # units of time: F, I and W of two stages
+
+
+class _StageOfBlock(NamedTuple):
+    """The times at which the block's slice passes a stage, and how many slices the stage holds under repetition."""
+
+    forward: int
+    backward: int
+    limit: int
+
+
+def _building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: int) -> list[_StageOfBlock]:
+    """Returns the way of one slice that can start every 6 units without any rank having two passes at the same time.
+
+    The slice takes `down` units from rank to rank towards the last one and `up` units back, first with its F and
+    then, from the last stage, with its I; it rests `at_loss` units between F and I of the last stage and `at_turn`
+    between the last rank's two I. They must be such that a rank's four passes differ modulo 6; W takes the two
+    units of six that are left. A rank holds its two stages' activations of a slice for about 2(down+up)(p-1) units,
+    so a third of that number over p slices: 2p/3 of them with 1 and 1, p with 2 and 1, of 2p under 1F1B.
+    """
+    ramp = (down + up) * (num_ranks - 1)
+    loss = ramp + 1  # F of the last stage
+    back = loss + 1 + at_loss  # I of the last stage
+    end = back + ramp + 1 + at_turn  # I of stage 0
+    ranks = [
+        _with_limits((down * rank, end - up * rank), (loss - up * rank, back + down * rank))
+        for rank in range(num_ranks)
+    ]
+    return [lower for lower, _ in ranks] + [upper for _, upper in reversed(ranks)]
+
+
+def _with_limits(lower: tuple[int, int], upper: tuple[int, int]) -> tuple[_StageOfBlock, _StageOfBlock]:
+    """Returns a rank's two stages, given their F and I, with W in the free units in which the rank holds least."""
+    free = sorted(set(range(_PERIOD)) - {time % _PERIOD for time in (*lower, *upper)})
+    choices = [
+        (_StageOfBlock(*lower, _held(*lower, first)), _StageOfBlock(*upper, _held(*upper, second)))
+        for first, second in permutations(free)
+    ]
+    return min(choices, key=lambda stages: stages[0].limit + stages[1].limit)
+
+
+def _held(forward: int, backward: int, free: int) -> int:
+    """Returns the slices between the start of F and the end of W, which runs in the first such unit after I."""
+    weight = backward + 1 + (free - backward - 1) % _PERIOD
+    return -(-(weight + 1 - forward) // _PERIOD)
+
+
+def _repeat(block: list[_StageOfBlock], counts: Counts) -> Schedule:
+    """Returns the block once per slice, each pass as early as its rank and its stage's limit allow.
+
+    With s slices, s-1 go over the V before one can go backward: there the block repeats every 2 units instead of
+    6, and a stage holds s-1 more slices. W is due when the next forward needs its memory. With one slice every pass
+    has a unit of its own, so running the pass that is due first, of those that can run, ends each when it
+    is due or earlier: the step is no longer than the blocks in a row.
+    """
+    num_units, ramp = counts.num_microbatches * counts.num_slices, counts.num_slices - 1
+    limits = [stage.limit + ramp for stage in block]
+    due: dict[Action, float] = {}
+    for g, stage in enumerate(block):
+        forward = counts.passes(Op.F, g)
+        for k, action in enumerate(forward):
+            due[action] = stage.forward + 2 * min(k, ramp) + _PERIOD * max(k - ramp, 0)
+        for k, action in enumerate(counts.passes(Op.I, g)):
+            due[action] = stage.backward + 2 * ramp + _PERIOD * k
+        for k, action in enumerate(counts.passes(Op.W, g), start=limits[g]):
+            due[action] = due[forward[k]] - 1 if k < num_units else inf
+    rows = _by_rank(due, (*range(counts.num_ranks), *reversed(range(counts.num_ranks))))
+    return _by_due_time(counts.schedule(rows.__getitem__, v_shaped=True), due, limits)
+
+
+def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) -> Schedule:
+    """Reorders each rank's passes: in every unit of time it runs, of those that can run, the one due first.
+
+    A stage that holds its limit of slices takes no other until a W. The ranks can't get stuck: a limit is
+    at least a microbatch's slices, so all of them reach the last stage and the backwards begin.
+    """
+    before = {action: frozenset(predecessors(action, passes)) for action in due}
+    waiting = [
+        [deque(kind) for _, kind in groupby(row, key=lambda action: (action.stage, action.op))]
+        for row in passes.actions
+    ]
+    held = [0] * len(limits)
+    takes = {Op.F: 1, Op.I: 0, Op.W: -1}
+    done: dict[Action, None] = {}  # in order
+
+    def can_run(action: Action) -> bool:
+        fits = action.op is not Op.F or held[action.stage] < limits[action.stage]
+        return fits and before[action] <= done.keys()
+
+    while len(done) < len(due):
+        by_due = (sorted(filter(None, queues), key=lambda queue: due[queue[0]]) for queues in waiting)
+        ready = (next((queue for queue in queues if can_run(queue[0])), None) for queues in by_due)
+        for action in [queue.popleft() for queue in list(ready) if queue]:
+            held[action.stage] += takes[action.op]
+            done[action] = None
+    return replace(passes, actions=_by_rank(done, passes.placement))
+
+
+def _by_rank(actions: Iterable[Action], placement: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
+    """Returns each rank's actions, in the order given."""
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    for action in actions:
+        rows[placement[action.stage]].append(action)
+    return tuple(map(tuple, rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import product
 
 from slipstream.schedule.action import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import predecessors, reason
@@ -106,10 +107,9 @@ def validate(schedule: Schedule) -> list[Action]:
             if problem:
                 raise ScheduleError(f"{schedule.text(action)} {problem}.\n{grid(schedule, [(rank, step)])}")
             seen.add(action)
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            for index in range(schedule.num_slices):
-                _check_complete(stage, microbatch, index, schedule)
+    units = product(range(schedule.num_stages), range(schedule.num_microbatches), range(schedule.num_slices))
+    for stage, microbatch, index in units:
+        _check_complete(stage, microbatch, index, schedule)
     return running_order(schedule)
 
 
@@ -120,14 +120,12 @@ _FOR_MEMORY = (Op.R, Op.OFFLOAD, Op.RELOAD)
 def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
     """Returns what is wrong with the place of an action; "" if nothing is."""
     _, g, m, i = action
-    stages, microbatches, slices = len(schedule.placement), schedule.num_microbatches, schedule.num_slices
-    if not (0 <= g < stages and 0 <= m < microbatches and 0 <= i < slices):
-        counts = (("stage", g, stages), ("microbatch", m, microbatches), ("slice", i, slices))
-        what, number, count = next(each for each in counts if not 0 <= each[1] < each[2])
-        return f"has {what} {number}, but the schedule's are 0 to {count - 1}"
-    if schedule.placement[action.stage] != rank:
-        placed = schedule.placement[action.stage]
-        return f"stands on rank {rank}, but stage {action.stage} is placed on rank {placed}"
+    counts = schedule.num_stages, schedule.num_microbatches, schedule.num_slices
+    for what, number, count in zip(("stage", "microbatch", "slice"), (g, m, i), counts, strict=True):
+        if not 0 <= number < count:
+            return f"has {what} {number}, but the schedule's are 0 to {count - 1}"
+    if schedule.placement[g] != rank:
+        return f"stands on rank {rank}, but stage {g} is placed on rank {schedule.placement[g]}"
     if action.op in COMMUNICATION:
         other = action.other_end
         if not 0 <= other.stage < schedule.num_stages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.schedule.action import Action, Op, Schedule
-from slipstream.schedule.rows import alternate, backwards, check_counts, forwards
+from slipstream.schedule.rows import Counts, alternate
 
 
 def zb_h1(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
@@ -18,7 +18,7 @@ def zb_h1(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedu
     times of the passes, where ms >= p+s-1 and W is no longer than F or I. Every rank keeps 1 + (p-1)/s
     microbatches, at most m. PyTorch's ScheduleInterleavedZeroBubble with one stage a rank is the same order.
     """
-    return _handcrafted("zb-h1", num_stages, num_microbatches, num_slices, lead=1)
+    return _handcrafted(Counts("zb-h1", num_stages, num_microbatches, num_slices), lead=1)
 
 
 def zb_h2(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
@@ -33,23 +33,18 @@ def zb_h2(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedu
     ms >= 2(p-1)+s, no rank waits from its first forward to its last weight gradient, which is a step of
     (p-1)F + ms(F+I+W). Every rank keeps 1 + 2(p-1)/s microbatches, at most m.
     """
-    return _handcrafted("zb-h2", num_stages, num_microbatches, num_slices, lead=2)
+    return _handcrafted(Counts("zb-h2", num_stages, num_microbatches, num_slices), lead=2)
 
 
-def _handcrafted(name: str, num_stages: int, num_microbatches: int, num_slices: int, lead: int) -> Schedule:
+def _handcrafted(counts: Counts, lead: int) -> Schedule:
     """Returns Seq1F1B with I for B, `lead` more forwards for every rank after it, and W `lead * rank` slices late."""
-    check_counts(name, num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
-    microbatches = range(num_microbatches)
 
-    def row(rank: int) -> tuple[Action, ...]:
-        forward = forwards(rank, microbatches, num_slices)
-        inputs = backwards(rank, microbatches, num_slices, Op.I)
-        weights = backwards(rank, microbatches, num_slices, Op.W)
+    def row(rank: int) -> list[Action]:
+        forward, inputs, weights = (counts.passes(op, rank) for op in (Op.F, Op.I, Op.W))
         after = dict(zip(inputs[lead * rank :], weights, strict=False))  # the last ones find no I to follow
         actions: list[Action] = []
-        for action in alternate(forward, inputs, num_slices + lead * (num_stages - 1 - rank)):
+        for action in alternate(forward, inputs, counts.num_slices + lead * (counts.num_ranks - 1 - rank)):
             actions += [action, after[action]] if action in after else [action]
-        return (*actions, *weights[len(after) :])
+        return actions + weights[len(after) :]
 
-    rows = tuple(map(row, range(num_stages)))
-    return Schedule(name, rows, tuple(range(num_stages)), num_microbatches, num_slices)
+    return counts.schedule(row)

@@ -8,60 +8,43 @@ from collections.abc import Mapping
 from slipstream.schedule import RECEIVES, SENDS, Action, Channel, Op, Schedule, channel, send_windows
 from slipstream.simulator.memory_table import MemoryTable
 
+Windows = Mapping[Channel, int]  # see `send_windows`
 
-def pool_bytes(
-    schedule: Schedule, rank: int, table: MemoryTable, windows: Mapping[Channel, int] | None = None
-) -> float:
+
+def pool_bytes(schedule: Schedule, rank: int, table: MemoryTable, windows: Windows | None = None) -> float:
     """Returns the bytes of the transport's buffers on a rank: of each size as many as are ever in use at the same time.
 
     One for every receive from when it is posted until the backward of its slice is done (W's where it is split, since
     a forward's input and an output's gradient belong to a weight gradient's factors; F's where the input is moved to
     the host), and one for every send until as many later ones have gone out on its channel as its window is wide.
     """
-    pool, windows = _Pool(), windows or send_windows(schedule)
+    windows = windows or send_windows(schedule)
+    used: Counter[float] = Counter()  # buffers by size, which are reused and never freed
+    most: Counter[float] = Counter()
     sent: defaultdict[Channel, deque[float]] = defaultdict(deque)
     posted: set[Action] = set()
     for action in schedule.actions[rank]:
         size = table.payload(action.slice) + table.header_bytes
         if action.op in SENDS:
-            line = sent[channel(action, schedule)]
-            if len(line) >= windows[channel(action, schedule)]:
-                pool.give_back(line.popleft())
-            line.append(size)
-            pool.take(size)
+            on_their_way = sent[line := channel(action, schedule)]
+            if len(on_their_way) >= windows[line]:
+                used[on_their_way.popleft()] -= 1
+            on_their_way.append(size)
         elif action.op in RECEIVES:
             posted.add(action)
-            pool.take(size)
         else:
-            for receive in _released(action, schedule) & posted:
-                posted.remove(receive)
-                pool.give_back(size)
-    return pool.num_bytes
+            released = _released(action, schedule) & posted
+            posted -= released
+            used[size] -= len(released)
+            continue
+        used[size] += 1
+        most[size] = max(most[size], used[size])
+    return sum(size * number for size, number in most.items())
 
 
 def _released(action: Action, schedule: Schedule) -> set[Action]:
     """Returns the receives whose buffers are free after an action."""
-    forward, backward = action.with_op(Op.RECV_F), action.with_op(Op.RECV_B)
-    offloaded = action.with_op(Op.OFFLOAD) in schedule.positions
-    if action.op is Op.F and offloaded:
-        return {forward}
-    return {forward, backward} if action.op in (Op.B, Op.W) else set()
-
-
-class _Pool:
-    """Buffers by size, which are reused and never freed."""
-
-    def __init__(self) -> None:
-        self._used: Counter[float] = Counter()
-        self._most: Counter[float] = Counter()
-
-    def take(self, size: float) -> None:
-        self._used[size] += 1
-        self._most[size] = max(self._most[size], self._used[size])
-
-    def give_back(self, size: float) -> None:
-        self._used[size] -= 1
-
-    @property
-    def num_bytes(self) -> float:
-        return sum(size * number for size, number in self._most.items())
+    if action.op in (Op.B, Op.W):
+        return {action.with_op(Op.RECV_F), action.with_op(Op.RECV_B)}
+    offloaded = action.op is Op.F and action.with_op(Op.OFFLOAD) in schedule.positions
+    return {action.with_op(Op.RECV_F)} if offloaded else set()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Action, Op
-from slipstream.timeline import Timeline
+from slipstream.schedule import Action, Op, Schedule
+from slipstream.timeline import Span, Timeline
 
 
 class CostModel(Protocol):
@@ -16,23 +16,34 @@ class CostModel(Protocol):
 
     def seconds(self, action: Action) -> float:
         """Returns the seconds that a compute action (F, B, I, W, R) or REDUCE_GRAD keeps its rank busy."""
-        ...
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
         """Returns the seconds that a message travels between two ranks: latency + bytes / bandwidth."""
-        ...
 
     def link_occupied(self, send: Action, source: int, destination: int) -> float:
-        """Returns the seconds for which a message occupies its channel: bytes / bandwidth."""
-        ...
+        """Returns the seconds for which a message occupies its channel: bytes / bandwidth, or 0 if none waits for it."""
+        return 0
 
     def activation_bytes(self, forward: Action) -> float:
-        """Returns the bytes that F keeps until B, or W if the backward is split, has run."""
-        ...
+        """Returns the bytes that F keeps until B, or W if the backward is split, has run; 0 unless counted."""
+        return 0
 
     def kept_bytes(self, forward: Action) -> float:
         """Returns the bytes that F keeps of them if the slice is recomputed; R brings back the rest."""
-        ...
+        return 0
+
+
+def activation_step(span: Span, schedule: Schedule, cost: CostModel) -> tuple[float, float] | None:
+    """Returns when a compute action changes the activations that its rank holds, and by how many bytes, if it does."""
+    forward = span.action.with_op(Op.F)
+    whole = cost.activation_bytes(forward)
+    recomputed = span.action.with_op(Op.R) in schedule.positions
+    kept = cost.kept_bytes(forward) if recomputed else whole
+    taken = {Op.F: kept, Op.R: whole - kept, Op.RELOAD: kept}
+    freed = {Op.B: whole, Op.W: whole, Op.OFFLOAD: kept}
+    if span.action.op in taken:
+        return span.start, taken[span.action.op]
+    return (span.end, -freed[span.action.op]) if span.action.op in freed else None
 
 
 @dataclass(frozen=True)
@@ -58,9 +69,8 @@ class UnitCost:
     kept: float = 0
 
     def seconds(self, action: Action) -> float:
-        times = {Op.F: self.forward, Op.R: self.forward, Op.B: self.backward}
-        times |= {Op.I: self.input_gradient, Op.W: self.weight_gradient}
-        return times.get(action.op, 0)
+        split = {Op.I: self.input_gradient, Op.W: self.weight_gradient}
+        return {Op.F: self.forward, Op.R: self.forward, Op.B: self.backward, **split}.get(action.op, 0)
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
         return self.link
@@ -128,7 +138,7 @@ class TableCost:
         return self.kept.get((forward.stage, forward.slice), 0)
 
 
-class MeasuredCost:
+class MeasuredCost(CostModel):
     """The times of every action and message in a measured run, so that only the waiting is computed again.
 
     A simulation of the same schedule with these costs is the run without what the executor added between actions. A
@@ -152,12 +162,3 @@ class MeasuredCost:
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
         return self._link.get(send, 0.0)
-
-    def link_occupied(self, send: Action, source: int, destination: int) -> float:
-        return 0.0
-
-    def activation_bytes(self, forward: Action) -> float:
-        return 0.0
-
-    def kept_bytes(self, forward: Action) -> float:
-        return 0.0

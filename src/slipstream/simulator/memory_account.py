@@ -6,18 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slipstream.schedule import (
-    BACKWARDS,
-    RECEIVES,
-    SENDS,
-    Action,
-    Channel,
-    Op,
-    Schedule,
-    add_communication,
-    send_windows,
-)
-from slipstream.simulator.buffer_pool import pool_bytes
+from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, add_communication, send_windows
+from slipstream.simulator.buffer_pool import Windows, pool_bytes
 from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, StageSlice
 
 
@@ -64,9 +54,7 @@ def memory_of(schedule: Schedule, table: MemoryTable) -> tuple[RankMemory, ...]:
     return tuple(rank_memory(schedule, rank, table, windows) for rank in range(schedule.num_ranks))
 
 
-def rank_memory(
-    schedule: Schedule, rank: int, table: MemoryTable, windows: Mapping[Channel, int] | None = None
-) -> RankMemory:
+def rank_memory(schedule: Schedule, rank: int, table: MemoryTable, windows: Windows | None = None) -> RankMemory:
     """Returns what one rank of a lowered schedule holds.
 
     Args:
@@ -124,9 +112,7 @@ def quick_peaks(row: Sequence[Action], schedule: Schedule, table: MemoryTable) -
 class _Account:
     """Counts what one rank holds, action by action."""
 
-    def __init__(
-        self, schedule: Schedule, rank: int, table: MemoryTable, windows: Mapping[Channel, int] | None
-    ) -> None:
+    def __init__(self, schedule: Schedule, rank: int, table: MemoryTable, windows: Windows | None) -> None:
         self.schedule, self.rank, self.table = schedule, rank, table
         stages = [stage for stage, there in enumerate(schedule.placement) if there == rank]
         self.held: dict[MemoryKind, float] = dict.fromkeys(MemoryKind, 0)

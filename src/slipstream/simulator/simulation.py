@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.schedule import (
-    COMMUNICATION,
-    SENDS,
-    Action,
-    Channel,
-    Op,
-    Schedule,
-    channel,
-    predecessors,
-    running_order,
-    sending,
-)
-from slipstream.simulator.costs import CostModel
+from slipstream.schedule import COMMUNICATION, Action, Channel, Schedule, channel, predecessors, running_order, sending
+from slipstream.simulator.costs import CostModel, activation_step
 from slipstream.simulator.memory_account import RankMemory, memory_of
 from slipstream.simulator.memory_table import MemoryTable
 from slipstream.timeline import Span, Timeline
@@ -77,33 +66,19 @@ class _Simulation:
             start = max(start, self.end[before] if here else self.arrival[before])
         end = self.free[rank] = self.end[action] = start + self.cost.seconds(action)
         self.spans.append(Span(rank, action, start, end))
-        if self.schedule.has_backward:
-            self._keep_or_free(action, rank, start, end)
+        if self.schedule.has_backward and (step := activation_step(self.spans[-1], self.schedule, self.cost)):
+            time, change = step
+            held = self.memory[rank][-1][1] if self.memory[rank] else 0
+            self.memory[rank].append((time, held + change))
         if not self.schedule.is_lowered and (send := sending(action, self.schedule)):
             self.arrival[action], _ = self._transfer(send, end)
-
-    def _keep_or_free(self, action: Action, rank: int, start: float, end: float) -> None:
-        held = self.memory[rank][-1][1] if self.memory[rank] else 0
-        forward = action.with_op(Op.F)
-        whole = self.cost.activation_bytes(forward)
-        recomputed = action.with_op(Op.R) in self.schedule.positions
-        kept = self.cost.kept_bytes(forward) if recomputed else whole
-        if action.op in (Op.F, Op.RELOAD):
-            self.memory[rank].append((start, held + kept))
-        elif action.op is Op.R:
-            self.memory[rank].append((start, held + whole - kept))
-        elif action.op is Op.OFFLOAD:
-            self.memory[rank].append((end, held - kept))
-        elif action.op in (Op.B, Op.W):
-            self.memory[rank].append((end, held - whole))
 
     def post(self, action: Action) -> None:
         """Notes when one end of a message is reached; at the second one the message leaves."""
         self.posted[action] = self.free[self.schedule.placement[action.stage]]
         if action.other_end not in self.posted:
             return
-        send = action if action.op in SENDS else action.other_end
-        receive = send.other_end
+        send, receive = action.send, action.send.other_end
         self.end[receive], self.end[send] = self._transfer(send, max(self.posted[send], self.posted[receive]))
         for end in (send, receive):
             rank = self.schedule.placement[end.stage]

@@ -32,20 +32,17 @@ def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
     and its index among the spans. Several timelines are several groups of processes, which begin at the same time.
     """
     events: list[_Event] = []
+    described: list[dict[str, Any]] = []
     first = 0
     for timeline in timelines:
         prefix = f"{timeline.title}: " if len(timelines) > 1 else ""
         events += _Group(timeline, first, prefix).events()
         first += timeline.num_ranks
-    described = [
-        {"name": t.name, "measured": t.measured, "num_ranks": t.num_ranks, "memory": _floats(t)} for t in timelines
-    ]
+        memory = [[[float(time), float(size)] for time, size in steps] for steps in timeline.memory]
+        about = {"name": timeline.name, "measured": timeline.measured, "num_ranks": timeline.num_ranks}
+        described.append({**about, "memory": memory})
     other = {"format": _FORMAT, "timelines": described}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
-
-
-def _floats(timeline: Timeline) -> list[list[list[float]]]:
-    return [[[float(time), float(size)] for time, size in steps] for steps in timeline.memory]
 
 
 class _Group:
@@ -62,80 +59,67 @@ class _Group:
             yield from self._rank(rank)
         yield from self._arrows()
         for rank, steps in enumerate(self._timeline.memory):
-            counter = {"ph": "C", "pid": self._first + rank, "name": "activations"}
             for time, size in steps:
-                yield {**counter, "ts": self._microseconds(time), "args": {"bytes": float(size)}}
+                yield self._event("C", rank, name="activations", ts=self._at(time), args={"bytes": float(size)})
+
+    def _event(self, phase: str, rank: int, **fields: Any) -> _Event:
+        return {"ph": phase, "pid": self._first + rank, **fields}
+
+    def _at(self, time: float) -> float:
+        """Returns the microseconds since the timeline's start."""
+        return float(time - self._timeline.start) * 1e6
 
     def _rank(self, rank: int) -> Iterator[_Event]:
         lanes = self._lanes(rank)
         waits = [wait for wait in self._waits if wait.rank == rank]
-        threads = ["compute", *["messages"] * (len(lanes) - 1), *(["waits"] if waits else [])]
-        yield from self._names(rank, threads)
+        names = ["compute", *["messages"] * (len(lanes) - 1), *(["waits"] if waits else [])]
+        yield self._event("M", rank, tid=0, name="process_name", args={"name": f"{self._prefix}rank {rank}"})
+        yield self._event("M", rank, tid=0, name="process_sort_index", args={"sort_index": self._first + rank})
+        for thread, name in enumerate(names):
+            yield self._event("M", rank, tid=thread, name="thread_name", args={"name": name})
         for thread, lane in enumerate(lanes):
             for span in lane:
                 self._threads[span.action] = thread
-                yield {**self._span(span), "tid": thread}
+                yield self._span(span, thread)
         for wait in waits:
-            yield {**self._wait(wait), "tid": len(lanes)}
+            yield self._wait(wait, len(lanes))
 
-    def _names(self, rank: int, threads: list[str]) -> Iterator[_Event]:
-        process = {"ph": "M", "pid": self._first + rank}
-        yield {**process, "tid": 0, "name": "process_name", "args": {"name": f"{self._prefix}rank {rank}"}}
-        yield {**process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": self._first + rank}}
-        for thread, name in enumerate(threads):
-            yield {**process, "tid": thread, "name": "thread_name", "args": {"name": name}}
+    def _box(self, interval: Span | Wait, thread: int, **fields: Any) -> _Event:
+        ts, dur = self._at(interval.start), float(interval.seconds) * 1e6
+        return self._event("X", interval.rank, tid=thread, ts=ts, dur=dur, **fields)
 
-    def _microseconds(self, time: float) -> float:
-        return float(time - self._timeline.start) * 1e6
+    def _span(self, span: Span, thread: int) -> _Event:
+        op, *where = span.action
+        args: dict[str, Any] = dict(zip(("stage", "microbatch", "slice"), where, strict=True))
+        args |= {"start": float(span.start), "end": float(span.end), "number": self._numbers[span.action]}
+        return self._box(span, thread, name=self._timeline.schedule.text(span.action), cat=str(op), args=args)
 
-    def _box(self, interval: Span | Wait) -> _Event:
-        ts, dur = self._microseconds(interval.start), float(interval.seconds) * 1e6
-        return {"ph": "X", "pid": self._first + interval.rank, "ts": ts, "dur": dur}
-
-    def _span(self, span: Span) -> _Event:
-        action = span.action
-        args = {"stage": action.stage, "microbatch": action.microbatch, "slice": action.slice}
-        times = {"start": float(span.start), "end": float(span.end), "number": self._numbers[action]}
-        name = self._timeline.schedule.text(action)
-        return {**self._box(span), "name": name, "cat": str(action.op), "args": args | times}
-
-    def _wait(self, wait: Wait) -> _Event:
-        text = self._timeline.schedule.text
-        args: dict[str, Any] = {"cause": str(wait.cause)}
-        if wait.action is not None:
-            args["next"] = text(wait.action)
-        if wait.before is not None:
-            args["awaits"] = text(wait.before)
-        if wait.source is not None:
-            args["of rank"] = wait.source
-        return {**self._box(wait), "name": str(wait.cause), "cat": "wait", "args": args}
+    def _wait(self, wait: Wait, thread: int) -> _Event:
+        awaited = {"next": wait.action, "awaits": wait.before}
+        args = {key: self._timeline.schedule.text(action) for key, action in awaited.items() if action is not None}
+        source = {} if wait.source is None else {"of rank": wait.source}
+        cause = str(wait.cause)
+        return self._box(wait, thread, name=cause, cat="wait", args={"cause": cause, **args, **source})
 
     def _lanes(self, rank: int) -> list[list[Span]]:
         """Returns the spans by lane: lane 0 is computing; messages and copies that overlap in time get other lanes."""
-        lanes: list[list[Span]] = [[span for span in self._timeline.compute_spans if span.rank == rank]]
+        lanes = [[span for span in self._timeline.compute_spans if span.rank == rank]]
         overlapping = [span for span in self._timeline.spans if span.rank == rank and not span.computes]
         for span in sorted(overlapping, key=lambda span: span.start):
             free = next((lane for lane in lanes[1:] if lane[-1].end <= span.start), None)
             if free is None:
-                lanes.append([span])
-            else:
-                free.append(span)
+                lanes.append(free := [])
+            free.append(span)
         return lanes
 
     def _arrows(self) -> Iterator[_Event]:
-        spans = self._timeline.span_of
-        number = 0
-        for action, span in spans.items():
-            for before in predecessors(action, self._timeline.schedule):
-                source = spans.get(before)
-                if source is None or source.rank == span.rank:
-                    continue
-                number += 1
-                arrow = {"name": "message", "cat": "message", "id": f"{self._first}.{number}"}
-                tail, head = source.start, max(source.start, span.start)
-                for phase, of, time in (("s", source, tail), ("f", span, head)):
-                    where = {"pid": self._first + of.rank, "tid": self._threads[of.action]}
-                    yield {**arrow, "ph": phase, "bp": "e", **where, "ts": self._microseconds(time)}
+        spans, schedule = self._timeline.span_of, self._timeline.schedule
+        pairs = ((spans.get(before), span) for span in spans.values() for before in predecessors(span.action, schedule))
+        between_ranks = ((tail, head) for tail, head in pairs if tail is not None and tail.rank != head.rank)
+        for number, (tail, head) in enumerate(between_ranks, start=1):
+            arrow = {"name": "message", "cat": "message", "id": f"{self._first}.{number}", "bp": "e"}
+            for phase, span, time in (("s", tail, tail.start), ("f", head, max(tail.start, head.start))):
+                yield self._event(phase, span.rank, tid=self._threads[span.action], ts=self._at(time), **arrow)
 
 
 def load_trace(path: str | Path) -> tuple[Timeline, ...]:
@@ -166,13 +150,13 @@ def load_trace(path: str | Path) -> tuple[Timeline, ...]:
 
 def _timelines(trace: dict[str, Any], other: dict[str, Any]) -> tuple[Timeline, ...]:
     described = other["timelines"]
-    homes = dict(enumerate((i, rank) for i, one in enumerate(described) for rank in range(one["num_ranks"])))
+    homes = dict(enumerate((i, rank) for i, each in enumerate(described) for rank in range(each["num_ranks"])))
     spans: list[list[Span]] = [[] for _ in described]
     boxes = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] != "wait"]
     for event in sorted(boxes, key=lambda event: int(event["args"]["number"])):
         index, rank = homes[event["pid"]]
         spans[index].append(_read_span(event, rank))
-    return tuple(_timeline(one, own) for one, own in zip(described, spans, strict=True))
+    return tuple(_timeline(each, own) for each, own in zip(described, spans, strict=True))
 
 
 def _read_span(event: _Event, rank: int) -> Span:

@@ -15,39 +15,23 @@ Color = tuple[float, float, float]
 
 INK, GREY = "#222222", "#595959"
 
-# The lightest and the darkest shade of each op: slices go from one to the other.
-_SHADES = {
-    Op.F: ("#d3e5f6", "#1f63a8"),
-    Op.B: ("#fde2c3", "#c45f10"),
-    Op.I: ("#f6c6c3", "#a5202b"),
-    Op.W: ("#d6f5ea", "#36a98c"),
-    Op.R: ("#d3e5f6", "#1f63a8"),  # a forward again: hatched
-    Op.REDUCE_GRAD: ("#b9a7dd", "#b9a7dd"),
-}
-_OTHER = ("#dddddd", "#777777")
+# The name of each op, and its lightest and darkest shade: slices go from one to the other.
 WORK = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.R: "recompute",
-    Op.REDUCE_GRAD: "gradient reduction",
+    Op.F: ("forward", "#d3e5f6", "#1f63a8"),
+    Op.B: ("backward", "#fde2c3", "#c45f10"),
+    Op.I: ("input gradient", "#f6c6c3", "#a5202b"),
+    Op.W: ("weight gradient", "#d6f5ea", "#36a98c"),
+    Op.R: ("recompute", "#d3e5f6", "#1f63a8"),  # a forward again: hatched
+    Op.REDUCE_GRAD: ("gradient reduction", "#b9a7dd", "#b9a7dd"),
 }
-IDLE = {
-    Cause.FILL: "not yet fed (fill)",
-    Cause.COMPUTE: "another rank computes",
-    Cause.MESSAGE: "message on its way",
-    Cause.COPY: "copy to or from host",
-    Cause.OVERHEAD: "executor",
-    Cause.DRAIN: "nothing left (drain)",
-}
-HATCHES: dict[Cause, dict[str, Any]] = {
-    Cause.FILL: {"facecolor": "#f6f6f6", "edgecolor": "#c9c9c9", "hatch": "..."},
-    Cause.COMPUTE: {"facecolor": "#f3f3f3", "edgecolor": "#b0b0b0", "hatch": "////"},
-    Cause.MESSAGE: {"facecolor": "#f7d04a", "edgecolor": "#b98a00", "hatch": "\\\\\\\\"},
-    Cause.COPY: {"facecolor": "#e2dcf2", "edgecolor": "#8c7bbd", "hatch": "xxxx"},
-    Cause.OVERHEAD: {"facecolor": "#3d3d3d", "edgecolor": "#3d3d3d"},
-    Cause.DRAIN: {"facecolor": "#f6f6f6", "edgecolor": "#dedede"},
+_OTHER = ("", "#dddddd", "#777777")
+IDLE: dict[Cause, tuple[str, dict[str, Any]]] = {
+    Cause.FILL: ("not yet fed (fill)", {"facecolor": "#f6f6f6", "edgecolor": "#c9c9c9", "hatch": "..."}),
+    Cause.COMPUTE: ("another rank computes", {"facecolor": "#f3f3f3", "edgecolor": "#b0b0b0", "hatch": "////"}),
+    Cause.MESSAGE: ("message on its way", {"facecolor": "#f7d04a", "edgecolor": "#b98a00", "hatch": "\\\\\\\\"}),
+    Cause.COPY: ("copy to or from host", {"facecolor": "#e2dcf2", "edgecolor": "#8c7bbd", "hatch": "xxxx"}),
+    Cause.OVERHEAD: ("executor", {"facecolor": "#3d3d3d", "edgecolor": "#3d3d3d"}),
+    Cause.DRAIN: ("nothing left (drain)", {"facecolor": "#f6f6f6", "edgecolor": "#dedede"}),
 }
 HATCHED = frozenset({Op.R})
 TRANSFERS: dict[str, tuple[str, frozenset[Op]]] = {
@@ -67,8 +51,8 @@ def mix(light: str, dark: str, share: float) -> Color:
 
 def color(action: Action, num_slices: int) -> Color:
     """Returns the op's hue in the slice's shade."""
-    share = action.slice / (num_slices - 1) if num_slices > 1 else 0.45
-    return mix(*_SHADES.get(action.op, _OTHER), share)
+    _, light, dark = WORK.get(action.op, _OTHER)
+    return mix(light, dark, action.slice / (num_slices - 1) if num_slices > 1 else 0.45)
 
 
 def ink_on(background: Color) -> str:

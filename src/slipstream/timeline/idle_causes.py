@@ -50,16 +50,6 @@ class Wait:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class _Obstacle:
-    """A reason why an action can't start before `until`."""
-
-    until: float
-    cause: Cause
-    before: Action | None
-    source: int | None
-
-
 def find_waits(timeline: Timeline) -> tuple[Wait, ...]:
     """Returns the idle intervals, rank by rank and in order of time.
 
@@ -69,8 +59,7 @@ def find_waits(timeline: Timeline) -> tuple[Wait, ...]:
     """
     if isinstance(timeline, TimelineWindow):
         return _clip(find_waits(timeline.whole), timeline)
-    lane = {rank: _Lane(timeline, rank) for rank in range(timeline.num_ranks)}
-    return tuple(wait for rank in lane for wait in lane[rank].waits())
+    return tuple(wait for rank in range(timeline.num_ranks) for wait in _Lane(timeline, rank).waits())
 
 
 def _clip(waits: tuple[Wait, ...], window: TimelineWindow) -> tuple[Wait, ...]:
@@ -114,26 +103,27 @@ class _Lane:
 
     def _gap(self, span: Span, start: float, is_first: bool) -> Iterator[Wait]:
         """Yields the waits from `start` until the span's action begins."""
-        for obstacle in self._obstacles(span, start):
-            cause, end = obstacle.cause, min(obstacle.until, span.start)
-            if is_first and obstacle.source is not None:
+        for wait in self._obstacles(span, start):
+            cause, end = wait.cause, min(wait.end, span.start)
+            if is_first and wait.source is not None:
                 if cause is Cause.COMPUTE:
                     continue  # the message's obstacle includes it: the fill is one wait
                 cause = Cause.FILL
             if end > start:
-                yield Wait(self._rank, start, end, cause, span.action, obstacle.before, obstacle.source)
+                yield replace(wait, start=start, end=end, cause=cause)
                 start = end
         if span.start > start:
             yield Wait(self._rank, start, span.start, Cause.OVERHEAD, span.action)
 
-    def _obstacles(self, span: Span, start: float) -> Iterator[_Obstacle]:
+    def _obstacles(self, span: Span, start: float) -> Iterator[Wait]:
+        """Yields all that keeps the span's action from starting at `start`, each as a wait until it is gone."""
         for before in predecessors(span.action, self._timeline.schedule):
             yield from self._arrival(before, span, start)
         ended = (copy for copy in self._copies if copy.end <= span.start)
         for copy in sorted(ended, key=lambda copy: copy.end):
-            yield _Obstacle(copy.end, Cause.COPY, copy.action, None)
+            yield Wait(self._rank, start, copy.end, Cause.COPY, span.action, copy.action)
 
-    def _arrival(self, before: Action, span: Span, start: float) -> Iterator[_Obstacle]:
+    def _arrival(self, before: Action, span: Span, start: float) -> Iterator[Wait]:
         """Yields the obstacles of one result: another rank computes it, then it travels. This rank's own is there."""
         timeline, spans = self._timeline, self._timeline.span_of
         if before.op in RECEIVES:
@@ -150,5 +140,5 @@ class _Lane:
             done = max(done, sent.start)
         elif any(copy.end == span.start for copy in self._copies):
             arrival = min(done, arrival)  # the copy came last, not the message
-        yield _Obstacle(min(done, arrival), Cause.COMPUTE, producer, source)
-        yield _Obstacle(arrival, Cause.MESSAGE, producer, source)
+        for end, cause in ((min(done, arrival), Cause.COMPUTE), (arrival, Cause.MESSAGE)):
+            yield Wait(self._rank, start, end, cause, span.action, producer, source)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.schedule import COMMUNICATION, Action, Op
+from slipstream.schedule import Action, Op
 from slipstream.timeline import colors as palette
 from slipstream.timeline.idle_causes import Cause, find_waits
 from slipstream.timeline.spans import Timeline
@@ -92,7 +92,7 @@ def _draw_waits(axes: Any, timeline: Timeline, scale: Scale) -> None:
         start, width = scale.at(wait.start - timeline.start), scale.at(wait.seconds)
         boxes[wait.cause].append(_box(start, width, wait.rank + _TOP, wait.rank + _BOTTOM))
     for cause, patches in boxes.items():
-        axes.add_collection(PatchCollection(patches, **palette.HATCHES[cause], linewidth=0))
+        axes.add_collection(PatchCollection(patches, **palette.IDLE[cause][1], linewidth=0))
 
 
 def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
@@ -102,33 +102,27 @@ def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
     position = palette.positions(timeline)
     num_positions = 1 + max(position.values(), default=0)
     top = _TOP + (_STRIPE + _GAP if num_positions > 1 else 0)
-    boxes: dict[bool, list[Any]] = {False: [], True: []}  # plain and hatched
-    colors: dict[bool, list[palette.Color]] = {False: [], True: []}
-    stripes, stripe_colors = [], []
+    drawn: defaultdict[str, list[tuple[Any, palette.Color]]] = defaultdict(list)  # boxes with their colours
     for span in timeline.compute_spans:
         start, width = scale.at(span.start - timeline.start), scale.at(span.seconds)
         color = palette.color(span.action, timeline.schedule.num_slices)
-        hatched = span.action.op in palette.HATCHED
-        boxes[hatched].append(_box(start, width, span.rank + top, span.rank + _BOTTOM))
-        colors[hatched].append(color)
+        kind = "hatched" if span.action.op in palette.HATCHED else "plain"
+        drawn[kind].append((_box(start, width, span.rank + top, span.rank + _BOTTOM), color))
         if num_positions > 1:
-            stripes.append(_box(start, width, span.rank + _TOP, span.rank + _TOP + _STRIPE))
-            stripe_colors.append(palette.stage_color(position[span.action.stage], num_positions))
+            stripe = _box(start, width, span.rank + _TOP, span.rank + _TOP + _STRIPE)
+            drawn["stripe"].append((stripe, palette.stage_color(position[span.action.stage], num_positions)))
         label = _number(span.action, timeline)
         font = min(scale.label_font, width * scale.inches / (0.0088 * len(label) + 0.002))
         if label and font >= _SMALLEST:
             where = start + width / 2, span.rank + (top + _BOTTOM) / 2 + 0.02
             style = {"ha": "center", "va": "center", "fontsize": font}
-            plain = {"boxstyle": "square,pad=0.1", "facecolor": color, "linewidth": 0} if hatched else None
+            plain = {"boxstyle": "square,pad=0.1", "facecolor": color, "linewidth": 0} if kind == "hatched" else None
             axes.text(*where, label, color=palette.ink_on(color), bbox=plain, **style)
     edge = 0.6 if len(timeline.compute_spans) < 120 * timeline.num_ranks else 0  # edges would cover narrow boxes
-    for patches, faces, hatch in (
-        (boxes[False], colors[False], None),
-        (boxes[True], colors[True], "////"),
-        (stripes, stripe_colors, None),
-    ):
-        look: dict[str, Any] = {"facecolors": faces, "edgecolors": "white", "linewidths": edge, "hatch": hatch}
-        axes.add_collection(PatchCollection(patches, **look))
+    for kind, hatch in (("plain", None), ("hatched", "////"), ("stripe", None)):
+        boxes, colors = [box for box, _ in drawn[kind]], [color for _, color in drawn[kind]]
+        look: dict[str, Any] = {"facecolors": colors, "edgecolors": "white", "linewidths": edge, "hatch": hatch}
+        axes.add_collection(PatchCollection(boxes, **look))
 
 
 def _number(action: Action, timeline: Timeline) -> str:
@@ -143,11 +137,8 @@ def _draw_transfers(axes: Any, timeline: Timeline, scale: Scale) -> None:
     from matplotlib.collections import PatchCollection
 
     transfers = [(m.receive.action.op, m.receive.rank, m.start, m.seconds) for m in timeline.messages]
-    transfers += [
-        (span.action.op, span.rank, span.start, span.seconds)
-        for span in timeline.spans
-        if not span.computes and span.action.op not in COMMUNICATION
-    ]
+    copies = (span for span in timeline.spans if span.action.op in (Op.OFFLOAD, Op.RELOAD))
+    transfers += [(span.action.op, span.rank, span.start, span.seconds) for span in copies]
     for color, ops in palette.TRANSFERS.values():
         boxes = [
             _box(scale.at(start - timeline.start), scale.at(seconds), top := rank + _BOTTOM + _GAP, top + _BAR)
@@ -155,11 +146,6 @@ def _draw_transfers(axes: Any, timeline: Timeline, scale: Scale) -> None:
             if op in ops
         ]
         axes.add_collection(PatchCollection(boxes, facecolor=color, linewidth=0))
-
-
-def has_transfers(timeline: Timeline, ops: frozenset[Op]) -> bool:
-    """Returns whether `_draw_transfers` draws any of these ops."""
-    return any(span.action.op in ops for span in timeline.spans)
 
 
 def draw_memory(axes: Any, lanes: Any, timeline: Timeline, scale: Scale, memory: MemoryScale) -> None:

@@ -11,7 +11,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op
 from slipstream.timeline import colors as palette
 from slipstream.timeline.idle_causes import find_waits
-from slipstream.timeline.lanes import MemoryScale, Scale, draw_lanes, draw_memory, has_transfers
+from slipstream.timeline.lanes import MemoryScale, Scale, draw_lanes, draw_memory
 from slipstream.timeline.spans import Timeline
 from slipstream.units import duration_unit
 
@@ -140,19 +140,26 @@ def _draw_title(figure: Any, timeline: Timeline, y: float) -> None:
 
 def _legend_rows(timelines: Sequence[Timeline]) -> list[tuple[str, dict[str, Any]]]:
     """Returns name and swatches of each line of the legend, only for what is on the picture."""
-    rows = {"work": _work(timelines), "idle": _idle(timelines), "transfers": _transfers(timelines)}
+    from matplotlib.patches import Patch
+
+    causes = {wait.cause for timeline in timelines for wait in find_waits(timeline)}
+    ops = {span.action.op for timeline in timelines for span in timeline.spans}
+    rows: dict[str, dict[str, Any]] = {
+        "work": _work(timelines, ops),
+        "idle": {word: Patch(**look, linewidth=0.5) for c, (word, look) in palette.IDLE.items() if c in causes},
+        "transfers": {word: Patch(color=color) for word, (color, moved) in palette.TRANSFERS.items() if moved & ops},
+    }
     return [(name, swatches) for name, swatches in rows.items() if swatches]
 
 
-def _work(timelines: Sequence[Timeline]) -> dict[str, Any]:
+def _work(timelines: Sequence[Timeline], ops: set[Op]) -> dict[str, Any]:
     from matplotlib.patches import Patch
 
     num_slices = max(timeline.schedule.num_slices for timeline in timelines)
     shades = sorted({k * (num_slices - 1) // 3 for k in range(4)})
-    ops = {span.action.op for timeline in timelines for span in timeline.compute_spans}
     swatches: dict[str, Any] = {
         word: tuple(_swatch(op, palette.color(Action(op, 0, 0, i), num_slices)) for i in shades)
-        for op, word in palette.WORK.items()
+        for op, (word, *_) in palette.WORK.items()
         if op in ops
     }
     num_positions = 1 + max(position for t in timelines for position in palette.positions(t).values())
@@ -165,27 +172,8 @@ def _work(timelines: Sequence[Timeline]) -> dict[str, Any]:
 def _swatch(op: Op, color: palette.Color) -> Any:
     from matplotlib.patches import Patch
 
-    if op in palette.HATCHED:
-        return Patch(facecolor=color, edgecolor="white", hatch="////", linewidth=0)
-    return Patch(color=color)
-
-
-def _idle(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    from matplotlib.patches import Patch
-
-    causes = {wait.cause for timeline in timelines for wait in find_waits(timeline)}
-    hatches = palette.HATCHES
-    return {word: Patch(**hatches[c], linewidth=0.5) for c, word in palette.IDLE.items() if c in causes}
-
-
-def _transfers(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    from matplotlib.patches import Patch
-
-    return {
-        word: Patch(color=color)
-        for word, (color, ops) in palette.TRANSFERS.items()
-        if any(has_transfers(timeline, ops) for timeline in timelines)
-    }
+    hatched: dict[str, Any] = {"edgecolor": "white", "hatch": "////", "linewidth": 0}
+    return Patch(facecolor=color, **hatched) if op in palette.HATCHED else Patch(color=color)
 
 
 def _draw_legend(figure: Any, name: str, swatches: dict[str, Any], y: float) -> None:

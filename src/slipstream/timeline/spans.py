@@ -162,21 +162,17 @@ class Timeline:
 
         Others are scaled to `width` characters (100 if not given). Blank is idle; `-` continues an action.
         """
-        cell = 1 + max((len(self.label(span.action)) for span in self.compute_spans), default=0)
+        column = 1 + max((len(self.label(span.action)) for span in self.compute_spans), default=0)
         unit = self._unit() if width is None else 0
-        scale = cell / unit if unit else (width or 100) / (self.makespan or 1)
+        scale = column / unit if unit else (width or 100) / (self.makespan or 1)
         lines = [f"rank {rank}".ljust(6 + len(str(self.num_ranks - 1))) for rank in range(self.num_ranks)]
         margin = len(lines[0]) + 1
         for span in sorted(self.compute_spans, key=lambda span: span.start):
             first, last = (round((time - self.start) * scale) for time in (span.start, span.end))
-            lines[span.rank] = lines[span.rank].ljust(margin + first) + self._cell(span.action, last - first)
+            label, room = self.label(span.action), last - first
+            cell = label.ljust(room - 1, "-") + " " if room > len(label) else span.action.op[0] * room
+            lines[span.rank] = lines[span.rank].ljust(margin + first) + cell
         return "\n".join(line.rstrip() for line in lines)
-
-    def _cell(self, action: Action, width: int) -> str:
-        label = self.label(action)
-        if width <= len(label):
-            return action.op[0] * width
-        return label.ljust(width - 1, "-") + " "
 
     def _unit(self) -> float:
         """Returns the shortest span if all starts and ends are multiples of it, else 0."""
