@@ -2,16 +2,7 @@
 
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import awaited_send, predecessors, sending
-from slipstream.schedule.generators import (
-    AUTOMATIC,
-    GENERATORS,
-    STAGES_PER_RANK,
-    check_name,
-    gpipe,
-    make_schedule,
-    one_f_one_b,
-    placed_as,
-)
+from slipstream.schedule.generators import AUTOMATIC, GENERATORS, STAGES_PER_RANK, check_name, make_schedule, placed_as
 from slipstream.schedule.hang import report_wait
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
 from slipstream.schedule.lowering import (
@@ -28,6 +19,6 @@ from slipstream.schedule.lowering import (
     split_backwards,
 )
 from slipstream.schedule.memory_passes import add_offload, add_recompute, in_flushes
+from slipstream.schedule.one_stage_per_rank import gpipe, one_f_one_b, zb_h1, zb_h2
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
 from slipstream.schedule.validation import running_order, validate
-from slipstream.schedule.zero_bubble import zb_h1, zb_h2

@@ -6,46 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from slipstream.errors import did_you_mean
-from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
+from slipstream.schedule.action import Schedule, ScheduleError
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
-from slipstream.schedule.rows import Counts, alternate
+from slipstream.schedule.one_stage_per_rank import gpipe, one_f_one_b, zb_h1, zb_h2
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
-from slipstream.schedule.zero_bubble import zb_h1, zb_h2
-
-
-def gpipe(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """Returns all forwards, then all backwards: GPipe, and with token slices TeraPipe.
-
-    Microbatches go backward in forward order, the slices of each last in, first out:
-
-        rank 0  F0.0 F0.1 F1.0 F1.1           B0.1 B0.0 B1.1 B1.0
-        rank 1       F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0
-
-    With equal times the bubble is (p-1)/(ms+p-1) of the step, and every rank keeps all m microbatches.
-    """
-    counts = Counts("gpipe", num_stages, num_microbatches, num_slices)
-    return counts.schedule(lambda rank: counts.passes(Op.F, rank) + counts.passes(Op.B, rank))
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """Returns 1F1B (PipeDream-flush), one forward and one backward alternately; with token slices Seq1F1B.
-
-    A rank first runs one microbatch's slices and one more slice for every rank after it, so that the
-    backwards arrive when they are due:
-
-        rank 0  F0.0 F0.1 F1.0      B0.1 F1.1 B0.0      B1.1 B1.0
-        rank 1       F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0
-
-    With equal times the bubble is that of `gpipe`; rank r of p keeps min(1 + (p-1-r)/s, m) microbatches.
-    """
-    counts = Counts("1f1b", num_stages, num_microbatches, num_slices)
-
-    def row(rank: int) -> list[Action]:
-        warmup = num_slices + num_stages - 1 - rank
-        return alternate(counts.passes(Op.F, rank), counts.passes(Op.B, rank), warmup)
-
-    return counts.schedule(row)
-
 
 GENERATORS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,

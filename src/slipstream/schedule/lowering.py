@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 
 from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import consumer, predecessors, sending
-from slipstream.schedule.grid import grid
-from slipstream.schedule.validation import running_order, validate
+from slipstream.schedule.validation import grid, running_order, validate
 
 NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
 Seconds = Callable[[Action], float]

@@ -1,14 +1,18 @@
-"""Checks of a whole schedule: every action stands where it belongs, none is missing, and the ranks can run it."""
+"""Checks of a whole schedule: every action stands where it belongs, none is missing, and the ranks can run it.
+
+Errors show the rank x step grid with the offending actions marked.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Collection, Mapping
+from itertools import pairwise, product
 
 from slipstream.schedule.action import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import predecessors, reason
-from slipstream.schedule.grid import grid
+
+_AROUND = 5  # steps shown to either side of a mark of the grid
 
 
 def running_order(schedule: Schedule, rendezvous: bool = False) -> list[Action]:
@@ -164,3 +168,31 @@ def _check_memory_actions(stage: int, microbatch: int, index: int, schedule: Sch
             f"{offload} is never undone: add {reload} after it and before the slice's R or backward.\n"
             f"{grid(schedule, [schedule.positions[unit[Op.OFFLOAD]]])}"
         )
+
+
+def grid(schedule: Schedule, marked: Collection[tuple[int, int]]) -> str:
+    """Returns one line per rank and one column per step; `marked` holds (rank, step) pairs, shown as `>2B0.3<`.
+
+    Only the steps around the marks are shown, or the first ones if nothing is marked; `..` stands for others.
+    """
+    num_steps = max(map(len, schedule.actions))
+    near = [step for _, step in marked] or [0]
+    shown = [step for step in range(num_steps) if min(abs(step - mark) for mark in near) <= _AROUND]
+    columns = [["step", *(f"rank {rank}" for rank in range(schedule.num_ranks))]]
+    for before, step in pairwise([-1, *shown, num_steps]):
+        if step > before + 1:
+            columns.append([".."] * (schedule.num_ranks + 1))
+        if step < num_steps:
+            columns.append([f" {step}", *(_cell(schedule, rank, step, marked) for rank in range(schedule.num_ranks))])
+    widths = [max(map(len, column)) for column in columns]
+    return "\n".join(
+        " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in zip(*columns, strict=True)
+    )
+
+
+def _cell(schedule: Schedule, rank: int, step: int, marked: Collection[tuple[int, int]]) -> str:
+    if step >= len(schedule.actions[rank]):
+        return ""
+    text = schedule.text(schedule.actions[rank][step])
+    return f">{text}<" if (rank, step) in marked else f" {text}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,17 +86,15 @@ class ActionArrays:
     def ends(self, cost: CostModel) -> tuple[Floats, Floats]:
         """Returns when every action ends, as `slipstream.simulate` has it, and how long it takes."""
         awaited, line, num_lines = self.messages
-        placement = self.schedule.placement
 
-        def link(value: Callable[[Action, int, int], float]) -> Callable[[Action], float]:
-            def of(action: Action) -> float:
-                send = sending(action, self.schedule)
-                return 0.0 if send is None else value(send, placement[send.stage], placement[send.other_end.stage])
-
-            return of
+        def link(value: Callable[[Action, int, int], float], action: Action) -> float:
+            if (send := sending(action, self.schedule)) is None:
+                return 0.0
+            here = channel(send, self.schedule)
+            return value(send, here.source, here.destination)
 
         seconds = self.each(cost.seconds)
-        travels, occupied = self.each(link(cost.link_seconds)), self.each(link(cost.link_occupied))
+        travels, occupied = (self.each(partial(link, value)) for value in (cost.link_seconds, cost.link_occupied))
         return _ends(self.firsts, seconds, awaited, line, num_lines, travels, occupied), seconds
 
 

@@ -21,7 +21,7 @@ class CostModel(Protocol):
         """Returns the seconds that a message travels between two ranks: latency + bytes / bandwidth."""
 
     def link_occupied(self, send: Action, source: int, destination: int) -> float:
-        """Returns the seconds for which a message occupies its channel: bytes / bandwidth, or 0 if none waits for it."""
+        """Returns the seconds for which a message occupies its channel: bytes / bandwidth, or 0 if none waits."""
         return 0
 
     def activation_bytes(self, forward: Action) -> float:
@@ -118,12 +118,10 @@ class TableCost:
     def seconds(self, action: Action) -> float:
         if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD):
             return 0
-        try:
-            return self.times[action.stage, action.slice, action.op]
-        except KeyError:
-            raise SlipstreamError(
-                f"No time for {action}: add times[{action.stage}, {action.slice}, Op.{action.op}]."
-            ) from None
+        key = action.stage, action.slice, action.op
+        if key not in self.times:
+            raise SlipstreamError(f"No time for {action}: add times[{action.stage}, {action.slice}, Op.{action.op}].")
+        return self.times[key]
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
         return self.latency + self.link_occupied(send, source, destination)
@@ -153,12 +151,9 @@ class MeasuredCost(CostModel):
         self._link = {message.send.action: message.seconds for message in timeline.messages}
 
     def seconds(self, action: Action) -> float:
-        try:
-            return self._seconds[action]
-        except KeyError:
-            raise SlipstreamError(
-                f"{action} did not run in the measured timeline; simulate the schedule that was measured."
-            ) from None
+        if action not in self._seconds:
+            raise SlipstreamError(f"{action} did not run in the measured timeline; simulate the one that was measured.")
+        return self._seconds[action]
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
         return self._link.get(send, 0.0)

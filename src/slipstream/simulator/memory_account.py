@@ -120,9 +120,8 @@ class _Account:
         self.held[MemoryKind.OPTIMIZER] = sum(table.optimizer.get(stage, 0) for stage in stages)
         self.held[MemoryKind.MESSAGES] = pool_bytes(schedule, rank, table, windows)
         self.ran: set[tuple[int, Op]] = set()  # backwards of which a stage has run one
-        self.forwards: set[tuple[int, int]] = set()  # (stage, microbatch) that has context
-        self.backwards: Counter[tuple[int, int]] = Counter()
-        self.saved: defaultdict[StageSlice, dict[int, float]] = defaultdict(dict)  # of each microbatch, after I
+        self.left: dict[tuple[int, int], int] = {}  # backwards to come, of a stage and microbatch that has context
+        self.saved: defaultdict[tuple[StageSlice, int], float] = defaultdict(float)  # and microbatch, after I
 
     def run(self, action: Action) -> Moment:
         if action.op in SENDS:
@@ -150,9 +149,8 @@ class _Account:
 
     def _leave(self, action: Action, unit: StageSlice, leaves: float) -> None:
         """Counts what an action leaves: from F to I as activations, from I to W as the inputs of W."""
-        saved = self.saved[unit]
-        before = saved.get(action.microbatch, 0)
-        saved[action.microbatch] = before + leaves
+        before = self.saved[unit, action.microbatch]
+        self.saved[unit, action.microbatch] += leaves
         if action.op is Op.I:
             self.held[MemoryKind.ACTIVATIONS] -= before
             self.held[MemoryKind.WEIGHT_INPUTS] += before + leaves
@@ -162,14 +160,13 @@ class _Account:
     def _count_context(self, action: Action) -> None:
         key = stage, _ = action.stage, action.microbatch
         context, gradients = self.table.context.get(stage, 0), self.table.context_gradients.get(stage, 0)
-        if action.op is Op.F and key not in self.forwards:
-            self.forwards.add(key)
+        if action.op is Op.F and key not in self.left:
+            self.left[key] = self.schedule.num_slices
             self.held[MemoryKind.CONTEXT] += context
         elif action.op in (Op.B, Op.I):
-            self.backwards[key] += 1
-            if self.backwards[key] == 1:
-                self.held[MemoryKind.CONTEXT_GRADIENTS] += gradients
-            if self.backwards[key] == self.schedule.num_slices:
+            self.held[MemoryKind.CONTEXT_GRADIENTS] += gradients if self.left[key] == self.schedule.num_slices else 0
+            self.left[key] -= 1
+            if not self.left[key]:
                 self.held[MemoryKind.CONTEXT] -= context
                 self.held[MemoryKind.CONTEXT_GRADIENTS] -= gradients
 

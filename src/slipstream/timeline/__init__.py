@@ -3,5 +3,4 @@
 from slipstream.timeline.chrome_trace import chrome_trace, load_trace, save_trace
 from slipstream.timeline.idle_causes import Cause, Wait, find_waits, idle_by_cause
 from slipstream.timeline.picture import draw_timelines
-from slipstream.timeline.spans import Message, Span, Timeline
-from slipstream.timeline.window import TimelineWindow
+from slipstream.timeline.spans import Message, Span, Timeline, TimelineWindow

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from slipstream.schedule import COMMUNICATION, RECEIVES, Action, predecessors
-from slipstream.timeline.spans import Span, Timeline
-from slipstream.timeline.window import TimelineWindow
+from slipstream.timeline.spans import Span, Timeline, TimelineWindow
 
 
 class Cause(StrEnum):

@@ -53,9 +53,7 @@ class MemoryScale:
     def of(cls, peaks: list[float], unit: str, name: str) -> MemoryScale:
         """Makes the scale for these peaks, in bytes unless `unit` is another word."""
         most = float(max(peaks, default=0))
-        if unit != "B":
-            return cls(1.0, unit, most, name)
-        return cls(*bytes_unit(most), most, name)
+        return cls(*(bytes_unit(most) if unit == "B" else (1.0, unit)), most, name)
 
     def at(self, size: float) -> float:
         return float(size) / self.size

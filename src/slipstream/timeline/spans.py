@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from slipstream.schedule import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule
@@ -179,3 +181,51 @@ class Timeline:
         unit = min((span.seconds for span in self.compute_spans if span.seconds), default=0)
         steps = [(t - self.start) / unit for span in self.compute_spans for t in (span.start, span.end) if unit]
         return unit if all(abs(step - round(step)) < 1e-6 for step in steps) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineWindow(Timeline):
+    """The first ranks of the timeline `whole`, from `since` to `until` in seconds.
+
+    Which action waits for which follows from the whole timeline.
+    """
+
+    whole: Timeline
+    since: float
+    until: float
+
+    @classmethod
+    def cut(cls, whole: Timeline, num_ranks: int, since: float, until: float, title: str) -> TimelineWindow:
+        """Cuts the first `num_ranks` ranks from `since` to `until` out of a timeline."""
+        spans = tuple(
+            replace(span, start=max(span.start, since), end=min(span.end, until))
+            for span in whole.spans
+            if span.rank < num_ranks and span.end > since and span.start < until
+        )
+        memory = tuple(tuple(_steps_between(steps, since, until)) for steps in whole.memory[:num_ranks])
+        return cls(spans, num_ranks, memory, title, whole=whole, since=since, until=until)
+
+    @cached_property
+    def start(self) -> float:
+        return self.since
+
+    @cached_property
+    def makespan(self) -> float:
+        return self.until - self.since
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return self.whole.schedule
+
+    @property
+    def title(self) -> str:
+        return self.name
+
+
+def _steps_between(steps: tuple[tuple[float, float], ...], since: float, until: float) -> Iterator[tuple[float, float]]:
+    """Yields the memory steps inside the window, after what was held when it began."""
+    times = [time for time, _ in steps]
+    first, last = bisect_right(times, since), bisect_left(times, until)
+    if first:
+        yield since, steps[first - 1][1]
+    yield from steps[first:last]

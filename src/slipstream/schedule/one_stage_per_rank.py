@@ -1,9 +1,43 @@
-"""Zero-bubble schedules with one stage a rank: weight gradients wait until the rank would be idle."""
+"""Schedules with one stage a rank: GPipe, 1F1B, and zero-bubble ones, whose weight gradients fill idle time."""
 
 from __future__ import annotations
 
 from slipstream.schedule.action import Action, Op, Schedule
 from slipstream.schedule.rows import Counts, alternate
+
+
+def gpipe(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+    """Returns all forwards, then all backwards: GPipe, and with token slices TeraPipe.
+
+    Microbatches go backward in forward order, the slices of each last in, first out:
+
+        rank 0  F0.0 F0.1 F1.0 F1.1           B0.1 B0.0 B1.1 B1.0
+        rank 1       F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0
+
+    With equal times the bubble is (p-1)/(ms+p-1) of the step, and every rank keeps all m microbatches.
+    """
+    counts = Counts("gpipe", num_stages, num_microbatches, num_slices)
+    return counts.schedule(lambda rank: counts.passes(Op.F, rank) + counts.passes(Op.B, rank))
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+    """Returns 1F1B (PipeDream-flush), one forward and one backward alternately; with token slices Seq1F1B.
+
+    A rank first runs one microbatch's slices and one more slice for every rank after it, so that the
+    backwards arrive when they are due:
+
+        rank 0  F0.0 F0.1 F1.0      B0.1 F1.1 B0.0      B1.1 B1.0
+        rank 1       F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0
+
+    With equal times the bubble is that of `gpipe`; rank r of p keeps min(1 + (p-1-r)/s, m) microbatches.
+    """
+    counts = Counts("1f1b", num_stages, num_microbatches, num_slices)
+
+    def row(rank: int) -> list[Action]:
+        warmup = num_slices + num_stages - 1 - rank
+        return alternate(counts.passes(Op.F, rank), counts.passes(Op.B, rank), warmup)
+
+    return counts.schedule(row)
 
 
 def zb_h1(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
