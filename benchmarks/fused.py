@@ -19,7 +19,6 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from slipstream.model import CausalLMStage, LayerRange, check_compiler, find_anatomy, fuse_kernels, model_for_timing
-from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
 
@@ -86,7 +85,7 @@ def layer(case: Case, device: torch.device, fused: bool) -> StageBench:
     if fused:
         fuse_kernels(model)
     stage = CausalLMStage(model, anatomy, middle, device)
-    return StageBench(stage, 1, max(case.lengths), VOCABULARY, causal_cross_entropy, device)
+    return StageBench(stage, 1, max(case.lengths))
 
 
 def forward_backward(bench: StageBench, length: int) -> float:

@@ -17,6 +17,7 @@ from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model import find_anatomy
 from slipstream.model.hooks import TokenSlice
+from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.planner.costs import OPS, AttentionWindow
 from slipstream.profiler import ProfileSettings, identify_hardware, identify_model, profile_model
 from slipstream.profiler.layer_kinds import find_layer_kinds
@@ -48,7 +49,7 @@ def test_activation_bytes_are_what_the_allocator_says(name: str, layers: range) 
 
     def forward() -> Tensor:
         output = stage.forward(token_slice, hidden, store)
-        return bench._loss(output, token_slice.input_ids)[0] if stage.is_last else output
+        return causal_cross_entropy(output, token_slice.input_ids)[0] if stage.is_last else output
 
     forward().sum().backward()  # fills what is cached between slices
     store = ContextStore(64)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline import Ranks
-from slipstream.planner.costs import OPS, AttentionWindow, MeasuredStage, Measurement, SlicePoint, fit_times
+from slipstream.planner.costs import OPS, AttentionWindow, MeasuredStage, Measurement, SlicePoint, TimeFit, fit_times
 from slipstream.profiler.measurement_grid import MeasurementGrid
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
@@ -28,19 +29,14 @@ class TimeBudget:
     """The time that is left, on which all ranks agree."""
 
     def __init__(self, budget: float, ranks: Ranks, on_progress: Callable[[float], None]) -> None:
-        self._budget, self._ranks, self._on_progress = budget, ranks, on_progress
+        self.ranks, self._budget, self._on_progress = ranks, budget, on_progress
         self._began = time.perf_counter()
 
     def within(self, share: float) -> bool:
         """Returns whether less than this fraction of the budget is spent. Collective: synchronises the ranks."""
-        spent = self._ranks.gather((time.perf_counter() - self._began) / self._budget)[0]
+        spent = self.ranks.follow((time.perf_counter() - self._began) / self._budget)
         self._on_progress(min(1.0, spent))
         return bool(spent < share)
-
-    def agree(self, points: list[SlicePoint]) -> list[SlicePoint]:
-        """Returns the first rank's points, so that all ranks measure the same. Collective."""
-        found: list[SlicePoint] = self._ranks.gather(points)[0]
-        return found
 
 
 @dataclass
@@ -48,33 +44,35 @@ class MeasurementRun:
     """Collects seconds for every stage, point and op until the fits are good or the time is over."""
 
     benches: list[StageBench]
-    windows: list[tuple[AttentionWindow, ...]]  # of every bench
+    layers: Sequence[range]  # of every bench
     grid: MeasurementGrid
     budget: TimeBudget
     repeats: int
+    windows: list[tuple[AttentionWindow, ...]] = field(init=False)  # of every bench
     samples: _Samples = field(default_factory=lambda: defaultdict(lambda: {op: [] for op in OPS}))
 
-    def run(self) -> None:
-        """Warms up, measures the grid, then measures again where the fit is off."""
+    def run(self) -> tuple[MeasuredStage, ...]:
+        """Warms up, measures the grid, then measures again where the fit is off. Returns the stages. Collective."""
+        self.windows = [bench.windows() for bench in self.benches]
         self._warm_up()
         self._repeat(self.grid.points, _GRID_SHARE)
         for _ in range(_REFINEMENTS):
-            off = self.budget.agree(self._off())
+            off = self.budget.ranks.follow(self._off())
             if not off or not self.budget.within(1.0):
                 break
             again = self.grid.refine(off, self.benches[0].seq_len)
             self._round(again, counts=False)
             self._repeat(again, 1.0)
+        return tuple(self._stage(index) for index in range(len(self.benches)))
 
-    def stage(self, index: int, layers: range) -> MeasuredStage:
-        """Returns the results of a stage."""
-        bench = self.benches[index]
+    def _stage(self, index: int) -> MeasuredStage:
+        bench, layers = self.benches[index], self.layers[index]
         lengths = sorted({length for length, _ in self.grid.fitted})
         context_bytes, gradient_bytes = bench.context_bytes()
         return MeasuredStage(
             first=layers.start,
             last=layers.stop - 1,
-            fits={op: fit_times(self._medians(index, op, self.grid.fitted), self.windows[index]) for op in OPS},
+            fits={op: self._fit(index, op) for op in OPS},
             points={op: tuple(self._measurements(index, op)) for op in OPS},
             activation_bytes=tuple((length, bench.activation_bytes(length)) for length in lengths),
             context_bytes=context_bytes,
@@ -119,23 +117,22 @@ class MeasurementRun:
         """Returns the points where an op is off by more than allowed; none where the mean error is within it."""
         worst: dict[SlicePoint, float] = {}
         held_out: list[float] = []
-        for index in range(len(self.benches)):
-            for op in OPS:
-                fit = fit_times(self._medians(index, op, self.grid.fitted), self.windows[index])
-                for point, seconds in self._medians(index, op, self.grid.points).items():
-                    error = abs(fit(*point) - seconds) / seconds
-                    worst[point] = max(error, worst.get(point, 0.0))
-                    held_out += [error] if point in self.grid.held_out else []
+        for index, op in product(range(len(self.benches)), OPS):
+            fit = self._fit(index, op)
+            for point in self.grid.points:
+                seconds = statistics.median(self.samples[index, point][op])
+                error = abs(fit(*point) - seconds) / seconds
+                worst[point] = max(error, worst.get(point, 0.0))
+                held_out += [error] if point in self.grid.held_out else []
         if not held_out or statistics.mean(held_out) <= FIT_TOLERANCE:
             return []
         return [point for point, error in worst.items() if error > FIT_TOLERANCE]
 
-    def _medians(self, index: int, op: Op, points: Iterable[SlicePoint]) -> dict[SlicePoint, float]:
-        return {point: statistics.median(self.samples[index, point][op]) for point in points}
+    def _fit(self, index: int, op: Op) -> TimeFit:
+        medians = {point: statistics.median(self.samples[index, point][op]) for point in self.grid.fitted}
+        return fit_times(medians, self.windows[index])
 
-    def _measurements(self, index: int, op: Op) -> Iterable[Measurement]:
+    def _measurements(self, index: int, op: Op) -> Iterator[Measurement]:
         for point in self.grid.points:
-            seconds = self.samples[index, point][op]
-            middle = statistics.median(seconds)
-            low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+            low, middle, high = statistics.quantiles(self.samples[index, point][op], n=4, method="inclusive")
             yield Measurement(*point, middle, (high - low) / middle, point in self.grid.held_out)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
@@ -22,13 +19,12 @@ from slipstream.model import (
     model_for_timing,
 )
 from slipstream.pipeline import Ranks
-from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.planner.costs import MeasuredLink, Profile, choose_stages
 from slipstream.profiler.layer_kinds import find_layer_kinds
 from slipstream.profiler.measurement_grid import make_grid
 from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
 from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions
-from slipstream.profiler.stage_bench import StageBench
+from slipstream.profiler.stage_bench import StageBench, seconds_of
 
 DTYPES = {
     "float32": torch.float32,
@@ -58,12 +54,8 @@ class ProfileSettings:
         """Raises SlipstreamError for settings that can't be measured."""
         if self.dtype not in DTYPES:
             raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(DTYPES)}.")
-        longest = self.longest_slice or 1
-        if (
-            min(self.seq_len, self.microbatch_size, longest, self.granularity or 1) < 1
-            or longest > self.seq_len
-            or self.budget <= 0
-        ):
+        least = min(self.seq_len, self.microbatch_size, self.longest, self.step)
+        if least < 1 or self.longest > self.seq_len or self.budget <= 0:
             raise SlipstreamError(f"{self}: all must be positive, and no slice is longer than the sequence.")
         if self.repeats < 2:
             raise SlipstreamError(f"repeats={self.repeats}: give at least 2, so that there is a spread.")
@@ -103,18 +95,13 @@ def profile_model(
     settings.check()
     check_length(config, settings.seq_len)
     ranks = Ranks()
-    anatomy = find_anatomy(config)
-    kinds, names = find_layer_kinds(config, anatomy)
+    kinds, names = find_layer_kinds(config, find_anatomy(config))
     layers = choose_stages(kinds)
-    dtype = torch.bfloat16 if settings.dtype == "bf16" else None
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+    with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bf16"):
         benches = make_benches(config, settings, device, layers)
-        windows = [bench.windows() for bench in benches]
         grid = make_grid(settings.seq_len, settings.longest, settings.step)
         budget = TimeBudget(settings.budget, ranks, on_progress)
-        measuring = MeasurementRun(benches, windows, grid, budget, settings.repeats)
-        measuring.run()
-        stages = tuple(measuring.stage(index, layers[index]) for index in range(len(benches)))
+        stages = MeasurementRun(benches, layers, grid, budget, settings.repeats).run()
     return Profile(
         hardware=identify_hardware(device, ranks.size),
         model=identify_model(config),
@@ -132,41 +119,25 @@ def profile_model(
 
 
 def make_benches(
-    config: PretrainedConfig, settings: ProfileSettings, device: torch.device, layers: Iterable[range]
+    config: PretrainedConfig, settings: ProfileSettings, device: torch.device, layers: Sequence[range]
 ) -> list[StageBench]:
     """Returns a bench for every stage, over shared weights where stages have layers in common."""
-    layers = list(layers)
     anatomy = find_anatomy(config)
     owned = {layer for stage in layers for layer in stage}
     model = model_for_timing(config, anatomy, owned, device, DTYPES[settings.dtype]).train()
-    sizes = (settings.microbatch_size, settings.seq_len, config.get_text_config().vocab_size)
-    others = _others(model) if device.type == "cpu" else None
-    stages = [
-        CausalLMStage(copy_with_shared_weights(model), anatomy, LayerRange(own.start, own.stop), device)
-        for own in layers
-    ]
-    return [StageBench(stage, *sizes, causal_cross_entropy, device, others) for stage in stages]
-
-
-def _others(model: nn.Module) -> Tensor:
-    """Returns a tensor as large as the model's weights and gradients, or many times a core's share of the caches."""
-    return torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)
+    others = None
+    if device.type == "cpu":  # as large as the weights and gradients
+        others = torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)
+    cuts = [LayerRange(own.start, own.stop) for own in layers]
+    stages = [CausalLMStage(copy_with_shared_weights(model), anatomy, cut, device) for cut in cuts]
+    return [StageBench(stage, settings.microbatch_size, settings.seq_len, others) for stage in stages]
 
 
 def _optimizer_seconds(stage: CausalLMStage, device: torch.device) -> float:
     """Returns the seconds of AdamW per parameter."""
-    parameters: list[Any] = [parameter for _, parameter in stage.named_parameters()]
+    parameters = [parameter for _, parameter in stage.named_parameters()]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(parameters)
-    seconds = []
-    for _ in range(_OPTIMIZER_REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    count: int = sum(parameter.numel() for parameter in parameters)
-    return statistics.median(seconds[1:]) / count
+    seconds = [seconds_of(optimizer.step, device) for _ in range(_OPTIMIZER_REPEATS)]
+    return statistics.median(seconds[1:]) / sum(parameter.numel() for parameter in parameters)

@@ -9,15 +9,16 @@ from statistics import mean
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.attention import ContextStore, StoredSlice
-from slipstream.model import CausalLMStage, storage_ids
+from slipstream.model import CausalLMStage, storage_bytes, storage_ids
 from slipstream.model.hooks import TokenSlice
-from slipstream.model.saving import SavedTensors, defer_weight_gradients
+from slipstream.model.saving import defer_weight_gradients
+from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.planner.costs import AttentionWindow, find_windows
 from slipstream.schedule import Op
 
-LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _PIECE = 1024  # tokens of each step while the context is filled, so that the head's logits stay small
 
 
@@ -45,43 +46,27 @@ class StageBench:
     don't have caches of this size.
     """
 
-    def __init__(
-        self,
-        stage: CausalLMStage,
-        batch: int,
-        seq_len: int,
-        vocab_size: int,
-        loss: LossFunction,
-        device: torch.device,
-        others: Tensor | None = None,
-    ) -> None:
-        self.stage, self.seq_len = stage, seq_len
-        self._loss, self._device = loss, device
+    def __init__(self, stage: CausalLMStage, batch: int, seq_len: int, others: Tensor | None = None) -> None:
+        self.stage, self.seq_len, self._others = stage, seq_len, others
+        self._device = device = stage.model.device
         generator = torch.Generator(device).manual_seed(0)
-        self._ids = torch.randint(0, vocab_size, (batch, seq_len), generator=generator, device=device)
+        vocabulary = stage.model.config.get_text_config().vocab_size
+        self._ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator, device=device)
         self._positions = torch.arange(seq_len, device=device).expand(batch, -1)
         shape = (batch, seq_len, stage.hidden_size)
         self._hidden = torch.randn(shape, generator=generator, dtype=stage.hidden_dtype, device=device)
-        self._others = others
         self._store = PrefilledStore(seq_len)
         self._fill()
 
     def run(self, length: int, context: int) -> dict[Op, float]:
         """Returns the seconds of F and B of the slice, then of F, I and W."""
-        forwards, seconds = [], dict[Op, float]()
-        for splits in (False, True):
-            forward, output, gradient = self._forward(length, context)
-            forwards.append(forward)
-            seconds |= self._backward(output, gradient, splits)
-        return {Op.F: mean(forwards)} | seconds
-
-    def _backward(self, output: Tensor, gradient: Tensor | None, splits: bool) -> dict[Op, float]:
-        backward = partial(torch.autograd.backward, output, gradient)
-        if not splits:
-            return {Op.B: self._timed(backward)}
+        first, backward = self._forward(length, context)
+        seconds = {Op.B: self._timed(backward)}
+        second, backward = self._forward(length, context)
         with defer_weight_gradients() as work:
-            inputs = self._timed(backward)
-        return {Op.I: inputs, Op.W: self._timed(lambda: [add() for add in work])}
+            seconds[Op.I] = self._timed(backward)
+        seconds[Op.W] = self._timed(lambda: [add() for add in work])
+        return {Op.F: mean((first, second))} | seconds
 
     def activation_bytes(self, length: int) -> int:
         """Returns the bytes that F leaves alive for the backward, its input and output included: each storage once.
@@ -90,15 +75,8 @@ class StageBench:
         saves too (weights that autocast has cast) don't count.
         """
         others = [*self.stage.model.parameters(), *self.stage.model.buffers(), self._ids, self._positions]
-        shared = storage_ids(others)
-        twin, _, _ = self._saving(length, shared)
-        common = twin.take_out()  # alive until the second slice is counted
-        saved, hidden, output = self._saving(length, shared | storage_ids(common))
-        ends = [saved.hold(each) for each in (hidden, output) if each is not None]
-        found = saved.num_bytes
-        del ends
-        torch.autograd.backward(output, self._gradient(output))
-        return found
+        twin = self._saved(length)  # alive until the second slice is counted
+        return storage_bytes(self._saved(length), apart_from=storage_ids([*others, *twin]))
 
     def context_bytes(self) -> tuple[int, int]:
         """Returns the bytes per token of the keys and values, and of their gradients."""
@@ -119,22 +97,27 @@ class StageBench:
         self._compute(1, position, self._input(1))
         return [self._store.reads(call)[-1][0] for call in self._store.calls]
 
-    def _forward(self, length: int, context: int) -> tuple[float, Tensor, Tensor | None]:
-        """Returns the seconds of F, its output and its output's gradient."""
+    def _forward(self, length: int, context: int) -> tuple[float, Callable[[], None]]:
+        """Returns the seconds of F, and its backward."""
         self._store.rewind(context)
         hidden = self._input(length)
         outputs: list[Tensor] = []
         seconds = self._timed(lambda: outputs.append(self._compute(length, context, hidden)))
-        return seconds, outputs[0], self._gradient(outputs[0])
+        return seconds, partial(torch.autograd.backward, outputs[0], self._gradient(outputs[0]))
 
-    def _saving(self, length: int, shared: set[int]) -> tuple[SavedTensors, Tensor | None, Tensor]:
-        """Returns a first slice's saved tensors, input and output."""
-        saved = SavedTensors(shared)
+    def _saved(self, length: int) -> list[Tensor]:
+        """Returns what the first slice saves, its input and its output."""
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor.detach())  # an output itself would hold the graph that holds it
+            return saved[-1]
+
         self._store.rewind(0)
         hidden = self._input(length)
-        with saved.saving(lambda _: True):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._compute(length, 0, hidden)
-        return saved, hidden, output
+        return [*saved, output] if hidden is None else [*saved, output, hidden]
 
     def _compute(self, length: int, context: int, hidden: Tensor | None) -> Tensor:
         own = slice(context, context + length)
@@ -143,7 +126,7 @@ class StageBench:
         output = self.stage.forward(token_slice, hidden, self._store)
         if not self.stage.is_last:
             return output
-        total, _ = self._loss(output, ids)  # any labels work
+        total, _ = causal_cross_entropy(output, ids)  # any labels work
         return total / ids.numel()
 
     def _input(self, length: int) -> Tensor | None:
@@ -163,17 +146,21 @@ class StageBench:
                 self._compute(length, start, hidden)
 
     def _timed(self, work: Callable[[], object]) -> float:
-        """Returns the seconds of `work`; on a GPU between two events, once it is idle."""
-        if self._device.type != "cuda":
-            if self._others is not None:
-                self._others.sum()
-            began = time.perf_counter()
-            work()
-            return time.perf_counter() - began
-        began_event, ended_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(self._device)
-        began_event.record()
+        if self._others is not None:
+            self._others.sum()
+        return seconds_of(work, self._device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of `work`; on a GPU between two events, once it is idle."""
+    if device.type != "cuda":
+        began = time.perf_counter()
         work()
-        ended_event.record()
-        torch.cuda.synchronize(self._device)
-        return float(began_event.elapsed_time(ended_event)) / 1e3
+        return time.perf_counter() - began
+    began_event, ended_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    began_event.record()
+    work()
+    ended_event.record()
+    torch.cuda.synchronize(device)
+    return float(began_event.elapsed_time(ended_event)) / 1e3

@@ -7,4 +7,4 @@ from slipstream.planner.costs.measurements import Hardware, MeasuredLink, Measur
 from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
 from slipstream.planner.costs.profile_file import OPS, Profile, load_profile
 from slipstream.planner.costs.stage_basis import choose_stages
-from slipstream.planner.costs.time_fit import AttentionWindow, SlicePoint, find_windows, fit_times
+from slipstream.planner.costs.time_fit import AttentionWindow, SlicePoint, TimeFit, find_windows, fit_times
