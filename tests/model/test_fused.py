@@ -192,6 +192,25 @@ def test_what_a_user_compiles_stays_as_it_is() -> None:
     assert "model.layers.2.input_layernorm" in names
 
 
+class GatedHalf(nn.Module):
+    """Cuts its input before any matrix: operations that need no kernel, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act = nn.Linear(4, 4), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = x.chunk(2, -1)
+        return self.act(self.up(value)) * gate
+
+
+def test_operations_without_a_kernel_may_follow_each_other() -> None:
+    model, x = nn.Sequential(GatedHalf()), torch.randn(1, 8)
+    expected = model(x)
+    assert fuse_kernels(model) == ["0"]
+    assert torch.equal(model(x), expected)
+
+
 class GatedNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         return x * x.sum() if gate is None else x * gate.sum()

@@ -40,6 +40,7 @@ _PRODUCTS = ("mm", "matmul", "linear", "einsum", "conv", "attention")
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _LEAVE_OUT = "or leave fused out (runtime.fused: false)."
 _Kernel = Callable[..., Any]
+_Copies = dict[fx.Node, fx.Node]  # node of the traced graph -> its place in another
 
 
 def fuse_kernels(model: nn.Module) -> list[str]:
@@ -57,7 +58,9 @@ def fuse_kernels(model: nn.Module) -> list[str]:
     names = []
     compiled = compiled_modules(model)
     for name, module in model.named_modules():
-        if _inside(name, compiled) or not (_is_norm(module) or _has_activation(module)) or not _takes_one(module):
+        is_compiled = any(each == "the model" or f"{name}.".startswith(f"{each}.") for each in compiled)
+        is_norm = "Norm" in type(module).__name__ and not any(module.children())
+        if is_compiled or not (is_norm or any(map(_is_activation, module.children()))) or not _takes_one(module):
             continue
         graph = _trace(module)
         if graph is not None and (parts := _fuse_regions(module, graph, kernels)) is not None:
@@ -73,7 +76,8 @@ def check_compiler(device_type: str) -> None:
         raise SlipstreamError(
             f"fused: kernels for CUDA are made by Triton. Install it: pip install triton, {_LEAVE_OUT}"
         )
-    variable, candidates = ("CC", ("gcc", "clang", "cc")) if device_type == "cuda" else ("CXX", (_cxx(),))
+    cxx = "clang++" if sys.platform == "darwin" else "g++"  # PyTorch's default
+    variable, candidates = ("CC", ("gcc", "clang", "cc")) if device_type == "cuda" else ("CXX", (cxx,))
     named = os.environ.get(variable, "").split()[:1] or candidates
     if not any(map(shutil.which, named)):
         raise SlipstreamError(
@@ -86,23 +90,6 @@ def check_compiler(device_type: str) -> None:
             f"fused: torch.compile needs Python's headers, but {header} is not there. Install them, as with "
             f"apt-get install python3-dev, {_LEAVE_OUT}"
         )
-
-
-def _cxx() -> str:
-    """Returns PyTorch's default C++ compiler."""
-    return "clang++" if sys.platform == "darwin" else "g++"
-
-
-def _inside(name: str, compiled: list[str]) -> bool:
-    return any(each == "the model" or f"{name}.".startswith(f"{each}.") for each in compiled)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "Norm" in type(module).__name__ and not any(module.children())
-
-
-def _has_activation(module: nn.Module) -> bool:
-    return any(map(_is_activation, module.children()))
 
 
 def _is_activation(module: nn.Module) -> bool:
@@ -157,21 +144,17 @@ def _fuse_regions(module: nn.Module, graph: fx.Graph, kernels: dict[object, _Ker
     other, before them. So everything that needs both gate and up comes after both.
     """
     levels = _levels(graph)
-    fused, copies, num_kernels = fx.Graph(), dict[fx.Node, fx.Node](), 0
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            copies[node] = fused.node_copy(node)
+    fused, num_kernels = fx.Graph(), 0
+    copies = {node: fused.node_copy(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     for level in range(max(levels.values(), default=-1) + 1):
         here = [node for node, at in levels.items() if at == level]
         region = [node for node in here if node.op != "call_module"]
         if sum(node.target not in _FREE for node in region) > 1:
             _call_kernel(module, region, fused, copies, kernels)
             num_kernels += 1
-        else:
-            copies |= {node: fused.node_copy(node, copies.__getitem__) for node in region}
+            here = [node for node in here if node.op == "call_module"]
         for node in here:
-            if node.op == "call_module":
-                copies[node] = fused.node_copy(node, copies.__getitem__)
+            copies[node] = fused.node_copy(node, copies.__getitem__)
     fused.output(fx.map_arg(graph.output_node().args[0], copies.__getitem__))
     return fused if num_kernels else None
 
@@ -187,11 +170,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _call_kernel(
-    module: nn.Module,
-    region: list[fx.Node],
-    fused: fx.Graph,
-    copies: dict[fx.Node, fx.Node],
-    kernels: dict[object, _Kernel],
+    module: nn.Module, region: list[fx.Node], fused: fx.Graph, copies: _Copies, kernels: dict[object, _Kernel]
 ) -> None:
     """Replaces `region` by one call. Regions with equal code and equally large parameters share a kernel."""
     inside = {*region}
@@ -202,13 +181,11 @@ def _call_kernel(
     for node in region:
         places[node] = own.node_copy(node, places.__getitem__)
     own.output(tuple(places[node] for node in outputs))
-    shapes = tuple(_shape(module, node) for node in inputs)
-    key = own.python_code("self").src, shapes
+    key = own.python_code("self").src, tuple(_shape(module, node) for node in inputs)
     if key not in kernels:
         kernels[key] = _kernel(own)
     results = fused.call_function(kernels[key], tuple(copies[node] for node in inputs))
-    for index, node in enumerate(outputs):
-        copies[node] = fused.call_function(operator.getitem, (results, index))
+    copies |= {node: fused.call_function(operator.getitem, (results, i)) for i, node in enumerate(outputs)}
 
 
 def _shape(module: nn.Module, node: fx.Node) -> torch.Size | None:
