@@ -14,7 +14,7 @@ from slipstream.model.layer_range import (
     are_allowed_layer_counts,
 )
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy
-from slipstream.model.model_cutting import copy_with_shared_weights, layer_half_of
+from slipstream.model.model_cutting import copy_with_shared_weights, parts_of
 from slipstream.model.model_loading import (
     config_from_settings,
     load_config,

@@ -1,19 +1,18 @@
-"""Cuts a model into stages without changing its code: what a stage doesn't own becomes a placeholder."""
+"""Cuts a model into stages without changing its code: what other stages compute becomes a placeholder."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_range import HalfLayer, LayerHalf, ModelEnd, StagePart
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, has_parameters
-from slipstream.model.placeholders import EmptyEmbedding, PassThrough, ZeroBranch
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -62,26 +61,18 @@ def keep_half(layer: nn.Module, parts: Sequence[LayerPart], half: LayerHalf) -> 
 
     Children without parameters stay: dropout of zeros is zero.
     """
-    for name, child in list(layer.named_children()):
-        part = _part_of(name, child, parts)
-        if part is not None and part.half is not half:
+    for child, part in parts_of(layer, parts):
+        if part.half is not half:
             multiplies = any(parameter.dim() > 1 for parameter in child.parameters())
-            setattr(layer, name, (ZeroBranch if multiplies else PassThrough)(child, part.tuple_length))
+            setattr(layer, part.name, (ZeroBranch if multiplies else PassThrough)(child, part.tuple_length))
 
 
 def second_half(layer: nn.Module, parts: Sequence[LayerPart]) -> nn.Module | None:
     """Returns the child with which the layer's feed-forward half begins; None if it isn't here or isn't known."""
-    for name, child in layer.named_children() if parts else ():
-        part = _part_of(name, child, parts)
-        if part is not None and part.begins_half and part.half is LayerHalf.FEED_FORWARD:
+    for child, part in parts_of(layer, parts) if parts else ():
+        if part.begins_half and part.half is LayerHalf.FEED_FORWARD:
             return child
     return None
-
-
-def layer_half_of(name: str, child: nn.Module, parts: Sequence[LayerPart]) -> LayerHalf | None:
-    """Returns the half of a layer that its child belongs to; None for a child without parameters."""
-    part = _part_of(name, child, parts)
-    return None if part is None else part.half
 
 
 def copy_with_shared_weights(model: _Model) -> _Model:
@@ -90,17 +81,18 @@ def copy_with_shared_weights(model: _Model) -> _Model:
     return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
 
 
-def _part_of(name: str, child: nn.Module, parts: Sequence[LayerPart]) -> LayerPart | None:
-    """Returns what is known about a layer's child; None where it has no parameters, as a placeholder."""
-    if not has_parameters(child):
-        return None
-    found = next((part for part in parts if (part.name, part.kind) == (name, type(child).__name__)), None)
-    if found is None:
-        raise SlipstreamError(
-            f"a layer's {name!r} is a {type(child).__name__}, which its architecture doesn't have there, so layers "
-            "can't be cut in half. Give whole numbers of layers."
-        )
-    return found
+def parts_of(layer: nn.Module, parts: Sequence[LayerPart]) -> Iterator[tuple[nn.Module, LayerPart]]:
+    """Yields a layer's children that have parameters, as placeholders don't, and which of `parts` each one is."""
+    known = {(part.name, part.kind): part for part in parts}
+    for name, child in list(layer.named_children()):
+        kind = type(child).__name__
+        if has_parameters(child) and (name, kind) not in known:
+            raise SlipstreamError(
+                f"a layer's {name!r} is a {kind}, which its architecture doesn't have there, so layers can't be cut in "
+                "half. Give whole numbers of layers."
+            )
+        if has_parameters(child):
+            yield child, known[name, kind]
 
 
 def _owned_halves(layer: int, owned: Collection[StagePart]) -> list[LayerHalf]:
@@ -120,3 +112,56 @@ def _replace(model: PreTrainedModel, name: str, placeholder: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     if not isinstance(model.get_submodule(name), (PassThrough, EmptyEmbedding)):
         setattr(model.get_submodule(parent), child, placeholder)
+
+
+class Placeholder(nn.Module):
+    """A module without weights that keeps the plain attributes of the one it replaces.
+
+    Models read some of them: `layer.attention_type`, for example, selects a layer's mask.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(original).items():
+            if not name.startswith("_") and isinstance(value, (str, int, float, bool, type(None))):
+                setattr(self, name, value)
+
+
+class PassThrough(Placeholder):
+    """Replaces another stage's layer, norm or head, and returns the first tensor it is given."""
+
+    def __init__(self, original: nn.Module, tuple_length: int = 0) -> None:
+        super().__init__(original)
+        self.tuple_length = tuple_length
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._instead_of(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+        return (found, *[None] * (self.tuple_length - 1)) if self.tuple_length else found
+
+    def _instead_of(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class ZeroBranch(PassThrough):
+    """Replaces another stage's half of a layer, so that its residual connection adds nothing.
+
+    It returns -0.0, since x + -0.0 is x to the bit for every x, and x + 0.0 is not for x = -0.0.
+    """
+
+    def _instead_of(self, tensor: Tensor) -> Tensor:
+        return tensor.new_full((), -0.0).expand(tensor.shape)  # takes no memory
+
+
+class EmptyEmbedding(nn.Module):
+    """Replaces the first stage's embedding: its output has the right shape, takes no memory and is never used."""
+
+    def __init__(self, original: nn.Module, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.embedding_dim = width
+        self.padding_idx = getattr(original, "padding_idx", None)
+        # models read the device and dtype of their embedding's weight
+        self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device), persistent=False)
+        self.weight: Tensor
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.weight.expand(*ids.shape, self.embedding_dim)  # (b, T, hidden)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_arguments import Arguments, hidden_states
@@ -37,7 +37,7 @@ class LayerCalls:
             known.extend([tensor] if place == len(known) else [])
             return TensorIndex(place)
 
-        arguments = tuple(_mapped(call, index, Tensor) for call in calls)
+        arguments = tree_map_only(Tensor, index, tuple(calls))
         return cls(arguments, len(known) - 1), tuple(known)
 
     def tensors(self, calls: Sequence[Arguments]) -> tuple[Tensor, ...]:
@@ -45,41 +45,27 @@ class LayerCalls:
 
         Raises SlipstreamError where a call differs from this layout in anything but its tensors.
         """
-        found: dict[int, Tensor] = {}
-        for wanted, call in zip(self.arguments, calls, strict=True):
-            _match(wanted, call, found.setdefault)
-        return tuple(found[i] for i in range(1 + self.num_extras))
+        wanted, wanted_layout = tree_flatten(self.arguments)
+        found, layout = tree_flatten(tuple(calls))
+        if layout != wanted_layout:
+            raise _other_call(layout, wanted_layout)
+        tensors: dict[int, Tensor] = {}
+        for index, value in zip(wanted, found, strict=True):
+            if isinstance(index, TensorIndex) and isinstance(value, Tensor):
+                tensors.setdefault(index, value)
+            elif isinstance(value, Tensor) or index != value:
+                raise _other_call(value, index)
+        return tuple(tensors[i] for i in range(1 + self.num_extras))
 
 
 def with_tensors(arguments: Arguments, tensors: Sequence[Tensor]) -> Arguments:
     """Returns the arguments with each TensorIndex replaced by its tensor."""
-    filled: Arguments = _mapped(arguments, tensors.__getitem__, TensorIndex)
+    filled: Arguments = tree_map_only(TensorIndex, tensors.__getitem__, arguments)
     return filled
 
 
-def _mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """Returns `value` with each `kind` inside its tuples, lists and dictionaries changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_mapped(item, change, kind) for item in value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change, kind) for key, item in value.items()}
-    return value
-
-
-def _match(wanted: Any, found: Any, put: Callable[[TensorIndex, Tensor], object]) -> None:
-    """Passes each TensorIndex in `wanted` and the tensor in its place to `put`; everything else must be equal."""
-    if isinstance(wanted, TensorIndex) and isinstance(found, Tensor):
-        put(wanted, found)
-    elif isinstance(wanted, (tuple, list)) and isinstance(found, (tuple, list)) and len(wanted) == len(found):
-        for pair in zip(wanted, found, strict=True):
-            _match(*pair, put)
-    elif isinstance(wanted, dict) and isinstance(found, dict) and wanted.keys() == found.keys():
-        for key in wanted:
-            _match(wanted[key], found[key], put)
-    elif isinstance(found, Tensor) or wanted != found:
-        raise SlipstreamError(
-            f"a layer is called with {found!r}, but was called with {wanted!r} when the sequence was made. Give inputs "
-            "of the same kind."
-        )
+def _other_call(found: object, wanted: object) -> SlipstreamError:
+    return SlipstreamError(
+        f"a layer is called with {found!r}, but was called with {wanted!r} when the sequence was made. Give inputs of "
+        "the same kind."
+    )

@@ -11,14 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.hf_sequential.stack_connector import ModelInputs, StackConnector, StackLayer, main_output
-from slipstream.model.hf_sequential.stack_placeholders import LayerStack
+from slipstream.model.hf_sequential.stack_connector import LayerStack, StackConnector, StackLayer, main_output
 from slipstream.model.hf_sequential.toy_inputs import toy_inputs, toy_of
 from slipstream.model.model_cutting import copy_with_shared_weights
 
-PipelinePlan = Mapping[
-    str, Any
-]  # as transformers' base_model_pp_plan: module -> (inputs, outputs), in the order they run
+PipelinePlan = Mapping[str, Any]  # as base_model_pp_plan: module -> (inputs, outputs), in the order they run
 SUPPORTED = (
     "Sequences are pipelined by microbatches only. Plans allow T5Gemma (encoder and decoder), EuroBERT, ESMC, "
     "UltraBERT and the vision encoder of DeepSeek-OCR-2. To a vision model without a plan give one, for ViT "
@@ -121,20 +118,13 @@ def _parts(model: PreTrainedModel, plan: PipelinePlan | None) -> Iterator[tuple[
 
 def _stack(model: PreTrainedModel, prefix: str, plan: PipelinePlan) -> LayerStack:
     names = [f"{prefix}.{name}" if prefix else name for name in plan]
-    have = [name for name in names if _has(model, name)]
-    lists = [name for name in have if isinstance(model.get_submodule(name), nn.ModuleList)]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    have = [name for name in names if name in modules]
+    lists = [name for name in have if isinstance(modules[name], nn.ModuleList)]
     if len(lists) != 1:
         raise refusal(model, f"of the plan's modules {', '.join(names)} exactly one must be a list of layers")
     place = have.index(lists[0])
     return LayerStack(lists[0], tuple(have[:place]), tuple(have[place + 1 :]))
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
 
 
 def _build(
@@ -143,7 +133,7 @@ def _build(
     """Returns begin, layers, end; or begin, encoder's layers, middle, decoder's layers, end."""
     stacks = find_stacks(model, plan)
     trial = toy_inputs(model, inputs)
-    described = ModelInputs({name: tensor.shape[1:] for name, tensor in trial.items()})
+    described = {name: tensor.shape[1:] for name, tensor in trial.items()}
     tensors, behind = tuple(trial.values()), None
     sequence: dict[str, nn.Module] = {}
     for place, stack in enumerate(stacks):

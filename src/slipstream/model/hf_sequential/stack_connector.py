@@ -9,50 +9,19 @@ states that came in, those of the stack ahead record their arguments, and the la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from slipstream.errors import SlipstreamError
 from slipstream.model.hf_sequential.call_layout import LayerCalls, with_tensors
 from slipstream.model.hf_sequential.fixed_shape_masks import always_build_masks
-from slipstream.model.hf_sequential.stack_placeholders import (
-    CallRecorder,
-    HiddenPlaceholder,
-    LayersReachedError,
-    LayerStack,
-    ReceivedHidden,
-    RecordedCalls,
-    remove_unused_weights,
-    replace_module,
-)
-from slipstream.model.layer_arguments import Arguments, first_output
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """The names and shapes (without the batch) of the model's inputs.
-
-    Images and embeddings are large and are needed only at the beginning: later the model's code reads their shape
-    alone.
-    """
-
-    shapes: Mapping[str, Sequence[int]]
-
-    def carried(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the inputs that travel on with the hidden states."""
-        return tuple(tensor for tensor in tensors if not tensor.is_floating_point())
-
-    def restored(self, carried: Sequence[Tensor], hidden: Tensor) -> dict[str, Tensor]:
-        """Returns all inputs by name; those that didn't travel are replaced by tensors that take no memory."""
-        left = iter(carried)
-        stand_ins = {
-            "inputs_embeds": hidden,
-            "pixel_values": hidden.new_zeros(()).expand(len(hidden), *self.shapes.get("pixel_values", ())),
-        }
-        return {name: stand_ins[name] if name in stand_ins else next(left) for name in self.shapes}
+from slipstream.model.layer_arguments import Arguments, first_output, hidden_states
+from slipstream.model.model_anatomy import has_parameters
+from slipstream.model.model_cutting import Placeholder
 
 
 class StackLayer(nn.Module):
@@ -78,12 +47,13 @@ class StackConnector(nn.Module):
         model: PreTrainedModel,
         stacks: Sequence[LayerStack],
         place: int,
-        inputs: ModelInputs,
+        inputs: Mapping[str, Sequence[int]],
         constants: Mapping[str, Any],
         calls_behind: LayerCalls | None,
     ) -> None:
-        """`model` is a copy of the modules that shares the weights, and is cut in place; `calls_behind` is the layout
-        of the stack behind. `measure` finds that of the stack ahead."""
+        """`model` is a copy of the modules that shares the weights, and is cut in place; `inputs` are the names and
+        shapes, without the batch, of the model's inputs; `calls_behind` is the layout of the stack behind. `measure`
+        finds that of the stack ahead."""
         super().__init__()
         self.layer_calls: LayerCalls | None = None
         self._calls_behind = calls_behind
@@ -91,53 +61,65 @@ class StackConnector(nn.Module):
         self._skips_encoder = place == 2
         behind = stacks[place - 1] if place else None
         ahead = stacks[place] if place < len(stacks) else None
-        self._received = ReceivedHidden()
-        self._recorded = RecordedCalls()
+        self._running = ForwardState()
         remove_unused_weights(model, stacks, behind, ahead)
         always_build_masks(model)
         if behind is not None:
             first = next(model.get_submodule(behind.layers).children())
-            replace_module(model, behind.layers, nn.ModuleList([HiddenPlaceholder(self._received, first)]))
+            replace_module(model, behind.layers, nn.ModuleList([HiddenPlaceholder(self._running, first)]))
             for name in behind.before:
-                replace_module(model, name, HiddenPlaceholder(self._received, model.get_submodule(name)))
+                replace_module(model, name, HiddenPlaceholder(self._running, model.get_submodule(name)))
         if ahead is not None:
             layers = list(model.get_submodule(ahead.layers).children())
-            recorders = [CallRecorder(self._recorded, layer, layer is layers[-1]) for layer in layers]
+            recorders = [CallRecorder(self._running, layer, layer is layers[-1]) for layer in layers]
             replace_module(model, ahead.layers, nn.ModuleList(recorders))
         self.model = model
 
     def forward(self, tensors: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        output, inputs = self._run(tensors if isinstance(tensors, tuple) else (tensors,))
+        output, calls, inputs = self._run(tensors if isinstance(tensors, tuple) else (tensors,))
         if output is not None:
             return output
         assert self.layer_calls is not None
-        return (*self.layer_calls.tensors(self._recorded.take()), *inputs)
+        return (*self.layer_calls.tensors(calls), *inputs)
 
     def measure(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Finds how the stack ahead is called, by a forward on `tensors`; returns its first layer's input."""
-        _, inputs = self._run(tensors)
-        self.layer_calls, known = LayerCalls.of(self._recorded.take())
+        _, calls, inputs = self._run(tensors)
+        self.layer_calls, known = LayerCalls.of(calls)
         return (*known, *inputs)
 
-    def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """Returns the model's output, None where the layers ahead were reached, and the inputs that travel on."""
+    def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, list[Arguments], tuple[Tensor, ...]]:
+        """Returns the model's output or, where the layers ahead were reached, their calls, and the inputs that travel
+        on.
+
+        Images and embeddings don't: they are large, and later the model's code reads their shape alone.
+        """
         if self._calls_behind is None:
-            arguments: dict[str, Any] = dict(zip(self._inputs.shapes, tensors, strict=True))
-            carried = self._inputs.carried(tensors)
+            arguments: dict[str, Any] = dict(zip(self._inputs, tensors, strict=True))
+            carried = tuple(tensor for tensor in tensors if not tensor.is_floating_point())
         else:
-            hidden, carried = tensors[0], tensors[1 + self._calls_behind.num_extras :]
-            arguments = self._inputs.restored(carried, hidden)
-            self._received.tensor = hidden
+            self._running.hidden = hidden = tensors[0]
+            carried = tensors[1 + self._calls_behind.num_extras :]
+            arguments = self._restored(carried, hidden)
             if self._skips_encoder:
                 # after the decoder nothing reads the encoder's output, but the model's code reads its shape
                 encoding = hidden.new_zeros(()).expand(*arguments["input_ids"].shape, hidden.shape[-1])
                 arguments["encoder_outputs"] = BaseModelOutput(encoding)
         try:
-            return main_output(self.model(**arguments, **self._constants, use_cache=False)), carried
+            return main_output(self.model(**arguments, **self._constants, use_cache=False)), [], carried
         except LayersReachedError:
-            return None, carried
+            return None, self._running.calls, carried
         finally:
-            self._received.tensor = None
+            self._running.hidden, self._running.calls = None, []
+
+    def _restored(self, carried: Sequence[Tensor], hidden: Tensor) -> dict[str, Any]:
+        """Returns all inputs by name; those that didn't travel are replaced by tensors that take no memory."""
+        left = iter(carried)
+        stand_ins = {
+            "inputs_embeds": hidden,
+            "pixel_values": hidden.new_zeros(()).expand(len(hidden), *self._inputs.get("pixel_values", ())),
+        }
+        return {name: stand_ins[name] if name in stand_ins else next(left) for name in self._inputs}
 
 
 def main_output(output: Any) -> Tensor:
@@ -146,3 +128,106 @@ def main_output(output: Any) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{type(output).__name__} has neither logits nor last_hidden_state")
     return tensor
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The names of one stack of layers in a model, and of the modules that the plan puts before and after it."""
+
+    layers: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+class LayersReachedError(Exception):
+    """Ends the model's forward once the layers ahead have been called."""
+
+
+@dataclass
+class ForwardState:
+    """The hidden states that came in, and the arguments with which layers ahead were called."""
+
+    hidden: Tensor | None = None
+    calls: list[Arguments] = field(default_factory=list)
+
+
+class HiddenPlaceholder(Placeholder):
+    """Replaces the layers behind and the embedding before them: returns the hidden states that came in.
+
+    Models read the dtype of their embedding's weights, so these are there as buffers that take no memory.
+    """
+
+    def __init__(self, running: ForwardState, original: nn.Module) -> None:
+        super().__init__(original)
+        self._running = running
+        _copy_without_memory(original, self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.hidden
+
+
+class CallRecorder(Placeholder):
+    """Replaces a layer ahead: records its arguments, and ends the forward if it is the last one."""
+
+    def __init__(self, running: ForwardState, original: nn.Module, is_last: bool) -> None:
+        super().__init__(original)
+        self._running, self._is_last = running, is_last
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._running.calls.append((args, kwargs))
+        if self._is_last:
+            raise LayersReachedError
+        return hidden_states(args, kwargs)
+
+
+class AbsentModule(Placeholder):
+    """Replaces a module that is computed elsewhere, and raises SlipstreamError where it is called here."""
+
+    def __init__(self, name: str, original: nn.Module) -> None:
+        super().__init__(original)
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise SlipstreamError(f"{self.name} is used where the pipeline plan has no place for it")
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts `module` at `name`, unless all around it is absent."""
+    parent, _, child = name.rpartition(".")
+    holder = model.get_submodule(parent)
+    if isinstance(holder, nn.ModuleList):
+        holder[int(child)] = module
+    elif not isinstance(holder, AbsentModule):
+        setattr(holder, child, module)
+
+
+def remove_unused_weights(
+    model: nn.Module, stacks: Sequence[LayerStack], behind: LayerStack | None, ahead: LayerStack | None
+) -> None:
+    """Removes the weights that aren't used between the stacks `behind` and `ahead`.
+
+    Those are the plan's other modules and, unless the forward ends here, all that the plan doesn't name: the head.
+    """
+    owned = [*(behind.after if behind else ()), *(ahead.before if ahead else ())]
+    planned = [name for stack in stacks for name in (stack.layers, *stack.before, *stack.after)]
+    skipped = [ahead.layers] if ahead else []
+    for name in planned:
+        if name not in owned + skipped and not (behind and name in (behind.layers, *behind.before)):
+            replace_module(model, name, AbsentModule(name, model.get_submodule(name)))
+    if ahead is None:
+        return
+    for name, module in list(model.named_modules()):
+        inside = any(name == kept or name.startswith(f"{kept}.") for kept in owned + skipped)
+        holds = any(kept.startswith(f"{name}.") for kept in planned) or not name
+        is_behind = behind and name.startswith((behind.layers, *behind.before))
+        if not inside and not holds and not is_behind and has_parameters(module):
+            replace_module(model, name, AbsentModule(name, module))
+
+
+def _copy_without_memory(original: nn.Module, copy: nn.Module) -> None:
+    """Gives `copy` the names of all weights inside `original`, as buffers of the same shapes that share one zero."""
+    for name, child in original.named_children():
+        setattr(copy, name, nn.Module())
+        _copy_without_memory(child, copy.get_submodule(name))
+    for name, weight in original.named_parameters(recurse=False):
+        copy.register_buffer(name, weight.new_zeros(()).expand(weight.shape), persistent=False)

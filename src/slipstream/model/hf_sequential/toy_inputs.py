@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +19,7 @@ def toy_of(model: PreTrainedModel) -> PreTrainedModel:
     config = _shrunk(model.config)
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(0)
-        toy: Any = type(model)(config).double().eval()
-    found: PreTrainedModel = toy
-    return found
+        return type(model)(config).double().eval()
 
 
 def toy_inputs(model: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
@@ -45,13 +42,11 @@ def _input(model: PreTrainedModel, name: str, generator: torch.Generator) -> Ten
 
 
 def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
-    toy = toy_config(copy.deepcopy(config))
+    toy: Any = toy_config(config)
     for name, value in list(vars(toy).items()):
         if isinstance(value, PretrainedConfig):
             setattr(toy, name, _shrunk(value))
-    decoder: Any
-    encoder: Any
-    decoder, encoder = getattr(toy, "decoder", None), getattr(toy, "encoder", None)
-    if encoder is not None and hasattr(decoder, "cross_attention_hidden_size"):
-        decoder.cross_attention_hidden_size = encoder.hidden_size
+    encoder = getattr(toy, "encoder", None)
+    if encoder is not None and hasattr(getattr(toy, "decoder", None), "cross_attention_hidden_size"):
+        toy.decoder.cross_attention_hidden_size = encoder.hidden_size
     return toy

@@ -19,8 +19,8 @@ from slipstream.model import (
     ModelEnd,
     are_allowed_layer_counts,
     find_halves,
-    layer_half_of,
     meta_model,
+    parts_of,
     uses_randomness,
 )
 from slipstream.planner.partition import partition_layers
@@ -122,9 +122,7 @@ def half_layer_costs(
     costs = []
     for index, layer in enumerate(_layers(model, anatomy)):
         for half in LayerHalf:
-            own = [
-                child for name, child in layer.named_children() if layer_half_of(name, child, anatomy.halves) is half
-            ]
+            own = [child for child, part in parts_of(layer, anatomy.halves) if part.half is half]
             attended = _attended(config, index, seq_len) if half is LayerHalf.ATTENTION else 0.0
             costs.append(sum(_multiplications(child, config) for child in own) + attended)
     costs[-1] += _head_cost(config, anatomy, model)
