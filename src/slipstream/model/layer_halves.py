@@ -7,8 +7,8 @@ which half is found by running a toy, and accepted if the halves of the toy's la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isnan
@@ -23,7 +23,15 @@ from slipstream.model.layer_arguments import first_output, hidden_states, with_h
 from slipstream.model.layer_range import LayerHalf
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, has_parameters
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, second_half
-from slipstream.model.toy import full_precision, perturb_parameters, recorded_attention, toy_model, toy_tokens
+from slipstream.model.toy import (
+    full_precision,
+    output_weights,
+    perturb_parameters,
+    recorded_attention,
+    relative_errors,
+    toy_model,
+    toy_tokens,
+)
 
 TOLERANCE = 1e-10  # the same products in the same order, so a larger difference is a mistake
 
@@ -97,16 +105,13 @@ class _LayerCall:
 
 def _record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> list[_LayerCall]:
     runs = [_LayerCall(layer) for layer in anatomy.layers_of(model)]
-    hooks = []
-    for run in runs:
-        hooks.append(run.layer.register_forward_pre_hook(partial(_record_call, run), with_kwargs=True))
-        for name, child in run.layer.named_children():
-            if has_parameters(child):
-                hooks.append(child.register_forward_hook(partial(_record_child, run, name)))
-    with torch.no_grad(), recorded_attention() as attending:
+    with torch.no_grad(), recorded_attention() as attending, ExitStack() as hooks:
+        for run in runs:
+            hooks.enter_context(run.layer.register_forward_pre_hook(partial(_record_call, run), with_kwargs=True))
+            for name, child in run.layer.named_children():
+                if has_parameters(child):
+                    hooks.enter_context(child.register_forward_hook(partial(_record_child, run, name)))
         model(input_ids=tokens, use_cache=False)
-    for hook in hooks:
-        hook.remove()
     for run in runs:
         inside = {name: set(child.modules()) for name, child in run.layer.named_children()}
         run.attending = next((name for name, modules in inside.items() if modules & set(attending)), "")
@@ -156,16 +161,12 @@ def _check_children(run: _LayerCall) -> None:
 
 def _cut_at(run: _LayerCall, beginning: str) -> list[LayerPart]:
     middle = run.children.index(beginning)
-    return [
-        LayerPart(
-            name,
-            type(run.layer.get_submodule(name)).__name__,
-            LayerHalf.ATTENTION if index < middle else LayerHalf.FEED_FORWARD,
-            run.tuple_lengths[name],
-            begins_half=index in (0, middle),
-        )
-        for index, name in enumerate(run.children)
-    ]
+    parts = []
+    for index, name in enumerate(run.children):
+        kind = type(run.layer.get_submodule(name)).__name__
+        half = LayerHalf.ATTENTION if index < middle else LayerHalf.FEED_FORWARD
+        parts.append(LayerPart(name, kind, half, run.tuple_lengths[name], begins_half=index in (0, middle)))
+    return parts
 
 
 def _difference(run: _LayerCall, parts: Sequence[LayerPart]) -> float:
@@ -180,10 +181,7 @@ def _difference(run: _LayerCall, parts: Sequence[LayerPart]) -> float:
         return inf
     if found.keys() != expected.keys():
         return inf
-    floor = 1e-6 * max(float(each.abs().max()) for each in expected.values())
-    errors = [
-        float((found[name] - each).abs().max()) / max(float(each.abs().max()), floor) for name, each in expected.items()
-    ]
+    errors = relative_errors(found, expected, floor=1e-6).values()
     return inf if any(map(isnan, errors)) else max(errors)
 
 
@@ -195,24 +193,15 @@ def _outputs_and_gradients(
     received = hidden
     for layer in layers:
         args, kwargs = with_hidden_states(run.args, run.kwargs, hidden)
-        with _seeded_halves(layer.train(), parts):
+        torch.manual_seed(0)
+        middle = second_half(layer.train(), parts)
+        with nullcontext() if middle is None else middle.register_forward_pre_hook(_seed_second_half):
             hidden = first_output(layer(*args, **kwargs))
-    weights = torch.randn(hidden.shape, dtype=hidden.dtype, generator=torch.Generator().manual_seed(1))
-    (hidden * weights).sum().backward()
+    (hidden * output_weights(hidden)).sum().backward()
     gradients = {name: p.grad for layer in layers for name, p in layer.named_parameters() if p.grad is not None}
     for layer in layers:
         layer.zero_grad()
     return gradients | {"output": hidden.detach(), "input's gradient": received.grad}
-
-
-@contextmanager
-def _seeded_halves(layer: nn.Module, parts: Sequence[LayerPart]) -> Iterator[None]:
-    torch.manual_seed(0)
-    middle = second_half(layer, parts)
-    hook = None if middle is None else middle.register_forward_pre_hook(_seed_second_half)
-    yield
-    if hook is not None:
-        hook.remove()
 
 
 def _seed_second_half(*_: Any) -> None:

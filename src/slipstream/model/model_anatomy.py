@@ -55,23 +55,19 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     model = toy_model(config)
     layers = find_layers(model)
     outside = _outside(model, layers)
-    calls: dict[str, set[int]] = {name: set() for name in outside}
-    progress = _Progress()
-    children = list(model.get_submodule(layers).children())
-    num_layers = len(children)
-    hooks = [layer.register_forward_pre_hook(progress.enter) for layer in children]
-    hooks += [layer.register_forward_hook(progress.leave) for layer in children]
-    hooks += [
-        module.register_forward_pre_hook(lambda *_, name=name: calls[name].add(progress.num_layers_entered))
-        for name, module in outside.items()
-    ]
+    calls: dict[str, set[int]] = {name: set() for name in outside}  # after how many layers each is called
+    entered: list[nn.Module] = []
+    outputs: list[Any] = []
+    for layer in model.get_submodule(layers).children():
+        layer.register_forward_pre_hook(lambda layer, _: entered.append(layer))
+        layer.register_forward_hook(lambda *given: outputs.append(given[-1]))
+    for name, module in outside.items():
+        module.register_forward_pre_hook(lambda *_, name=name: calls[name].add(len(entered)))
     with torch.no_grad():
         model(input_ids=toy_tokens(config), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    if progress.num_layers_entered != num_layers:
-        entered = progress.num_layers_entered
-        raise _refusal(config, f"its {num_layers} layers are called {entered} times in one forward")
+    num_layers = len(model.get_submodule(layers))
+    if len(entered) != num_layers:
+        raise _refusal(config, f"its {num_layers} layers are called {len(entered)} times in one forward")
     before, after = [], []
     for name, module in outside.items():
         if calls[name] == {num_layers}:
@@ -84,7 +80,8 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     for head, embedding in tied:
         if not (_within(head, after) and _within(embedding, before)):
             raise _refusal(config, f"{head} shares its weight with {embedding}; only a head may, with the embedding")
-    return ModelAnatomy(layers, tuple(before), tuple(after), progress.tuple_length, tied)
+    tuple_length = len(outputs[-1]) if isinstance(outputs[-1], tuple) else 0
+    return ModelAnatomy(layers, tuple(before), tuple(after), tuple_length, tied)
 
 
 def find_layers(model: nn.Module) -> str:
@@ -94,18 +91,6 @@ def find_layers(model: nn.Module) -> str:
         raise SlipstreamError(f"{type(model).__name__} has no nn.ModuleList of layers, so it can't be cut into stages.")
     name, _ = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     return str(name)
-
-
-class _Progress:
-    def __init__(self) -> None:
-        self.num_layers_entered = 0
-        self.tuple_length = 0
-
-    def enter(self, *_: Any) -> None:
-        self.num_layers_entered += 1
-
-    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self.tuple_length = len(output) if isinstance(output, tuple) else 0
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:

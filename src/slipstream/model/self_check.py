@@ -7,8 +7,9 @@ tokens, positions may come from elsewhere. Running it shows all of these.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -26,10 +27,20 @@ from slipstream.model.layer_arguments import first_output, hidden_states
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
 from slipstream.model.model_cutting import copy_with_shared_weights
-from slipstream.model.toy import TOY_LENGTH, full_precision, recorded_attention, toy_model, toy_tokens
+from slipstream.model.toy import (
+    TOY_LENGTH,
+    full_precision,
+    output_weights,
+    recorded_attention,
+    relative_errors,
+    toy_model,
+    toy_tokens,
+)
 
 TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
 _CUTS = (0, 5, 20, 41, TOY_LENGTH)  # unequal slices; the first ends below every threshold of the toy
+_INPUT = "input of layer 0"
+_Slices = dict[str, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,12 @@ def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = Non
         SlipstreamError: an output or gradient differs; the message names the layer or the feature that causes it.
     """
     began = time.perf_counter()
-    _refuse_whole_batch_losses(config)
+    if getattr(config, "output_router_logits", False):  # of mixtures of experts: not a sum over tokens
+        raise _refusal(
+            config,
+            "output_router_logits=True adds a load-balancing loss over the whole batch, which slices don't sum to. "
+            "Set output_router_logits=False",
+        )
     try:
         anatomy = anatomy or find_anatomy(config)
         with full_precision():
@@ -69,18 +85,23 @@ def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = Non
     try:
         with full_precision():
             sliced = _run_sliced(toy_model(config), anatomy, toy_tokens(config))
-        output_error = _compare_outputs(whole, sliced)
-        gradient_error = _compare_gradients(whole.gradients, sliced.gradients)
+        output_error = _largest_error(
+            "{} of the sliced model differs from the whole one", relative_errors(sliced.outputs, whole.outputs)
+        )
+        for name in whole.gradients:
+            if name not in sliced.gradients:
+                raise SlipstreamError(f"{name} gets no gradient when the model is sliced")
+        gradient_error = _largest_error(
+            "the gradient of {} differs from the whole model's",
+            relative_errors(sliced.gradients, whole.gradients, floor=1e-6),
+        )
+    except SlipstreamError as error:
+        raise _refusal(config, whole.without_attention or str(error)) from error
     except Exception as error:
-        raise _refusal(config, whole.without_attention or _explained(error)) from error
+        reason = f"a toy of it fails when cut into stages and slices ({type(error).__name__}: {error})"
+        raise _refusal(config, whole.without_attention or reason) from error
     num_layers = len(whole.outputs) - 2
     return SelfCheck(config.model_type, num_layers, output_error, gradient_error, time.perf_counter() - began)
-
-
-def _explained(error: Exception) -> str:
-    if isinstance(error, SlipstreamError):
-        return str(error)
-    return f"a toy of it fails when cut into stages and slices ({type(error).__name__}: {error})"
 
 
 @dataclass
@@ -93,23 +114,20 @@ class _ModelRun:
 
 
 def _run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> _ModelRun:
-    outputs: dict[str, list[Tensor]] = {}
-    with _recording(model, anatomy, outputs), recorded_attention() as attending:
+    outputs: _Slices = defaultdict(list)
+    layers = anatomy.layers_of(model)
+    with _recording(layers, range(len(layers)), outputs), recorded_attention() as attending:
         logits = model(input_ids=tokens, use_cache=False).logits
     outputs["logits"] = [logits.detach()]
-    (logits * _weights(logits)).sum().backward()
+    (logits * output_weights(logits)).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return _ModelRun(_joined(outputs), gradients, _name_layer_without_attention(model, anatomy, attending))
-
-
-def _name_layer_without_attention(model: PreTrainedModel, anatomy: ModelAnatomy, attending: list[nn.Module]) -> str:
-    for index, layer in enumerate(anatomy.layers_of(model)):
-        if not set(layer.modules()) & set(attending):
-            return (
-                f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, so "
-                "what it needs from earlier tokens (other attention, a recurrent state) can't be provided"
-            )
-    return ""
+    without_attention = (
+        f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, so "
+        "what it needs from earlier tokens (other attention, a recurrent state) can't be provided"
+        for index, layer in enumerate(layers)
+        if not set(layer.modules()) & set(attending)
+    )
+    return _ModelRun(_joined(outputs), gradients, next(without_attention, ""))
 
 
 def _run_sliced(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> _ModelRun:
@@ -119,21 +137,22 @@ def _run_sliced(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -
     cuts = [LayerRange(0, middle), LayerRange(middle, num_layers)] if num_layers > 1 else [LayerRange(0, 1)]
     stages = [CausalLMStage(copy_with_shared_weights(model), anatomy, owned, cpu) for owned in cuts]
     stores = [ContextStore(TOY_LENGTH) for _ in stages]
-    outputs: dict[str, list[Tensor]] = {}
+    outputs: _Slices = defaultdict(list)
     runs: list[list[tuple[Tensor | None, Tensor]]] = []
     for index, (start, end) in enumerate(pairwise(_CUTS)):
-        piece = _slice(tokens, start, end, index)
+        positions = torch.arange(start, end).expand(len(tokens), -1)
+        piece = TokenSlice(tokens[:, start:end], positions, None, start, TOY_LENGTH, TOY_LENGTH - 1, index=index)
         hidden: Tensor | None = None
         ends: list[tuple[Tensor | None, Tensor]] = []
         for stage, store in zip(stages, stores, strict=True):
             received = None if hidden is None else hidden.detach().requires_grad_()
-            with _recording(stage.model, anatomy, outputs, stage.owned):
+            with _recording(anatomy.layers_of(stage.model), stage.layers_here, outputs):
                 output = hidden = stage.forward(piece, received, store)
             ends.append((received, output))
-        _check_attention(stages, anatomy, stores, index + 1)
+            _check_attention(stage, store, index + 1)
         runs.append(ends)
     outputs["logits"] = [ends[-1][1].detach() for ends in runs]
-    weights = torch.split(_weights(torch.cat(outputs["logits"], dim=1)), [b - a for a, b in pairwise(_CUTS)], dim=1)
+    weights = torch.split(output_weights(torch.cat(outputs["logits"], 1)), [b - a for a, b in pairwise(_CUTS)], dim=1)
     for ends, gradient in reversed(list(zip(runs, weights, strict=True))):
         for received, output in reversed(ends):
             torch.autograd.backward(output, gradient)
@@ -142,58 +161,32 @@ def _run_sliced(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -
     return _ModelRun(_joined(outputs), _stage_gradients(stages))
 
 
-def _slice(tokens: Tensor, start: int, end: int, index: int) -> TokenSlice:
-    position_ids = torch.arange(start, end).expand(len(tokens), -1)
-    return TokenSlice(tokens[:, start:end], position_ids, None, start, TOY_LENGTH, TOY_LENGTH - 1, index=index)
-
-
-def _weights(logits: Tensor) -> Tensor:
-    """Returns fixed random weights of the logits, so that every logit and every token counts."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(logits.shape, dtype=logits.dtype, generator=generator)
-
-
 @contextmanager
-def _recording(
-    model: nn.Module, anatomy: ModelAnatomy, outputs: dict[str, list[Tensor]], owned: LayerRange | None = None
-) -> Iterator[None]:
+def _recording(layers: list[nn.Module], owned: range, outputs: _Slices) -> Iterator[None]:
     """Collects the first layer's input and every owned layer's output, a list of slices each."""
-    layers = anatomy.layers_of(model)
-    hooks = []
-    for index in range(len(layers)) if owned is None else owned.layers:
+
+    def record(index: int, _layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if index == 0:
-            hooks.append(layers[0].register_forward_pre_hook(partial(_record_input, outputs), with_kwargs=True))
-        hooks.append(layers[index].register_forward_hook(partial(_record_output, outputs, f"layer {index}")))
-    yield
-    for hook in hooks:
-        hook.remove()
+            outputs[_INPUT].append(hidden_states(args, kwargs).detach())
+        outputs[f"layer {index}"].append(first_output(output).detach())
+
+    with ExitStack() as hooks:
+        for index in owned:
+            hooks.enter_context(layers[index].register_forward_hook(partial(record, index), with_kwargs=True))
+        yield
 
 
-def _record_input(
-    outputs: dict[str, list[Tensor]], _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    outputs.setdefault("input of layer 0", []).append(hidden_states(args, kwargs).detach())
-
-
-def _record_output(outputs: dict[str, list[Tensor]], place: str, _layer: nn.Module, _args: Any, output: Any) -> None:
-    outputs.setdefault(place, []).append(first_output(output).detach())
-
-
-def _joined(outputs: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+def _joined(outputs: _Slices) -> dict[str, Tensor]:
     return {place: torch.cat(slices, dim=1) for place, slices in outputs.items()}
 
 
-def _check_attention(
-    stages: list[CausalLMStage], anatomy: ModelAnatomy, stores: list[ContextStore], num_slices: int
-) -> None:
+def _check_attention(stage: CausalLMStage, store: ContextStore, num_slices: int) -> None:
     """Raises SlipstreamError where a layer doesn't attend equally often in every slice."""
-    for stage, store in zip(stages, stores, strict=True):
-        layers = anatomy.layers_of(stage.model)
-        for index in stage.owned.layers:
-            inside = set(layers[index].modules())
-            calls = [call for call in store.calls if call[0] in inside]  # type: ignore[index]
-            if any(len(store.reads(call)) != num_slices for call in calls):
-                raise SlipstreamError(f"layer {index} does not attend equally often in every slice")
+    for index, layer in zip(stage.layers_here, stage.layers, strict=True):
+        inside = set(layer.modules())
+        calls = [call for call in store.calls if call[0] in inside]  # type: ignore[index]
+        if any(len(store.reads(call)) != num_slices for call in calls):
+            raise SlipstreamError(f"layer {index} does not attend equally often in every slice")
 
 
 def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:
@@ -206,38 +199,13 @@ def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:
     return gradients
 
 
-def _compare_outputs(whole: _ModelRun, sliced: _ModelRun) -> float:
-    worst = 0.0
-    for place, expected in whole.outputs.items():
-        error = ((sliced.outputs[place] - expected).abs().max() / expected.abs().max()).item()
-        worst = max(worst, error)
+def _largest_error(difference: str, errors: Mapping[str, float]) -> float:
+    """Returns the largest error; raises SlipstreamError for the first that isn't below TOLERANCE."""
+    for name, error in errors.items():
         if not error < TOLERANCE:
-            hint = ": its positions do not follow position_ids" if place.startswith("input") else ""
-            raise SlipstreamError(f"{place} of the sliced model differs from the whole one by {error:.1e}{hint}")
-    return worst
-
-
-def _compare_gradients(whole: dict[str, Tensor], sliced: dict[str, Tensor]) -> float:
-    floor = 1e-6 * max(gradient.abs().max() for gradient in whole.values())
-    worst = 0.0
-    for name, expected in whole.items():
-        if name not in sliced:
-            raise SlipstreamError(f"{name} gets no gradient when the model is sliced")
-        error = ((sliced[name] - expected).abs().max() / max(expected.abs().max(), floor)).item()
-        worst = max(worst, error)
-        if not error < TOLERANCE:
-            raise SlipstreamError(f"the gradient of {name} differs from the whole model's by {error:.1e}")
-    return worst
-
-
-def _refuse_whole_batch_losses(config: PretrainedConfig) -> None:
-    """Raises SlipstreamError for the load-balancing loss of mixtures of experts, which isn't a sum over tokens."""
-    if getattr(config, "output_router_logits", False):
-        raise _refusal(
-            config,
-            "output_router_logits=True adds a load-balancing loss over the whole batch, which slices don't sum to. "
-            "Set output_router_logits=False",
-        )
+            hint = ": its positions do not follow position_ids" if name == _INPUT else ""
+            raise SlipstreamError(f"{difference.format(name)} by {error:.1e}{hint}")
+    return max(errors.values())
 
 
 def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -90,6 +90,20 @@ def perturb_parameters(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator), alpha=0.1)
+
+
+def output_weights(output: Tensor) -> Tensor:
+    """Returns fixed random weights of a toy's output, so that each of its numbers counts in the gradients."""
+    return torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+
+
+def relative_errors(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
+) -> dict[str, float]:
+    """Returns each tensor's largest error over its largest number, or over `floor` of the largest number of all."""
+    largest = {name: each.abs().max() for name, each in expected.items()}
+    least = floor * max(largest.values())
+    return {n: float((found[n] - each).abs().max() / max(largest[n], least)) for n, each in expected.items()}
 
 
 @contextmanager
