@@ -21,7 +21,6 @@ from slipstream.model.hooks import (
     attention_interface,
     current_slice,
     fix_length_dependent_rope,
-    keyed_random_state,
 )
 from slipstream.model.layer_arguments import first_output, with_hidden_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
@@ -134,7 +133,8 @@ class CausalLMStage:
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
             self._shared.begin(token_slice.input_ids.shape[1])
-        with active_forward(context), keyed_random_state(self._is_random):
+        # layers seed their own dropout: afterwards the caller's random state is as before
+        with active_forward(context), torch.random.fork_rng(enabled=self._is_random):
             self._enter(-1)
             output = self.model(
                 input_ids=token_slice.input_ids,
@@ -143,8 +143,9 @@ class CausalLMStage:
                 position_ids=token_slice.position_ids,
                 use_cache=False,
             )
-        if context.num_masks != len(self.tables):
-            raise RuntimeError(f"the model built {context.num_masks} masks, {len(self.tables)} when it was first run")
+        num_masks = len(self.tables.functions)
+        if context.num_masks != num_masks:
+            raise RuntimeError(f"the model built {context.num_masks} masks, {num_masks} when it was first run")
         if self.is_last:
             return output.logits  # type: ignore[no-any-return]
         assert context.output is not None, f"the last of {self.owned} did not run"

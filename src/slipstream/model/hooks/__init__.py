@@ -9,6 +9,5 @@ from slipstream.model.hooks.token_slice import (
     current_forward,
     current_layer,
     current_slice,
-    keyed_random_state,
     keyed_seed,
 )

@@ -24,7 +24,7 @@ def sliced_mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> KeyRa
     """Returns what transformers passes to every layer as `attention_mask`."""
     context = current_slice()
     if context.records_masks:
-        context.tables.register(mask_function)
+        context.tables.functions.append(mask_function)
     return context.next_mask()
 
 

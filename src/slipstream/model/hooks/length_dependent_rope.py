@@ -21,13 +21,10 @@ def fix_length_dependent_rope(model: nn.Module) -> None:
     decides the frequencies and is removed from the output; the slice's columns are computed element by element.
     """
     for module in model.modules():
-        if _is_length_dependent(getattr(module, "rope_type", None)):
+        rope_type = getattr(module, "rope_type", None)
+        types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+        if any(word in str(each) for each in types for word in _LENGTH_DEPENDENT):
             module.forward = _with_largest_position(module)
-
-
-def _is_length_dependent(rope_type: object) -> bool:
-    types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
-    return any(isinstance(t, str) and any(word in t for word in _LENGTH_DEPENDENT) for t in types)
 
 
 def _with_largest_position(module: nn.Module) -> Any:

@@ -44,7 +44,7 @@ def _first_keys(mask_function: MaskFunction, begin: int, end: int, device: torch
     seen = torch.as_tensor(mask_function(zero, zero, query, key)).expand(end - begin, end)
     first = seen.int().argmax(dim=1)
     if not torch.equal(seen, (key >= first[:, None]) & (key <= query)):
-        raise NotCausalError
+        raise NotCausalError("a mask that is not causal over a contiguous range of keys")
     return first.cpu()
 
 
@@ -54,25 +54,15 @@ class NotCausalError(Exception):
     Models may build masks that no layer uses, so this travels in the mask's place and is raised by attention.
     """
 
-    def __str__(self) -> str:
-        return "a mask that is not causal over a contiguous range of keys"
-
 
 class MaskTables:
-    """The masks of one stage's model, numbered in the order in which its forward builds them."""
+    """The masks of one stage's model, their `functions` in the order in which its forward builds them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._functions: list[MaskFunction] = []
+        self.functions: list[MaskFunction] = []
         self._tables: dict[int, Tensor | NotCausalError] = {}
         self._ranges: dict[tuple[int, int, int], KeyRanges] = {}
-
-    def __len__(self) -> int:
-        return len(self._functions)
-
-    def register(self, mask_function: MaskFunction) -> None:
-        """Adds the next mask of the model's forward."""
-        self._functions.append(mask_function)
 
     def ranges(
         self, mask: int, start: int, end: int, length: int, document_start: Tensor | None
@@ -83,9 +73,8 @@ class MaskTables:
             return table
         if document_start is not None:
             begins, query = document_start.cpu(), torch.arange(start, end)
-            if not _COUNTS_WITHIN_DOCUMENTS:
-                return KeyRanges(begins.maximum(table[query]), start)
-            return KeyRanges(begins + table[query - begins], start)
+            within = begins + table[query - begins] if _COUNTS_WITHIN_DOCUMENTS else begins.maximum(table[query])
+            return KeyRanges(within, start)
         if (mask, start, end) not in self._ranges:
             self._ranges[mask, start, end] = KeyRanges(table[None, start:end], start)
         return self._ranges[mask, start, end]
@@ -95,7 +84,7 @@ class MaskTables:
         known = self._tables.get(mask)
         if known is None or (isinstance(known, Tensor) and len(known) < length):
             try:
-                known = first_keys(self._functions[mask], length, self._device)
+                known = first_keys(self.functions[mask], length, self._device)
             except NotCausalError as refused:
                 known = refused
             self._tables[mask] = known

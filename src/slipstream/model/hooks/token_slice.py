@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.attention import ContextStore, KeyRanges
@@ -76,8 +75,8 @@ class SliceContext:
 
     def attention_seed(self) -> int:
         """Returns the seed of the next attention dropout."""
-        place = (self.layer, "attention", self.calls_in_layer)
-        return self.seed(*place, self.tensor_rank) if self.tensor_rank else self.seed(*place)
+        rank = (self.tensor_rank,) if self.tensor_rank else ()
+        return self.seed(self.layer, "attention", self.calls_in_layer, *rank)
 
     def seed(self, *place: object) -> int:
         """Returns a seed keyed by step, place, microbatch and slice, so every split and schedule draws the same."""
@@ -128,13 +127,3 @@ def active_forward(context: RunningForward) -> Iterator[RunningForward]:
         yield context
     finally:
         _current.reset(token)
-
-
-@contextmanager
-def keyed_random_state(enabled: bool) -> Iterator[None]:
-    """Restores the caller's random state afterwards if `enabled`, so that layers may seed it for their dropout."""
-    if not enabled:
-        yield
-        return
-    with torch.random.fork_rng():
-        yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -55,42 +55,35 @@ class RecomputePolicy:
         )
 
 
+@dataclass(eq=False)
 class SliceReplay:
     """One slice's forward on one stage that can be repeated: `forward` once, `replay` once before the backward."""
 
-    def __init__(
-        self,
-        saved: SavedTensors,
-        what: RecomputePolicy | None,
-        layers: range,
-        inputs: Tensors,
-        needs_gradient: Sequence[bool],
-    ) -> None:
-        """`layers` are the stage's, `inputs` the forward's; `what` is None where nothing is recomputed, only moved to
-        the host."""
-        self.saved = saved
-        self._what = what
-        self._layers = layers
-        self._inputs = [] if what is None else [saved.hold(tensor) for tensor in inputs]
-        self._needs_gradient = needs_gradient
+    saved: SavedTensors
+    what: RecomputePolicy | None  # None: nothing is recomputed, only moved to the host
+    layers: range  # the stage's
+    inputs: InitVar[Tensors]  # the forward's
+    needs_gradient: Sequence[bool]
+
+    def __post_init__(self, inputs: Tensors) -> None:
+        self._inputs = [] if self.what is None else [self.saved.hold(tensor) for tensor in inputs]
         self._products: list[SavedTensorSlot | None] = []  # in order; None: changed in place, so not kept
 
     @contextmanager
     def forward(self, store: ContextStore) -> Iterator[None]:
         """Surrounds F."""
-        with ExitStack() as stack:
-            products = None
-            if self._what is not None and self._what.keeps_products:
-                products = stack.enter_context(_KeepProducts(self.saved))
-                stack.enter_context(store.wrapped_attention(products.attention))
-            stack.enter_context(self.saved.saving(self._keeps(products)))
+        if self.what is None or not self.what.keeps_products:
+            with self.saved.saving(self._keeps):
+                yield
+            return
+        products = _KeepProducts(self.saved)
+        with products, store.wrapped_attention(products.attention), self.saved.saving(products.is_kept):
             yield
-        if products is not None:
-            self._products = products.kept
+        self._products = products.kept
 
     def replay(self, run: Callable[[Tensors], object], store: ContextStore) -> None:
         """Runs R: `run` is F's own call on the inputs, under F's autocast and modes. Afterwards nothing is missing."""
-        pairs = zip(self._inputs, self._needs_gradient, strict=True)
+        pairs = zip(self._inputs, self.needs_gradient, strict=True)
         inputs = tuple(_tensor(held).requires_grad_(needed) for held, needed in pairs)
         with ExitStack() as stack:
             stack.enter_context(store.replay())
@@ -98,17 +91,13 @@ class SliceReplay:
                 products = stack.enter_context(_ReplayProducts(self._products))
                 stack.enter_context(store.wrapped_attention(products.attention))
             self.saved.refill(partial(run, inputs))
-        self._products, self._inputs, self._needs_gradient = [], [], []
+        self._products, self._inputs, self.needs_gradient = [], [], []
 
-    def _keeps(self, products: _KeepProducts | None) -> Callable[[Tensor], bool]:
-        if self._what is None:
-            return lambda tensor: True
-        if products is not None:
-            return products.is_kept
-        if self._what.num_layers is None:
-            return lambda tensor: False
-        end = min(self._layers.start + self._what.num_layers, self._layers.stop)
-        return lambda tensor: current_layer() >= end
+    def _keeps(self, _: Tensor) -> bool:
+        """Returns whether F keeps what is saved now: all of it, nothing, or what the stage's last layers save."""
+        if self.what is None or self.what.num_layers is None:
+            return self.what is None
+        return current_layer() >= min(self.layers.start + self.what.num_layers, self.layers.stop)
 
 
 _PRODUCTS = frozenset(
@@ -155,13 +144,12 @@ class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forgets a product that is changed in place afterwards, so that the replay computes it again."""
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-        for argument, value in given:
-            if argument.is_write and isinstance(value, Tensor):
-                index = self._places.pop(storage_id(value), None)
-                if index is not None:
-                    self.kept[index] = None
+        arguments = func._schema.arguments
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        for value in (given.get(argument.name) for argument in arguments if argument.is_write):
+            index = self._places.pop(storage_id(value), None) if isinstance(value, Tensor) else None
+            if index is not None:
+                self.kept[index] = None
 
 
 class _ReplayProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]

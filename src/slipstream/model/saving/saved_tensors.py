@@ -33,9 +33,7 @@ class _MovedTensor:
     slot: SavedTensorSlot
     block: int
     dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    layout: tuple[int, torch.Size, tuple[int, ...]]  # offset, size and stride
 
 
 class SavedTensors:
@@ -112,15 +110,13 @@ class SavedTensors:
     @property
     def num_bytes(self) -> int:
         """Bytes of all storages that are kept here and nowhere else."""
-        return storage_bytes((slot.tensor for slot in self._filled() if slot.tensor is not None), self._shared)
+        return storage_bytes((tensor for _, tensor in self._filled()), self._shared)
 
     def take_out(self) -> list[Tensor]:
         """Releases all tensors that aren't shared. Returns their storages, each once, as tensors of bytes."""
         blocks: list[Tensor] = []
         numbers: dict[int, int] = {}  # storage -> index in blocks
-        for slot in self._filled():
-            tensor = slot.tensor
-            assert tensor is not None
+        for slot, tensor in self._filled():
             identity = storage_id(tensor)
             if identity in self._shared:
                 continue
@@ -128,8 +124,8 @@ class SavedTensors:
                 numbers[identity] = len(blocks)
                 storage = tensor.untyped_storage()
                 blocks.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-            layout = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            self._moved.append(_MovedTensor(slot, numbers[identity], *layout))
+            layout = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+            self._moved.append(_MovedTensor(slot, numbers[identity], tensor.dtype, layout))
             slot.tensor = None
         return blocks
 
@@ -137,13 +133,12 @@ class SavedTensors:
         """Undoes `take_out`, given the same bytes in new storages."""
         for moved in self._moved:
             tensor = torch.empty(0, dtype=moved.dtype, device=blocks[moved.block].device)
-            storage = blocks[moved.block].untyped_storage()
-            moved.slot.tensor = tensor.set_(storage, moved.offset, moved.size, moved.stride)
+            moved.slot.tensor = tensor.set_(blocks[moved.block].untyped_storage(), *moved.layout)
         self._moved.clear()
 
-    def _filled(self) -> Iterator[SavedTensorSlot]:
+    def _filled(self) -> Iterator[tuple[SavedTensorSlot, Tensor]]:
         slots = (reference() for reference in (*self._slots, *self._held))
-        return (slot for slot in slots if slot is not None and slot.tensor is not None)
+        return ((slot, slot.tensor) for slot in slots if slot is not None and slot.tensor is not None)
 
 
 class _ReplayFinished(Exception):  # noqa: N818  not an error: the replay has done its work

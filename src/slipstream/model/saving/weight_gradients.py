@@ -27,10 +27,9 @@ _deferred: list[WeightGradient] | None = None
 def defer_weight_gradients() -> Iterator[list[WeightGradient]]:
     """Makes a backward (I) leave its weight gradients in the list; calling each of them is W."""
     global _deferred
-    work: list[WeightGradient] = []
-    _deferred = work
+    _deferred = []
     try:
-        yield work
+        yield _deferred
     finally:
         _deferred = None
 
@@ -41,8 +40,7 @@ def add_weight_gradients_in_place(model: nn.Module) -> None:
     Subclasses, modules inside a compiled one and experts in one 3-D tensor stay as they are: I has their gradients.
     """
     for module in deferrable_layers(model):
-        original = _embedding if isinstance(module, nn.Embedding) else _linear
-        module.forward = partial(original, module, module.forward)
+        module.forward = partial(_forward, module, module.forward)
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
@@ -66,24 +64,16 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
-def _linear(module: nn.Module, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type) or not _is_ours(module.weight):
-        return original(x)
-    output: Tensor = _Linear.apply(x, module.weight, module.bias, isinstance(module, Conv1D))  # type: ignore[no-untyped-call]
-    return output
-
-
-def _embedding(module: nn.Module, original: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
-    if not _is_ours(module.weight):
-        return original(ids)
-    output: Tensor = _Embedding.apply(ids, module.weight, module.padding_idx)  # type: ignore[no-untyped-call]
-    return output
-
-
-def _is_ours(weight: Any) -> bool:
-    """Returns whether we may compute the gradient: hooks on a weight must see it, and then autograd computes it."""
+def _forward(module: Any, original: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    """Returns the module's output; autograd computes its weight's gradient where hooks on the weight must see it."""
+    weight = module.weight
     hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return torch.is_grad_enabled() and weight.requires_grad and not hooked
+    autocasts = torch.is_autocast_enabled(x.device.type) and not isinstance(module, nn.Embedding)
+    if hooked or autocasts or not weight.requires_grad or not torch.is_grad_enabled():
+        return original(x)
+    if isinstance(module, nn.Embedding):
+        return _Embedding.apply(x, weight, module.padding_idx)  # type: ignore[no-untyped-call]
+    return _Linear.apply(x, weight, module.bias, isinstance(module, Conv1D))  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):

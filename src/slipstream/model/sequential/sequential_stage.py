@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from slipstream.attention import ContextStore
 from slipstream.model.causal_lm_stage import TiedWeight
-from slipstream.model.hooks import active_forward, keyed_random_state
+from slipstream.model.hooks import active_forward
 from slipstream.model.saving import add_weight_gradients_in_place
 from slipstream.model.sequential.batch_norm import MiniBatchStatistics
 from slipstream.model.sequential.cut_tokens import find_cut
@@ -149,7 +149,8 @@ class SequentialStage:
         came, skips = trace.boundaries[layers.start], dict(skips)
         value = as_value(_own(tensors, came.changed), came.is_tuple)
         is_random = any(trace.work[index].is_random for index in layers)
-        with active_forward(context), keyed_random_state(is_random), self.statistics.seeing(piece.microbatch, again):
+        fork = torch.random.fork_rng(enabled=is_random)
+        with active_forward(context), fork, self.statistics.seeing(piece.microbatch, again):
             for index in layers:
                 context.layer = index
                 if trace.work[index].is_random:
