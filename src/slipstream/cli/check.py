@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 
-def check(
-    model: Annotated[str, typer.Argument(help="A model folder, hub name or training configuration (.yaml).")],
-) -> None:
+def check(model: Annotated[str, Argument(help="A model folder, hub name or training configuration (.yaml).")]) -> None:
     """Compare a sliced and an unsliced toy of MODEL's architecture: every layer and every gradient."""
     from pathlib import Path
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
+from slipstream.cli.number_options import count
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
@@ -21,25 +21,22 @@ _FILE_COLUMNS = 140  # where the output isn't a terminal's
 
 
 def _choices(what: str) -> Any:
-    return typer.Option(help=f"{what}; separate several with commas. Default: all possible values.", metavar="LIST")
+    return Option(help=f"{what}; separate several with commas. Default: all possible values.", metavar="LIST")
 
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A model's folder, hub name, config.json, or a training configuration (.yaml).")
+        str, Argument(help="A model's folder, hub name, config.json, or a training configuration (.yaml).")
     ],
-    cluster: Annotated[str, typer.Argument(help="A cluster's name or file (.yaml), or a measured profile (.json).")],
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)],
-    global_batch: Annotated[int, typer.Option(help="Sequences per step, over all devices.", min=1)],
-    num_nodes: Annotated[
-        int | None, typer.Option(help="Nodes of the cluster. Default: as in its description.", min=1)
-    ] = None,
+    cluster: Annotated[str, Argument(help="A cluster's name or file (.yaml), or a measured profile (.json).")],
+    seq_len: Annotated[int, count("Tokens per sequence.")],
+    global_batch: Annotated[int, count("Sequences per step, over all devices.")],
+    num_nodes: Annotated[int | None, count("Nodes of the cluster. Default: as in its description.")] = None,
     num_ranks: Annotated[
-        int | None,
-        typer.Option(help="With a profile: ranks of the pipeline. Default: as in the profile.", min=1),
+        int | None, count("With a profile: ranks of the pipeline. Default: as in the profile.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="The dtype in which the model computes. Default: bfloat16, or the profiled one.")
+        str | None, Option(help="The dtype in which the model computes. Default: bfloat16, or the profiled one.")
     ] = None,
     tensor_parallel: Annotated[_List, _choices("Tensor-parallel degrees: devices that share every layer")] = None,
     pipeline_parallel: Annotated[_List, _choices("Ranks per pipeline")] = None,
@@ -52,13 +49,12 @@ def plan(
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
     shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
     memory_limit: Annotated[
-        float | None,
-        typer.Option(help="Bytes of a device to use, such as 70e9. Default: all.", metavar="BYTES"),
+        float | None, Option(help="Bytes of a device to use, such as 70e9. Default: all.", metavar="BYTES")
     ] = None,
-    output: Annotated[Path, typer.Option(help="The plan file to write, for `slipstream train`.")] = Path("plan.yaml"),
-    report: Annotated[Path | None, typer.Option(help="An HTML report of the plan, its timeline and memory.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
-    top: Annotated[int, typer.Option(help="The number of plans to show.", min=1)] = 5,
+    output: Annotated[Path, Option(help="The plan file to write, for `slipstream train`.")] = Path("plan.yaml"),
+    report: Annotated[Path | None, Option(help="An HTML report of the plan, its timeline and memory.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace files that exist.")] = False,
+    top: Annotated[int, count("The number of plans to show.")] = 5,
 ) -> None:
     """Find the fastest configuration to train MODEL on CLUSTER that fits its memory, and say why it is the fastest."""
     settings: dict[str, Any] = {
@@ -69,28 +65,27 @@ def plan(
         "dtype": dtype,
         "memory_limit": memory_limit,
         "num_best": top,
-        "tensor_parallel": _parse("tensor-parallel", tensor_parallel, int),
-        "pipeline_parallel": _parse("pipeline-parallel", pipeline_parallel, int),
-        "data_parallel": _parse("data-parallel", data_parallel, int),
-        "stages_per_rank": _parse("stages-per-rank", stages_per_rank, int),
-        "schedule": _parse("schedule", schedule, str),
-        "microbatch_size": _parse("microbatch-size", microbatch_size, int),
-        "num_slices": _parse("num-slices", num_slices, int),
-        "recompute": _parse("recompute", recompute, str),
-        "offload": _parse("offload", offload, float),
-        "shard_optimizer": _parse("shard-optimizer", shard_optimizer, _yes_or_no),
+        **_parse(int, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
+        **_parse(int, data_parallel=data_parallel, stages_per_rank=stages_per_rank),
+        **_parse(int, microbatch_size=microbatch_size, num_slices=num_slices),
+        **_parse(str, schedule=schedule, recompute=recompute),
+        **_parse(float, offload=offload),
+        **_parse(_yes_or_no, shard_optimizer=shard_optimizer),
     }
     _run(model, cluster, settings, output, report, overwrite)
 
 
-def _parse(option: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
-    """Returns the values of a list separated by commas."""
-    if text is None:
-        return None
-    try:
-        return [kind(part.strip()) for part in text.split(",")]
-    except ValueError as error:
-        raise SlipstreamError(f"--{option}={text} can't be read ({error}); give values separated by commas") from None
+def _parse(kind: Callable[[str], Any], **texts: str | None) -> dict[str, list[Any]]:
+    """Returns the values, by option, of the lists separated by commas that are given."""
+    values: dict[str, list[Any]] = {}
+    for name, text in texts.items():
+        try:
+            if text is not None:
+                values[name] = [kind(part.strip()) for part in text.split(",")]
+        except ValueError as error:
+            given = f"--{name.replace('_', '-')}={text}"
+            raise SlipstreamError(f"{given} can't be read ({error}); give values separated by commas") from None
+    return values
 
 
 def _yes_or_no(text: str) -> bool:
@@ -102,16 +97,21 @@ def _yes_or_no(text: str) -> bool:
 def _run(
     model: str, cluster: str, settings: dict[str, Any], output: Path, report: Path | None, overwrite: bool
 ) -> None:
+    from rich.console import Console
+
     from slipstream.planning.plan_file import check_new_file, write_plan_file
 
     check_new_file(output, "--output", overwrite)
     if report is not None:
         check_new_file(report, "--report", overwrite)
-    with _progress() as progress:
+    with Console(stderr=True).status("counting the model's operations") as status:
         from slipstream.planning.model_source import model_section
         from slipstream.planning.plan_model import plan as find_plan
 
-        found = find_plan(model, cluster, progress=progress, **settings)
+        def show(what: str, done: int, total: int) -> None:
+            status.update(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
+
+        found = find_plan(model, cluster, progress=show, **settings)
     _print(found)
     write_plan_file(found, model_section(model), output)
     if report is not None:
@@ -119,20 +119,6 @@ def _run(
 
         write_report(found, report)
     print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows on a terminal what is being done."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("counting the model's operations") as status:
-
-        def show(what: str, done: int, total: int) -> None:
-            status.update(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
-
-        yield show
 
 
 def _print(plan: Plan) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
+from slipstream.cli.number_options import count
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
@@ -16,27 +17,21 @@ if TYPE_CHECKING:
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help="A model folder, hub name or training configuration (.yaml).")],
-    output: Annotated[Path, typer.Option(help="The profile file to write.")] = Path("profile.json"),
-    seq_len: Annotated[
-        int | None, typer.Option(help="Tokens per sequence. Default: the training configuration's.", min=1)
-    ] = None,
-    microbatch_size: Annotated[int, typer.Option(help="Number of sequences in a microbatch.", min=1)] = 1,
+    model: Annotated[str, Argument(help="A model folder, hub name or training configuration (.yaml).")],
+    output: Annotated[Path, Option(help="The profile file to write.")] = Path("profile.json"),
+    seq_len: Annotated[int | None, count("Tokens per sequence. Default: the training configuration's.")] = None,
+    microbatch_size: Annotated[int, count("Number of sequences in a microbatch.")] = 1,
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, float64, or bf16 as for training.precision.")
+        str, Option(help="float32, bfloat16, float16, float64, or bf16 as for training.precision.")
     ] = "float32",
     longest_slice: Annotated[
-        int | None, typer.Option(help="Tokens of the longest slice. Default: the sequence, at most 8192.", min=1)
+        int | None, count("Tokens of the longest slice. Default: the sequence, at most 8192.")
     ] = None,
-    granularity: Annotated[
-        int | None, typer.Option(help="Unit of slice lengths in tokens. Default: longest slice / 32.", min=1)
-    ] = None,
-    ranks: Annotated[
-        int, typer.Option(help="Processes that measure at the same time, like pipeline ranks.", min=1)
-    ] = 2,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    repeats: Annotated[int, typer.Option(help="Largest number of measurements of each point.", min=2)] = 15,
-    budget: Annotated[float, typer.Option(help="Largest number of seconds spent measuring.")] = 120.0,
+    granularity: Annotated[int | None, count("Unit of slice lengths in tokens. Default: longest slice / 32.")] = None,
+    ranks: Annotated[int, count("Processes that measure at the same time, like pipeline ranks.")] = 2,
+    device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
+    repeats: Annotated[int, Option(help="Largest number of measurements of each point.", min=2)] = 15,
+    budget: Annotated[float, Option(help="Largest number of seconds spent measuring.")] = 120.0,
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     from rich.console import Console

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
+from slipstream.cli.number_options import amount, count
 from slipstream.errors import SlipstreamError, did_you_mean
 
 if TYPE_CHECKING:
-    from slipstream.schedule import Schedule
+    from slipstream.schedule import Op, Schedule
     from slipstream.simulator import TableCost
     from slipstream.timeline import Timeline
 
@@ -21,64 +23,54 @@ _SIMULATED = "simulated"
 
 
 def timeline(
-    schedule: Annotated[
-        str,
-        typer.Argument(help="A schedule's name or text file, or the timeline.json of a training run."),
-    ],
+    schedule: Annotated[str, Argument(help="A schedule's name or text file, or the timeline.json of a training run.")],
     against: Annotated[
-        str | None,
-        typer.Option(help="Another SCHEDULE to show beneath. 'simulated': above a measured run, its simulation."),
+        str | None, Option(help="Another SCHEDULE to show beneath. 'simulated': above a measured run, its simulation.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)] = 4,
-    stages_per_rank: Annotated[
-        int | None, typer.Option(help="Stages per rank; 2 if the schedule allows it, else 1.", min=1)
-    ] = None,
-    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
-    slices: Annotated[int, typer.Option(help="Token slices of a sequence.", min=1)] = 8,
-    forward: Annotated[
-        float, typer.Option(help="Seconds of a slice's forward through all stages of a rank.", min=0)
-    ] = 1.0,
-    backward: Annotated[float, typer.Option(help="Seconds of a slice's backward.", min=0)] = 2.0,
+    ranks: Annotated[int, count("Pipeline ranks.")] = 4,
+    stages_per_rank: Annotated[int | None, count("Stages per rank; 2 if the schedule allows it, else 1.")] = None,
+    microbatches: Annotated[int, count("Microbatches of a step.")] = 1,
+    slices: Annotated[int, count("Token slices of a sequence.")] = 8,
+    forward: Annotated[float, amount("Seconds of a slice's forward through all stages of a rank.")] = 1.0,
+    backward: Annotated[float, amount("Seconds of a slice's backward.")] = 2.0,
     input_gradient: Annotated[
-        float | None, typer.Option(help="Seconds of the input gradient alone; half the backward by default.", min=0)
+        float | None, amount("Seconds of the input gradient alone; half the backward by default.")
     ] = None,
     weight_gradient: Annotated[
-        float | None, typer.Option(help="Seconds of the weight gradient alone; half the backward by default.", min=0)
+        float | None, amount("Seconds of the weight gradient alone; half the backward by default.")
     ] = None,
-    head: Annotated[
-        float, typer.Option(help="Work of the output head, in units of a rank's layers: 0.5 is half of them.", min=0)
-    ] = 0.0,
-    link: Annotated[float, typer.Option(help="Seconds of a message between ranks.", min=0)] = 0.0,
+    head: Annotated[float, amount("Work of the output head, in units of a rank's layers: 0.5 is half of them.")] = 0.0,
+    link: Annotated[float, amount("Seconds of a message between ranks.")] = 0.0,
     output: Annotated[
-        Path | None, typer.Option(help="A .png, .svg or .pdf picture, or a .json trace for ui.perfetto.dev.")
+        Path | None, Option(help="A .png, .svg or .pdf picture, or a .json trace for ui.perfetto.dev.")
     ] = None,
 ) -> None:
     """Show when each rank computes under SCHEDULE, and why it waits."""
     if output is not None and output.suffix not in _SUFFIXES:
         raise SlipstreamError(f"--output={output} must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
-    options = _Options(
-        ranks, stages_per_rank, microbatches, slices, forward, backward, input_gradient, weight_gradient, head, link
-    )
-    shown = options.find(schedule)
+    from slipstream.schedule import Op
+
+    gradients = {Op.I: input_gradient, Op.W: weight_gradient}
+    seconds = {op: backward / 2 if each is None else each for op, each in gradients.items()}
+    seconds |= {Op.F: forward, Op.B: backward, Op.R: forward, Op.OFFLOAD: 0, Op.RELOAD: 0}
+    simulation = _Simulation(ranks, stages_per_rank, microbatches, slices, seconds, head, link)
+    shown = simulation.find(schedule)
     if against == _SIMULATED:
         shown = (_simulate_again(schedule, shown), *shown)
     elif against is not None:
-        shown += options.find(against)
+        shown += simulation.find(against)
     _show(shown, output)
 
 
 @dataclass(frozen=True)
-class _Options:
-    """The options: the counts that a schedule is made for, and the seconds of its actions."""
+class _Simulation:
+    """The counts that a schedule is made for, and the seconds of its actions."""
 
     num_ranks: int
     stages_per_rank: int | None
     num_microbatches: int
     num_slices: int
-    forward: float
-    backward: float
-    input_gradient: float | None  # None: half the backward
-    weight_gradient: float | None
+    seconds: Mapping[Op, float]
     head: float
     link: float
 
@@ -91,19 +83,8 @@ class _Options:
         path = Path(name)
         if name not in GENERATORS and path.suffix == ".json":
             return load_trace(path)
-        plan = self._read(path) if name not in GENERATORS and path.exists() else self._make(name)
+        plan = _read(path) if name not in GENERATORS and path.exists() else self._make(name)
         return (simulate(plan, self._cost(plan)),)
-
-    def _read(self, path: Path) -> Schedule:
-        from slipstream.schedule import Schedule, validate
-
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SlipstreamError(f"can't read the schedule {path}: {error}") from None
-        plan = Schedule.parse(text)
-        validate(plan)
-        return plan
 
     def _make(self, name: str) -> Schedule:
         from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
@@ -113,27 +94,31 @@ class _Options:
                 f"there is no schedule or file {name!r}{did_you_mean(name, GENERATORS)} Choose one of "
                 f"{', '.join(GENERATORS)}, or name a schedule's text file or the timeline.json of a run."
             )
-        default = 2 if 2 in STAGES_PER_RANK[name] else 1
-        stages_per_rank = self.stages_per_rank or default
+        stages_per_rank = self.stages_per_rank or (2 if 2 in STAGES_PER_RANK[name] else 1)
         return make_schedule(name, self.num_ranks, self.num_microbatches, self.num_slices, stages_per_rank)
 
     def _cost(self, plan: Schedule) -> TableCost:
         """Returns costs that spread a rank's seconds over its stages, with activations in microbatches."""
-        from slipstream.schedule import Op
         from slipstream.simulator import TableCost
 
-        input_gradient, weight_gradient = (
-            self.backward / 2 if each is None else each for each in (self.input_gradient, self.weight_gradient)
-        )
-        seconds = {Op.F: self.forward, Op.B: self.backward, Op.R: self.forward}
-        seconds |= {Op.I: input_gradient, Op.W: weight_gradient, Op.OFFLOAD: 0, Op.RELOAD: 0}
         share = [1 / plan.placement.count(rank) for rank in plan.placement]
         work = [*share[:-1], share[-1] + self.head]
         units = [(g, i) for g in range(plan.num_stages) for i in range(plan.num_slices)]
-        times = {(g, i, op): each * work[g] for g, i in units for op, each in seconds.items()}
+        times = {(g, i, op): each * work[g] for g, i in units for op, each in self.seconds.items()}
         held = {(g, i): share[g] / plan.num_slices for g, i in units}
         # Messages queue for a TableCost's bandwidth but share its latency; these are to queue.
         return TableCost(times, [self.link] * plan.num_slices, bandwidth=1.0, activations=held)
+
+
+def _read(path: Path) -> Schedule:
+    from slipstream.schedule import Schedule, validate
+
+    try:
+        plan = Schedule.parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SlipstreamError(f"can't read the schedule {path}: {error}") from None
+    validate(plan)
+    return plan
 
 
 def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
@@ -141,13 +126,12 @@ def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
     from slipstream.simulator.costs import MeasuredCost
     from slipstream.simulator.simulation import simulate
 
-    (run,) = measured if len(measured) == 1 else (None,)
-    if run is None or not run.measured:
+    if len(measured) != 1 or not measured[0].measured:
         raise SlipstreamError(
             f"--against={_SIMULATED} needs a run to simulate again, but {name} is not one measured timeline. Give "
             "the timeline.json of a training run, or the name of another schedule to --against."
         )
-    return simulate(run.schedule, MeasuredCost(run))
+    return simulate(measured[0].schedule, MeasuredCost(measured[0]))
 
 
 def _show(shown: tuple[Timeline, ...], output: Path | None) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Context
 
 
 def train(
-    context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="A YAML file; see the documentation for its settings.")],
+    context: Context,
+    config: Annotated[Path, Argument(help="A YAML file; see the documentation for its settings.")],
 ) -> None:
     """Train a model as CONFIG says.
 
