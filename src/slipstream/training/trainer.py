@@ -17,7 +17,7 @@ from slipstream.training.checkpoint import Checkpoints, RunState, SavedCheckpoin
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
 from slipstream.training.data import PackedSequences, TokenBatch, TokenisedText, unigram_entropy
-from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord, describe_step
+from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord
 from slipstream.training.optimizer import make_optimizer, make_scheduler
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export, write_sample
@@ -65,7 +65,7 @@ class Trainer:
             for step in range(state.step + 1, self._num_steps + 1):
                 was_tuning = pipe.is_tuning
                 record, timeline = self._train_step(step)
-                show(step, describe_step(record))
+                show(step, record.describe())
                 if was_tuning and not pipe.is_tuning:
                     slices = pipe.slices(self._config.training.seq_len)
                     self._progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
@@ -97,19 +97,10 @@ class Trainer:
         training, state, is_trial = self._config.training, self._state, self._pipe.is_tuning
         began = time.perf_counter()
         batch = self._sequences.batch(*self._rows(state.num_samples))
-        lr = float(self._scheduler.get_last_lr()[0])
-        started = time.perf_counter()
+        data_seconds = time.perf_counter() - began
         result = train_step(
-            self._pipe,
-            self._optimizer,
-            self._scheduler,
-            batch,
-            self._config,
-            self._device,
-            self._loss_scale,
-            before_update=self._checkpoints.keep,
+            self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, self._checkpoints.keep
         )
-        seconds = time.perf_counter() - started
         if training.precision != "fp16" and not math.isfinite(result.loss + result.grad_norm):
             raise SlipstreamError(
                 f"the loss of step {step} is {result.loss}, the norm of its gradient {result.grad_norm}; lower "
@@ -118,8 +109,7 @@ class Trainer:
             )
         state.step, state.num_samples = step, state.num_samples + training.batch_size
         timeline = self._pipe.timeline()
-        record = self._reporter.report(step, result, seconds, started - began, lr, batch, timeline, is_trial)
-        return record, timeline
+        return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial), timeline
 
     def _rows(self, first: int) -> tuple[int, int]:
         """Returns the first row of this replica in a batch that begins at `first`, and the number of its rows."""

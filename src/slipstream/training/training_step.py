@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.parallel.replicas import LossScale
@@ -32,16 +31,17 @@ class TrainableModel(Protocol):
 
 
 class StepResult(NamedTuple):
-    """The results of one training step, and the seconds that its update took."""
+    """The results of one training step, its learning rate and its seconds."""
 
     loss: float
     grad_norm: float  # of the whole gradient, before clipping
-    optimizer_seconds: float  # of clipping and update
+    lr: float
+    seconds: float
+    optimizer_seconds: float  # of them, of clipping and update
 
 
 def train_step(
     model: TrainableModel,
-    optimizer: Optimizer,
     scheduler: LRScheduler,
     batch: TokenBatch,
     config: Config,
@@ -49,10 +49,13 @@ def train_step(
     loss_scale: LossScale | None = None,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Runs forward and backward, clips, calls `before_update`, and updates. Collective where the model is.
+    """Runs forward and backward, clips, calls `before_update`, and lets the scheduler's optimizer update.
+
+    Collective where the model is.
 
     Where a gradient isn't finite, on whatever rank, none of them updates.
     """
+    started, optimizer, lr = time.perf_counter(), scheduler.optimizer, float(scheduler.get_last_lr()[0])
     optimizer.zero_grad()
     scaled = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
     with autocast(config, device):
@@ -65,7 +68,8 @@ def train_step(
         scheduler.step()
     if loss_scale is not None:
         loss_scale.update(math.isfinite(norm))
-    return StepResult(float(loss), norm, time.perf_counter() - began)
+    ended = time.perf_counter()
+    return StepResult(float(loss), norm, lr, ended - started, ended - began)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:

@@ -21,7 +21,6 @@ from slipstream.training.metrics.records import (
     as_dictionary,
     peak_memory,
 )
-from slipstream.training.metrics.summary import describe_step, describe_time
 from support.architectures import ARCHITECTURES, tokens
 
 FIGURES = StepFigures(2000.0, 4e9, 5e9, 0.0123, 0.0154, 0.41, 0.5)
@@ -131,11 +130,11 @@ def test_phases_of_a_measured_step_add_up() -> None:
 
 
 def test_a_step_in_words() -> None:
-    assert describe_step(STEP) == "loss 2.500  2,000 tokens/s  idle 25%  3.15 MB"
+    assert STEP.describe() == "loss 2.500  2,000 tokens/s  idle 25%  3.15 MB"
     expected = "loss 2.500  2,000 tokens/s  0.0123 TFLOP/s a device  MFU 41.0%  idle 25%  3.15 MB"
-    assert describe_step(FULL) == expected
+    assert FULL.describe() == expected
 
 
 def test_the_time_to_train_in_words() -> None:
-    text = describe_time(300_000_000_000, TrainingTime(36 * 86400, 34 * 86400))
+    text = TrainingTime(36 * 86400, 34 * 86400).describe(300_000_000_000)
     assert text == "300,000,000,000 tokens take 36 days at this rate (8TP/(nX): 34 days)"

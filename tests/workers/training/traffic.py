@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.parallel import MeshAxes, make_mesh
-from slipstream.training.metrics.traffic import Traffic, add_up
+from slipstream.training.metrics.traffic import Traffic
 
 HIDDEN = (2, 24, 8)  # b, T, h
 
@@ -29,7 +29,8 @@ def main() -> None:
     steps.append(traffic.of_step(pipeline_bytes=0))
     ranks = axes.world.gather(steps)
     if axes.world.rank == 0:
-        print(json.dumps({"rank": steps, "all": [add_up(step) for step in zip(*ranks, strict=True)]}))
+        added = [{axis: sum(sent[axis] for sent in step) for axis in step[0]} for step in zip(*ranks, strict=True)]
+        print(json.dumps({"rank": steps, "all": added}))
         sys.stdout.flush()
     dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ They are counted by running the model's code; PTD-P's formulas for a GPT of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -23,6 +23,7 @@ from slipstream.planner.costs import AttentionCall, ModelCount, PartCount
 from slipstream.profiler import count_model
 from slipstream.schedule import Op
 from slipstream.training.metrics.device_peak import DevicePeak
+from slipstream.units import long_duration_text
 
 _TERA = 1e12
 
@@ -65,6 +66,11 @@ class TrainingTime:
     measured: float  # at the step's rate
     ptdp: float  # 8TP/(nX), which leaves out attention's scores
 
+    def describe(self, tokens: int) -> str:
+        """Returns a line that says how long training on `tokens` takes, as measured and by the rule of PTD-P."""
+        measured, by_rule = long_duration_text(self.measured), long_duration_text(self.ptdp)
+        return f"{tokens:,} tokens take {measured} at this rate (8TP/(nX): {by_rule})"
+
 
 class FlopsMeter:
     """Counts the FLOPs of a model once, and then turns the seconds of each step into rates.
@@ -86,38 +92,26 @@ class FlopsMeter:
     def __init__(
         self, config: PretrainedConfig, seq_len: int, batch_size: int, num_devices: int, peak: DevicePeak
     ) -> None:
-        self.count = count_model(config, seq_len)
-        self.seq_len, self.batch_size, self.num_devices = seq_len, batch_size, num_devices
-        self._peak = peak
-        self._text = config.get_text_config()
-        whole = _Forward.of(self.count)
-        self._products = whole.products * self.tokens_per_step
-        self._calls = whole.calls
-        self._scores = batch_size * whole.scores(0, seq_len)
-        self._last: tuple[StageLayout | None, tuple[int, ...]] = None, ()  # what the following line was counted for
-        self._again = 0.0, 0.0
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch_size * self.seq_len
-
-    @property
-    def run(self) -> RunFigures:
-        """The figures that hold for every step."""
-        layers, hidden = self._text.num_hidden_layers, self._text.hidden_size
-        vocabulary, length = self._text.vocab_size, self.seq_len
+        self.count, self._seq_len, self._batch_size = count_model(config, seq_len), seq_len, batch_size
+        counted = self.count.counted(self.count.whole)
+        self._whole = _Forward.of((part, None) for number, part in counted for _ in range(number))
+        self._products = self._whole.products * batch_size * seq_len
+        self._scores = batch_size * self._whole.scores(0, seq_len)
+        self._counted: tuple[object, tuple[float, float]] = None, (0.0, 0.0)  # what was recomputed last
+        text = config.get_text_config()
+        layers, hidden = text.num_hidden_layers, text.hidden_size
         weights = 12 * layers * hidden**2
-        ends = (vocabulary + length) / (12 * layers * hidden)
-        forward = 2 * weights * (1 + length / (6 * hidden)) + 2 * hidden * vocabulary  # of a token
-        return RunFigures(
+        ends = (text.vocab_size + seq_len) / (12 * layers * hidden)
+        forward = 2 * weights * (1 + seq_len / (6 * hidden)) + 2 * hidden * text.vocab_size  # of a token
+        self.run = RunFigures(  # they hold for every step
             num_parameters=self.count.num_parameters,
-            num_devices=self.num_devices,
-            tokens_per_step=self.tokens_per_step,
+            num_devices=num_devices,
+            tokens_per_step=batch_size * seq_len,
             model_flops=3 * (self._products + self._scores),
-            peak_flops=self._peak.flops,
-            peak_source=self._peak.source,
+            peak_flops=peak.flops,
+            peak_source=peak.source,
             ptdp_num_parameters=weights * (1 + 13 / (12 * hidden) + ends),
-            ptdp_flops=self.tokens_per_step * 3 * forward,
+            ptdp_flops=batch_size * seq_len * 3 * forward,
         )
 
     def of_step(
@@ -136,26 +130,26 @@ class FlopsMeter:
             documents: the tokens of each document of the batch, which attends to itself alone; see `document_lengths`.
                 Default: every sequence is one document.
         """
-        scores = self._scores
+        run, scores = self.run, self._scores
         if documents is not None:
-            if sum(documents) != self.tokens_per_step:
+            if sum(documents) != run.tokens_per_step:
                 raise SlipstreamError(
-                    f"the documents have {sum(documents)} tokens, but a step has {self.batch_size} sequences of "
-                    f"{self.seq_len}. Give the lengths of all documents of the whole batch."
+                    f"the documents have {sum(documents)} tokens, but a step has {self._batch_size} sequences of "
+                    f"{self._seq_len}. Give the lengths of all documents of the whole batch."
                 )
-            scores = sum(_scores(self._calls, 0, length) for length in documents)
+            scores = sum(self._whole.scores(0, length) for length in documents)
         products_again, scores_again = self._recomputed(layout, slices)
         model = 3 * (self._products + scores)
         hardware = model + products_again + scores_again * scores / self._scores
-        device_seconds = seconds * self.num_devices
+        device_seconds = seconds * run.num_devices
         return StepFigures(
-            tokens_per_second=self.tokens_per_step / seconds,
+            tokens_per_second=run.tokens_per_step / seconds,
             model_flops=model,
             hardware_flops=hardware,
             tflops_per_device=model / device_seconds / _TERA,
             hardware_tflops_per_device=hardware / device_seconds / _TERA,
-            mfu=model / device_seconds / self._peak.flops,
-            hfu=hardware / device_seconds / self._peak.flops,
+            mfu=model / device_seconds / run.peak_flops,
+            hfu=hardware / device_seconds / run.peak_flops,
         )
 
     def time_to_train(self, tokens: float, seconds_per_step: float) -> TrainingTime:
@@ -163,20 +157,20 @@ class FlopsMeter:
 
         The paper's X counts a recomputed forward, four passes for three, and so does this, whether or not there is one.
         """
-        achieved = 4 / 3 * self.run.model_flops / (self.num_devices * seconds_per_step)
+        run = self.run
+        achieved = 4 / 3 * run.model_flops / (run.num_devices * seconds_per_step)
         return TrainingTime(
-            measured=tokens / self.tokens_per_step * seconds_per_step,
-            ptdp=8 * tokens * self.count.num_parameters / (self.num_devices * achieved),
+            measured=tokens / run.tokens_per_step * seconds_per_step,
+            ptdp=8 * tokens * run.num_parameters / (run.num_devices * achieved),
         )
 
     def _recomputed(self, layout: StageLayout | None, slices: Sequence[int]) -> tuple[float, float]:
         """Returns the recomputed FLOPs of products and of scores; counts again only for a new layout or new slices."""
         if layout is None:
             return 0.0, 0.0
-        if self._last[0] is not layout or self._last[1] != tuple(slices):
-            self._again = recomputed_flops(self.count, layout, slices, self.batch_size)
-            self._last = layout, tuple(slices)
-        return self._again
+        if self._counted[0] != (layout, tuple(slices)):
+            self._counted = (layout, tuple(slices)), recomputed_flops(self.count, layout, slices, self._batch_size)
+        return self._counted[1]
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:
@@ -198,7 +192,7 @@ def recomputed_flops(
         return 0.0, 0.0
     ends = [*accumulate(slices, initial=0)]
     rows = [len(part) for part in torch.arange(num_sequences).tensor_split(layout.training.num_microbatches)]
-    forwards = [_Forward.repeated(count, layout.layers, stage, what) for stage in range(len(layout.layers))]
+    forwards = [_Forward.of(_repeated(count, layout.layers, stage, what)) for stage in range(len(layout.layers))]
     products = scores = 0.0
     for action in layout.training.positions:
         if action.op is Op.R:
@@ -216,40 +210,32 @@ class _Forward:
     calls: Counter[AttentionCall]
 
     @classmethod
-    def of(cls, count: ModelCount) -> _Forward:
-        """Counts the whole model."""
-        parts = count.counted(count.whole)
-        calls = Counter(call for number, part in parts for call in part.attentions * number)
-        return cls(sum(number * _products(part) for number, part in parts), calls)
-
-    @classmethod
-    def repeated(cls, count: ModelCount, stages: Sequence[LayerRange], stage: int, what: RecomputePolicy) -> _Forward:
-        """Counts what a replay runs: the first layers of a stage, or all of them with the head and the loss."""
-        products = 0.0
-        calls: Counter[AttentionCall] = Counter()
-        layers = (each for each in stages[stage] if not isinstance(each, ModelEnd))
-        for each in islice(layers, what.num_layers):
-            layer, half = each if isinstance(each, HalfLayer) else (each, None)
-            part = count.layers[count.kinds[layer]]
-            products += _products(part) * (1.0 if half is None else 0.5)
+    def of(cls, parts: Iterable[tuple[PartCount, LayerHalf | None]]) -> _Forward:
+        """Counts parts of a model: whole ones, and halves of layers."""
+        products, calls = 0.0, Counter[AttentionCall]()
+        for part, half in parts:
+            products += part.ops[Op.F].flops.per_token * (1.0 if half is None else 0.5)
             calls.update(part.attentions if half is not LayerHalf.FEED_FORWARD else ())
-        products += _products(count.embedding) if stage == 0 else 0.0
-        if what.num_layers is None and stage == len(stages) - 1:
-            products += _products(count.head)
         return cls(products, calls)
 
     def scores(self, first: int, end: int) -> float:
         """Returns the FLOPs of one sequence's queries in [first, end): the products with keys and with values."""
-        return _scores(self.calls, first, end)
+        total = 0.0
+        for call, number in self.calls.items():
+            num_scores = number * call.num_heads * float(call.window.scores(end) - call.window.scores(first))
+            total += 2 * num_scores * (call.key_width + call.value_width)
+        return total
 
 
-def _products(part: PartCount) -> float:
-    return part.ops[Op.F].flops.per_token
-
-
-def _scores(calls: Counter[AttentionCall], first: int, end: int) -> float:
-    total = 0.0
-    for call, number in calls.items():
-        num_scores = number * call.num_heads * float(call.window.scores(end) - call.window.scores(first))
-        total += 2 * num_scores * (call.key_width + call.value_width)
-    return total
+def _repeated(
+    count: ModelCount, stages: Sequence[LayerRange], stage: int, what: RecomputePolicy
+) -> Iterator[tuple[PartCount, LayerHalf | None]]:
+    """Yields what a replay runs: the first layers of a stage, or all of them with the head and the loss."""
+    if stage == 0:
+        yield count.embedding, None
+    layers = (each for each in stages[stage] if not isinstance(each, ModelEnd))
+    for each in islice(layers, what.num_layers):
+        layer, half = each if isinstance(each, HalfLayer) else (each, None)
+        yield count.layers[count.kinds[layer]], half
+    if what.num_layers is None and stage == len(stages) - 1:
+        yield count.head, None

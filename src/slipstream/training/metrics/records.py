@@ -13,6 +13,7 @@ import torch
 
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
+from slipstream.units import bytes_text
 
 
 def peak_memory() -> int:
@@ -42,6 +43,13 @@ class StepRecord:
     phases: Phases | None = None
     bytes_sent: dict[str, int] | None = None  # by axis (pp, dp, tp), of all ranks together
     trial: bool | None = None  # True where "auto" was still trying what to run
+
+    def describe(self) -> str:
+        """Returns what is shown next to the bar: loss, speed, utilisation, and the memory of the fullest rank."""
+        parts = [f"loss {self.loss:.3f}", f"{self.tokens_per_second:,.0f} tokens/s"]
+        if self.figures is not None:
+            parts += [f"{self.figures.tflops_per_device:.3g} TFLOP/s a device", f"MFU {self.figures.mfu:.1%}"]
+        return "  ".join([*parts, f"idle {self.idle_fraction:.0%}", bytes_text(max(self.peak_memory))])
 
 
 @dataclass(frozen=True)

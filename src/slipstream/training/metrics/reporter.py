@@ -18,9 +18,8 @@ from slipstream.training.metrics.device_peak import find_peak
 from slipstream.training.metrics.flops import FlopsMeter, document_lengths
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import MetricsRecord, StepRecord, peak_memory
-from slipstream.training.metrics.summary import describe_time
 from slipstream.training.metrics.trackers import Trackers, make_trackers
-from slipstream.training.metrics.traffic import Traffic, add_up
+from slipstream.training.metrics.traffic import Traffic
 from slipstream.training.training_step import StepResult, compute_dtype
 
 
@@ -51,9 +50,7 @@ class Reporter:
         self,
         step: int,
         result: StepResult,
-        seconds: float,
         data_seconds: float,
-        lr: float,
         batch: TokenBatch,
         timeline: Timeline,
         trial: bool = False,
@@ -62,9 +59,8 @@ class Reporter:
 
         Args:
             step: the number of the step, from 1.
-            result: what the step computed.
-            seconds: the time of the step; `data_seconds` is the time before it, in which its batch was prepared.
-            lr: the learning rate of the step.
+            result: what the step computed, and how long it took.
+            data_seconds: the time before it, in which its batch was prepared.
             batch: the rows of this replica.
             timeline: what ran when.
             trial: whether "auto" was still trying what to run.
@@ -76,7 +72,7 @@ class Reporter:
             document_lengths(batch.document_ids) if is_first else [],
         )
         memory, sent, lengths = zip(*self._world.gather(mine), strict=True)
-        training = self._config.training
+        training, seconds = self._config.training, result.seconds
         figures = None
         if self._figures is not None:
             documents = [length for each in lengths for length in each]
@@ -84,7 +80,7 @@ class Reporter:
         record = StepRecord(
             step=step,
             loss=result.loss,
-            lr=lr,
+            lr=result.lr,
             grad_norm=result.grad_norm,
             step_seconds=seconds,
             tokens_per_second=training.batch_size * training.seq_len / seconds,
@@ -92,7 +88,7 @@ class Reporter:
             peak_memory=list(memory),
             figures=figures,
             phases=Phases.of(timeline, result.optimizer_seconds, data_seconds),
-            bytes_sent=add_up(sent),
+            bytes_sent={axis: sum(each[axis] for each in sent) for axis in mine[1]},
             trial=trial or None,
         )
         self.write(record)
@@ -104,9 +100,9 @@ class Reporter:
         seconds = self._seconds[False] or self._seconds[True]
         if self._figures is not None and seconds:
             num_steps = sum(map(len, self._seconds.values()))
-            tokens = self._config.tracking.tokens or num_steps * self._figures.tokens_per_step
+            tokens = self._config.tracking.tokens or num_steps * self._figures.run.tokens_per_step
             time = self._figures.time_to_train(tokens, statistics.median(seconds))
-            self._progress.say(describe_time(tokens, time))
+            self._progress.say(time.describe(tokens))
         self._trackers.close()
 
     def _make_figures(self, device: torch.device) -> FlopsMeter | None:

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.training.metrics.records import MetricsFile, MetricsRecord, as_dictionary
 
 _FLUSH_SECONDS = 10  # so that a run can be watched
-
-
-class Tracker(Protocol):
-    """Takes the records of a run as they come."""
-
-    def write(self, record: MetricsRecord) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Trackers:
-    """Some trackers that get every record; none on ranks other than the first."""
-
-    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
-        self._trackers = tuple(trackers)
-
-    def write(self, record: MetricsRecord) -> None:
-        """Writes to every tracker."""
-        for tracker in self._trackers:
-            tracker.write(record)
-
-    def close(self) -> None:
-        """Closes every tracker."""
-        for tracker in self._trackers:
-            tracker.close()
 
 
 class TensorBoard:
@@ -94,10 +70,24 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-_TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-}
+@dataclass(frozen=True)
+class Trackers:
+    """Some trackers that get every record; none on ranks other than the first."""
+
+    trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases] = ()
+
+    def write(self, record: MetricsRecord) -> None:
+        """Writes to every tracker."""
+        for tracker in self.trackers:
+            tracker.write(record)
+
+    def close(self) -> None:
+        """Closes every tracker."""
+        for tracker in self.trackers:
+            tracker.close()
+
+
+_TRACKERS: Mapping[str, type[TensorBoard | WeightsAndBiases]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 NAMES = tuple(_TRACKERS)
 """The names of trackers. Each is a package, and an extra of Slipstream that installs it."""
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from slipstream.parallel import RankGroup
 
@@ -32,11 +31,3 @@ def _ring_bytes(group: RankGroup) -> float:
     """Returns the bytes that this rank has sent in all collectives of the group so far."""
     part = (group.size - 1) / group.size
     return sum((2 if name == "all_reduce" else 1) * part * size for name, size in group.payload.items())
-
-
-def add_up(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Returns the bytes by axis of all ranks together."""
-    total: Counter[str] = Counter()
-    for sent in ranks:
-        total.update(sent)
-    return dict(total)
