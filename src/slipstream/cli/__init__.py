@@ -21,10 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
-app.command()(timeline)
-app.command()(check)
-app.command()(profile)
-app.command()(plan)
+for command in (timeline, check, profile, plan):
+    app.command()(command)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +72,7 @@ def plan(
         **_parse(float, offload=offload),
         **_parse(_yes_or_no, shard_optimizer=shard_optimizer),
     }
-    _run(model, cluster, settings, output, report, overwrite)
+    _run(model, cluster, output, report, overwrite, **settings)
 
 
 def _parse(kind: Callable[[str], Any], **texts: str | None) -> dict[str, list[Any]]:
@@ -94,9 +94,7 @@ def _yes_or_no(text: str) -> bool:
     return text == "yes"
 
 
-def _run(
-    model: str, cluster: str, settings: dict[str, Any], output: Path, report: Path | None, overwrite: bool
-) -> None:
+def _run(model: str, cluster: str, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> None:
     from rich.console import Console
 
     from slipstream.planning.plan_file import check_new_file, write_plan_file
@@ -133,43 +131,35 @@ def _print(plan: Plan) -> None:
     def say(text: str = "") -> None:
         console.print(text, markup=False)
 
+    shared = shared_choices(plan.predictions)
+    plans, memory = _tables(plan, shared)
     say(f"{plan.model} on {plan.cluster}, {plan.num_devices:,} devices")
-    console.print(_predictions(plan))
-    if shared := shared_choices(plan.predictions):
+    console.print(plans)
+    if shared:
         say(shared_text(shared))
     say()
-    console.print(_memory(plan))
+    console.print(memory)
     say()
     for index, line in enumerate(reasons(plan)):
         say(("why:  " if index == 0 else "      ") + line)
     say(search_text(plan))
 
 
-def _predictions(plan: Plan) -> Table:
-    """Returns the table of the best plans, without the choices that are the same in every row."""
+def _tables(plan: Plan, shared: Container[str]) -> tuple[Table, Table]:
+    """Returns the best plans without the choices that are `shared`, and what the best one's fullest rank holds."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from slipstream.planner.report.wording import COLUMNS, shared_choices
-
-    shared = shared_choices(plan.predictions)
-    table = Table(*(name for name in COLUMNS if name not in shared), box=SIMPLE_HEAD, pad_edge=False)
-    for prediction in plan.predictions:
-        table.add_row(*(cell(prediction) for name, cell in COLUMNS.items() if name not in shared))
-    return table
-
-
-def _memory(plan: Plan) -> Table:
-    """Returns the table of what the best plan's fullest rank holds."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from slipstream.planner.report.wording import memory_text
+    from slipstream.planner.report.wording import COLUMNS, memory_text
     from slipstream.units import bytes_text
 
+    cells = {name: cell for name, cell in COLUMNS.items() if name not in shared}
+    plans = Table(*cells, box=SIMPLE_HEAD, pad_edge=False)
+    for prediction in plan.predictions:
+        plans.add_row(*(cell(prediction) for cell in cells.values()))
     best = plan.best
-    table = Table(f"memory of rank {best.fullest_rank}", memory_text(best), box=SIMPLE_HEAD, pad_edge=False)
+    memory = Table(f"memory of rank {best.fullest_rank}", memory_text(best), box=SIMPLE_HEAD, pad_edge=False)
     for kind, size in best.memory[best.fullest_rank].items():
         if size:
-            table.add_row(kind, bytes_text(size))
-    return table
+            memory.add_row(kind, bytes_text(size))
+    return plans, memory

@@ -76,26 +76,24 @@ class _Simulation:
 
     def find(self, name: str) -> tuple[Timeline, ...]:
         """Returns the simulation of a schedule given by name or file, or the timelines that a file holds."""
-        from slipstream.schedule import GENERATORS
+        from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
         from slipstream.simulator.simulation import simulate
         from slipstream.timeline import load_trace
 
         path = Path(name)
-        if name not in GENERATORS and path.suffix == ".json":
+        if name in GENERATORS:
+            stages_per_rank = self.stages_per_rank or (2 if 2 in STAGES_PER_RANK[name] else 1)
+            plan = make_schedule(name, self.num_ranks, self.num_microbatches, self.num_slices, stages_per_rank)
+        elif path.suffix == ".json":
             return load_trace(path)
-        plan = _read(path) if name not in GENERATORS and path.exists() else self._make(name)
-        return (simulate(plan, self._cost(plan)),)
-
-    def _make(self, name: str) -> Schedule:
-        from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
-
-        if name not in GENERATORS:
+        elif path.exists():
+            plan = _read(path)
+        else:
             raise SlipstreamError(
                 f"there is no schedule or file {name!r}{did_you_mean(name, GENERATORS)} Choose one of "
                 f"{', '.join(GENERATORS)}, or name a schedule's text file or the timeline.json of a run."
             )
-        stages_per_rank = self.stages_per_rank or (2 if 2 in STAGES_PER_RANK[name] else 1)
-        return make_schedule(name, self.num_ranks, self.num_microbatches, self.num_slices, stages_per_rank)
+        return (simulate(plan, self._cost(plan)),)
 
     def _cost(self, plan: Schedule) -> TableCost:
         """Returns costs that spread a rank's seconds over its stages, with activations in microbatches."""

@@ -6,13 +6,12 @@ import gc
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.launch import reported_to_the_launcher
@@ -29,13 +28,14 @@ from slipstream.units import seconds_text
 _WARM_UP = 2  # steps that pay for first touches of memory
 
 
-class UnslicedModel:
+class UnslicedModel(torch.nn.Module):
     """The whole model as transformers loads it.
 
     Attention runs over whole sequences, across documents: that is its fastest way.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__()
         if config.model.pretrained:
             self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         else:
@@ -44,14 +44,8 @@ class UnslicedModel:
         self.model.to(device).train()
         self.device = device
 
-    def parameters(self) -> Iterator[Parameter]:
-        """Yields all parameters."""
-        return self.model.parameters()  # type: ignore[no-any-return]
-
-    def step(
-        self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None, loss_scale: float = 1.0
-    ) -> Tensor:
-        """Runs forward and backward of the whole batch and returns the loss; documents and scale are ignored."""
+    def step(self, inputs: Tensor, targets: Tensor, document_ids: Tensor) -> Tensor:
+        """Runs forward and backward of the whole batch and returns the loss; documents are ignored."""
         loss = self.model(input_ids=inputs.to(self.device), labels=targets.to(self.device), use_cache=False).loss
         loss.backward()
         return loss.detach()  # type: ignore[no-any-return]

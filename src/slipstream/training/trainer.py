@@ -33,21 +33,20 @@ class Trainer:
         Collective.
         """
         self._config, self._device, self._progress = config, device, progress
-        self._folder = RunFolder(config.training.output)
-        settings, world = config.checkpoint, RankGroup(dist.group.WORLD)
-        self._checkpoints = Checkpoints(
-            self._folder.checkpoints, world, settings.keep, settings.keep_every, progress.say
-        )
-        if settings.every:
+        training, section, world = config.training, config.checkpoint, RankGroup(dist.group.WORLD)
+        self._folder = RunFolder(training.output)
+        self._checkpoints = Checkpoints(self._folder.checkpoints, world, section.keep, section.keep_every, progress.say)
+        if section.every:
             self._checkpoints.prepare()
-        saved = None if settings.resume == "no" else self._checkpoints.find(settings.resume)
+        saved = None if section.resume == "no" else self._checkpoints.find(section.resume)
         self._pipe = make_pipeline(config, device, **tuned_settings(config, saved.facts["tuned"] if saved else None))
         train = TokenisedText.load(self._folder.inputs, "train")
-        self._sequences = PackedSequences(train, config.training.seq_len, config.training.seed)
-        self._num_steps = _count_steps(config, self._sequences.num_sequences)
+        self._sequences = PackedSequences(train, training.seq_len, training.seed)
+        steps_by_epochs = int((training.epochs or 0) * self._sequences.num_sequences) // training.batch_size
+        self._num_steps = training.steps or max(1, steps_by_epochs)
         self._optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
         self._scheduler = make_scheduler(self._optimizer, config.optimizer, self._num_steps)
-        self._loss_scale = LossScale() if config.training.precision == "fp16" else LossScale.fixed()
+        self._loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences)
         if saved is not None:
             self._restore(saved)
@@ -136,12 +135,3 @@ class Trainer:
             f"step {step}: validation loss {mean:.3f} nats per token, perplexity {math.exp(mean):.1f}; "
             f"{abs(below):.2f} {'below' if below > 0 else 'above'} the text's unigram entropy"
         )
-
-
-def _count_steps(config: Config, num_sequences: int) -> int:
-    """Returns how many steps the run takes, given the sequences of an epoch."""
-    training = config.training
-    if training.steps is not None:
-        return training.steps
-    assert training.epochs is not None
-    return max(1, int(training.epochs * num_sequences) // training.batch_size)

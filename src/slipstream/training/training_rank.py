@@ -14,18 +14,8 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
+from slipstream import launch
 from slipstream.errors import SlipstreamError
-from slipstream.launch import (
-    ConnectedRanks,
-    Progress,
-    connect_ranks,
-    describe_process,
-    make_console,
-    name_ranks,
-    reported_to_the_launcher,
-    slurm,
-    time_limit,
-)
 from slipstream.parallel import RankGroup
 from slipstream.schedule import Schedule
 from slipstream.training.config import Config, load_config, named_schedule
@@ -47,8 +37,8 @@ def join_run(config: Config) -> None:
         SlipstreamError: on every rank, before a model is built, if the ranks don't fit together or preflight failed.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        os.environ.update(slurm.torchrun_variables(os.environ))
-    ranks = connect_ranks(_describe(config), _find_problem(config))
+        os.environ.update(launch.slurm.torchrun_variables(os.environ))
+    ranks = launch.connect_ranks(_describe(config), _find_problem(config))
     check_world_size(config)
     ranks.store.set_timeout(_PATIENCE)
     device = _init_process_group(config, rank=ranks.rank, world_size=ranks.world_size, store=ranks.store)
@@ -64,7 +54,7 @@ def _describe(config: Config) -> dict[str, str]:
     """Returns the versions, the device and the settings of this rank, which must be the same on all."""
     schedule = named_schedule(config.pipeline)
     texts = {f"contents of {config.pipeline.schedule}": str(schedule)} if isinstance(schedule, Schedule) else {}
-    return describe_process(config.model_dump(mode="json"), choose_device_type(config), texts)
+    return launch.describe_process(config.model_dump(mode="json"), choose_device_type(config), texts)
 
 
 def _find_problem(config: Config) -> str | None:
@@ -76,13 +66,13 @@ def _find_problem(config: Config) -> str | None:
     return None
 
 
-def _prepare(config: Config, ranks: ConnectedRanks) -> None:
+def _prepare(config: Config, ranks: launch.ConnectedRanks) -> None:
     """Rank 0 checks the run and writes its folder. Raises SlipstreamError on every rank if that fails, or if a rank
     doesn't see the folder. Collective."""
     world, folder = RankGroup(dist.group.WORLD), RunFolder(config.training.output)
     problem, run_id = None, uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another id
     if world.rank == 0:
-        progress = Progress(make_console())
+        progress = launch.Progress(launch.make_console())
         progress.say(f"all ranks connected: {ranks}")
         try:
             preflight(config, progress).write()
@@ -95,14 +85,14 @@ def _prepare(config: Config, ranks: ConnectedRanks) -> None:
     blind = [rank for rank, sees in enumerate(world.gather(_appears(folder.run_id, run_id))) if not sees]
     if blind:
         raise SlipstreamError(
-            f"{name_ranks(blind, ranks.hosts)}: what rank 0 ({ranks.hosts[0]}) wrote to {folder.path} isn't there; "
-            "name a training.output on a disk that all machines share"
+            f"{launch.name_ranks(blind, ranks.hosts)}: what rank 0 ({ranks.hosts[0]}) wrote to {folder.path} isn't "
+            "there; name a training.output on a disk that all machines share"
         )
 
 
 def _appears(file: Path, text: str) -> bool:
     """Returns whether the file has this text, now or within the time that a network's disk may need."""
-    deadline = time.monotonic() + min(_SECONDS_TO_APPEAR, time_limit(os.environ))
+    deadline = time.monotonic() + min(_SECONDS_TO_APPEAR, launch.time_limit(os.environ))
     while not (file.exists() and file.read_text() == text):
         if time.monotonic() > deadline:
             return False
@@ -121,7 +111,7 @@ def _init_process_group(config: Config, **connection: Any) -> torch.device:
 def _train(config: Config, device: torch.device) -> None:
     disable_progress_bar()  # transformers' bars would write over ours
     torch.manual_seed(config.training.seed)
-    progress = Progress(make_console() if dist.get_rank() == 0 else None)
+    progress = launch.Progress(launch.make_console() if dist.get_rank() == 0 else None)
     Trainer(config, device, progress).run()
     dist.barrier()
     dist.destroy_process_group()
@@ -129,7 +119,7 @@ def _train(config: Config, device: torch.device) -> None:
 
 def main() -> None:
     """Trains as one of the local ranks that `start_training` launches: `python -m ... config.yaml`."""
-    with reported_to_the_launcher():
+    with launch.reported_to_the_launcher():
         config = load_config(Path(sys.argv[1]))
         _train(config, _init_process_group(config))
 

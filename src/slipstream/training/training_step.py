@@ -5,29 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.parallel.replicas import LossScale
 from slipstream.training.config import Config
 from slipstream.training.data import TokenBatch
-
-
-class TrainableModel(Protocol):
-    """The methods that a training step needs of a model: a Pipeline, or a model that a Pipeline is compared with."""
-
-    def step(
-        self, inputs: Tensor, targets: Tensor, *, document_ids: Tensor | None = None, loss_scale: float = 1.0
-    ) -> Tensor:
-        """Runs forward and backward, adds to the parameters' gradients, and returns the mean loss."""
-        ...
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients to a norm of at most `max_norm` and returns the norm before."""
-        ...
 
 
 class StepResult(NamedTuple):
@@ -41,7 +26,7 @@ class StepResult(NamedTuple):
 
 
 def train_step(
-    model: TrainableModel,
+    model: Any,
     scheduler: LRScheduler,
     batch: TokenBatch,
     config: Config,
@@ -51,7 +36,7 @@ def train_step(
 ) -> StepResult:
     """Runs forward and backward, clips, calls `before_update`, and lets the scheduler's optimizer update.
 
-    Collective where the model is.
+    The model is a Pipeline, or has its `step` and `clip_grad_norm_`. Collective where these are.
 
     Where a gradient isn't finite, on whatever rank, none of them updates.
     """

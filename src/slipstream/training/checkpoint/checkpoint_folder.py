@@ -29,9 +29,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, keep: int = 2, keep_every: int = 0) -> None:
         if keep < 1 or keep_every < 0:
-            raise SlipstreamError(
-                f"keep={keep}, keep_every={keep_every}: keep at least 1, and every 0th (none) or more"
-            )
+            raise SlipstreamError(f"{keep=}, {keep_every=}: keep at least 1, and every 0th (none) or more")
         self.path, self._keep, self._keep_every = path, keep, keep_every
 
     def complete(self, step: int) -> Path:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -13,10 +14,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel import RankGroup
 from slipstream.training.checkpoint.manifest import Manifest, entry_name
 from slipstream.training.checkpoint.tensor_shard import Box
 from slipstream.training.checkpoint.verified_files import DamagedError, verify_file
@@ -29,19 +32,16 @@ class BoxLoadPlanner(DefaultLoadPlanner):
     state, is neither.
     """
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        assert metadata is not None
-        self._stored = metadata.state_dict_metadata
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         self._boxes: dict[str, list[tuple[Box, Tensor]]] = state_dict
+        self._stored: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         for key, boxes in self._boxes.items():
             if boxes:
-                stored = cast(TensorStorageMetadata, self._stored[key])
-                items += create_read_items_for_chunk_list(key, stored, [box.as_chunk() for box, _ in boxes])
+                wanted = [box.as_chunk() for box, _ in boxes]
+                items += create_read_items_for_chunk_list(key, self._stored[key], wanted)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -116,6 +116,17 @@ class CheckpointReader(StorageReader):
                 verify_file(self._folder / name, self._manifest.files[name])
             except DamagedError as error:
                 raise _damaged(self._folder, error) from None
+
+
+def load_boxes(boxes: Mapping[str, list[tuple[Box, Tensor]]], reader: CheckpointReader, world: RankGroup) -> None:
+    """Fills the memory of boxes, listed by the name of their tensor. Collective.
+
+    Raises:
+        CheckpointException: on all ranks, if one of them can't read its files.
+    """
+    ignore_lone_process_warning()
+    group, alone = world.process_group, world.size == 1
+    load(dict(boxes), storage_reader=reader, planner=BoxLoadPlanner(), process_group=group, no_dist=alone)
 
 
 def ignore_lone_process_warning() -> None:

@@ -55,8 +55,7 @@ class Checkpoints:
         Raises:
             SlipstreamError: if the folder can't be written.
         """
-        problem = self._try_on_first(self._folder.prepare)
-        if problem:
+        if problem := self._try_on_first(self._folder.prepare):
             raise SlipstreamError(
                 f"no checkpoints can be written to {self._folder.path}: {problem}. Choose another folder."
             )
@@ -77,8 +76,7 @@ class Checkpoints:
         """
         self.wait()
         kept_facts = json.loads(json.dumps(facts))
-        problem = self._try_on_first(lambda: self._folder.begin(step))
-        if problem:
+        if problem := self._try_on_first(lambda: self._folder.begin(step)):
             self._warn(f"the checkpoint of step {step} was not saved: {problem}")
             return
         self._snapshot.take(shards, f"rank-{self._world.rank:05d}.safetensors")
@@ -93,8 +91,7 @@ class Checkpoints:
         save, self._save = self._save, None
         if save is None:
             return
-        warning = self._world.gather(save.finish())[0]
-        if warning:
+        if warning := self._world.gather(save.finish())[0]:
             self._try_on_first(lambda: self._folder.discard(save.step))
             self._warn(warning)
 
@@ -122,17 +119,15 @@ class Checkpoints:
             damage.append(f"the checkpoint of step {step} in {self._folder.path} is damaged: {problems}")
         if not damage:
             return saved
-        damages = "; ".join(damage)
+        what = "; ".join(damage)
         if saved is None:
-            raise SlipstreamError(
-                f"{damages}. No good one is left before it; train from the beginning in another folder."
-            )
+            raise SlipstreamError(f"{what}. No good one is left before it; train from the beginning in another folder.")
         if wanted != "last-good":
             raise SlipstreamError(
-                f"{damages}. The last good one before it is of step {saved.step}: give {saved.step}, or last-good to "
+                f"{what}. The last good one before it is of step {saved.step}: give {saved.step}, or last-good to "
                 "take the newest good one whenever that happens."
             )
-        self._say(f"{damages}; taking that of step {saved.step}")
+        self._say(f"{what}; taking that of step {saved.step}")
         return saved
 
     def load(self, saved: SavedCheckpoint, shards: Sequence[TensorShard]) -> None:
@@ -142,14 +137,13 @@ class Checkpoints:
             SlipstreamError: on all ranks and before any tensor is changed, if a tensor isn't in the checkpoint, or has
                 another shape or dtype there.
         """
-        misfits = self._gather_problems(saved.describe_misfits(shards))
-        if misfits:
-            raise self._unfit(saved, misfits)
+        if misfits := self._gather_problems(saved.describe_misfits(shards)):
+            raise saved.unfit(f"can't be loaded: {misfits}")
         try:
             saved.load(shards, self._world)
         except CheckpointException as error:
             failures = [f"rank {rank}: {describe_error(cause)}" for rank, (cause, _) in sorted(error.failures.items())]
-            raise self._unfit(saved, "; ".join(failures)) from None
+            raise saved.unfit(f"can't be loaded: {'; '.join(failures)}") from None
 
     def _candidates(self, wanted: int | str) -> list[int]:
         """Returns the step that is wanted and all earlier ones, the newest first."""
@@ -180,17 +174,10 @@ class Checkpoints:
         """Returns the different problems of all ranks, on all ranks."""
         return "; ".join(dict.fromkeys(each for each in self._world.gather(problem) if each))
 
-    def _unfit(self, saved: SavedCheckpoint, problem: str) -> SlipstreamError:
-        return SlipstreamError(
-            f"{saved.folder} can't be loaded: {problem}. Start with the settings it was saved with, or train in "
-            "another folder."
-        )
-
     def _warn(self, warning: str) -> None:
         steps = self._steps()
-        self._say(
-            f"{warning}. " + (f"The last checkpoint is that of step {steps[0]}." if steps else "There is none yet.")
-        )
+        last = f"The last checkpoint is that of step {steps[0]}." if steps else "There is none yet."
+        self._say(f"{warning}. {last}")
 
     def _steps(self) -> list[int]:
         """Returns the steps that rank 0 finds, on all ranks."""

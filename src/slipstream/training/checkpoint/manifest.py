@@ -8,14 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint.metadata as dcp
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.checkpoint.tensor_shard import Box
@@ -105,16 +99,16 @@ class Manifest(BaseModel):
             raise DamagedError(f"{_NAME} names files outside the checkpoint")
         return manifest
 
-    def metadata(self) -> Metadata:
+    def metadata(self) -> dcp.Metadata:
         """Returns it as `torch.distributed.checkpoint` describes a checkpoint; storage data are file names by box."""
-        tensors: dict[str, STORAGE_TYPES] = {}
-        places: dict[MetadataIndex, str] = {}
+        tensors: dict[str, dcp.STORAGE_TYPES] = {}
+        places: dict[dcp.MetadataIndex, str] = {}
         for key, tensor in self.tensors.items():
             chunks = [stored.box.as_chunk() for stored in tensor.boxes]
-            properties = TensorProperties(getattr(torch, tensor.dtype))
-            tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-            places |= {MetadataIndex(key, stored.box.offsets): stored.file for stored in tensor.boxes}
-        return Metadata(tensors, storage_data=places)
+            properties = dcp.TensorProperties(getattr(torch, tensor.dtype))
+            tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            places |= {dcp.MetadataIndex(key, stored.box.offsets): stored.file for stored in tensor.boxes}
+        return dcp.Metadata(tensors, storage_data=places)
 
     def write(self, folder: Path) -> None:
         """Writes it as a file that appears complete, and is on the disk when this returns."""

@@ -106,9 +106,5 @@ def describe_model(config: PretrainedConfig) -> dict[str, Any]:
 def _describe_data(sequences: PackedSequences) -> dict[str, Any]:
     """Returns what decides which sample comes when."""
     tokens = sequences.text.tokens
-    return {
-        "num_tokens": len(tokens),
-        "crc32": zlib.crc32(tokens.data),
-        "seq_len": sequences.seq_len,
-        "seed": sequences.seed,
-    }
+    identity = {"num_tokens": len(tokens), "crc32": zlib.crc32(tokens.data)}
+    return {**identity, "seq_len": sequences.seq_len, "seed": sequences.seed}

@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.checkpoint_reader import (
-    BoxLoadPlanner,
-    CheckpointReader,
-    ignore_lone_process_warning,
-)
+from slipstream.training.checkpoint.checkpoint_reader import CheckpointReader, load_boxes
 from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
 
@@ -47,10 +42,13 @@ class SavedCheckpoint:
         here = json.loads(json.dumps(model))
         differences = list(_differences("", self.facts.get("model", {}), here))
         if differences:
-            raise SlipstreamError(
-                f"{self.folder} is a checkpoint of another model: {_some(differences)}. Start with the settings it was "
-                "saved with, or train in another folder."
-            )
+            raise self.unfit(f"is a checkpoint of another model: {_some(differences)}")
+
+    def unfit(self, why: str) -> SlipstreamError:
+        """Returns the error of a checkpoint that can't be used here."""
+        return SlipstreamError(
+            f"{self.folder} {why}. Start with the settings it was saved with, or train in another folder."
+        )
 
     def describe_misfits(self, shards: Sequence[TensorShard]) -> str:
         """Returns which shards can't be filled from this checkpoint and why; "" where all can."""
@@ -62,17 +60,10 @@ class SavedCheckpoint:
         Raises:
             CheckpointException: on all ranks, if one of them can't read its files.
         """
-        ignore_lone_process_warning()
         boxes: dict[str, list[tuple[Box, Tensor]]] = {}
         for shard in shards:
             boxes.setdefault(shard.key, []).extend(shard.boxes())
-        load(
-            boxes,
-            storage_reader=CheckpointReader(self.folder, self.manifest),
-            planner=BoxLoadPlanner(),
-            process_group=world.process_group,
-            no_dist=world.size == 1,
-        )
+        load_boxes(boxes, CheckpointReader(self.folder, self.manifest), world)
 
     def _misfit(self, shard: TensorShard) -> Iterator[str]:
         tensor = self.manifest.tensors.get(shard.key)

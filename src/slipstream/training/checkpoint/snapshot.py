@@ -127,16 +127,12 @@ class Snapshot:
         for entry in self._entries:
             for start in range(0, entry.view.nbytes, _BLOCK):
                 with self._lock:
-                    yield self._block(entry, start, min(start + _BLOCK, entry.view.nbytes))
+                    live = entry.view.view(-1).view(torch.uint8)
+                    elements = self._memory[entry.start : entry.end] if self._is_copied else live
+                    yield elements.numpy().data[start : start + _BLOCK]
                     if not self._is_copied and entry.view._version != entry.version:
                         raise RuntimeError(f"{entry.key} was changed before it was kept")
             self._num_written += 1
-
-    def _block(self, entry: SnapshotEntry, start: int, end: int) -> memoryview:
-        live = entry.view.view(-1).view(torch.uint8)
-        elements = self._memory[entry.start : entry.end] if self._is_copied else live
-        block: memoryview = elements.numpy().data[start:end]
-        return block
 
 
 def _header(entries: Sequence[SnapshotEntry]) -> bytes:

@@ -54,7 +54,10 @@ _MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("pa
 
 def _fill_mesh(values: dict[str, Any]) -> None:
     """An axis that is `auto` gets the processes that the others leave: the launcher's, or one for each GPU."""
-    given = {axis: (values.get(section) or {}).get(name) for axis, (section, name) in _MESH.items()}
+    given = {
+        axis: (values.get(section) or {}).get(name) or getattr(Config.model_fields[section].default, name)
+        for axis, (section, name) in _MESH.items()
+    }
     automatic = [axis for axis, size in given.items() if size == "auto"]
     if not automatic:
         return
@@ -63,7 +66,7 @@ def _fill_mesh(values: dict[str, Any]) -> None:
             f"--{automatic[0]}=auto and --{automatic[1]}=auto: one axis can take what the others leave. Give the other "
             "one, or let `slipstream plan` choose all three."
         )
-    others = prod(int(size or _default(*_MESH[axis])) for axis, size in given.items() if axis not in automatic)
+    others = prod(int(size) for axis, size in given.items() if axis not in automatic)
     world = _num_processes(automatic[0])
     if world % others:
         raise SlipstreamError(
@@ -72,12 +75,6 @@ def _fill_mesh(values: dict[str, Any]) -> None:
         )
     section, name = _MESH[automatic[0]]
     values.setdefault(section, {})[name] = world // others
-
-
-def _default(section: str, name: str) -> int:
-    """The default of a setting that is a number."""
-    settings: Any = Config.model_fields[section].annotation
-    return int(settings.model_fields[name].default)
 
 
 def _num_processes(axis: str) -> int:

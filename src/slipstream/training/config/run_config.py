@@ -11,19 +11,9 @@ from pydantic import model_validator
 from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.options import Memory, Precision, Record, Runtime
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
-from slipstream.training.config.sections import (
-    CheckpointSection,
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelSection,
-    PipelineSection,
-    PlanSection,
-    SampleSection,
-    TrackingSection,
-    TrainingSection,
-)
+from slipstream.training.config import sections
 
+_PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition")  # of a section and of a Pipeline
 # The Pipeline's dtypes by training.precision
 _PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32")}
 
@@ -31,43 +21,32 @@ _PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32
 class Config(Record):
     """A whole training run."""
 
-    model: ModelSection
-    data: DataSection
-    pipeline: PipelineSection = PipelineSection()
+    model: sections.ModelSection
+    data: sections.DataSection
+    pipeline: sections.PipelineSection = sections.PipelineSection()
     memory: Memory = Memory()
-    parallel: ParallelSection = ParallelSection()
+    parallel: sections.ParallelSection = sections.ParallelSection()
     runtime: Runtime = Runtime()
-    optimizer: OptimizerSection = OptimizerSection()
-    training: TrainingSection
-    checkpoint: CheckpointSection = CheckpointSection()
-    tracking: TrackingSection = TrackingSection()
-    sample: SampleSection = SampleSection()
-    plan: PlanSection = PlanSection()
+    optimizer: sections.OptimizerSection = sections.OptimizerSection()
+    training: sections.TrainingSection
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
+    tracking: sections.TrackingSection = sections.TrackingSection()
+    sample: sections.SampleSection = sections.SampleSection()
+    plan: sections.PlanSection = sections.PlanSection()
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
         _check_slices(self.pipeline.slices, self.training.seq_len)
         _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
-        pipeline = self.pipeline
-        _check_partition(pipeline)
-        num_stages = pipeline.num_ranks * pipeline.stages_per_rank
-        if pipeline.partition != "auto" and len(pipeline.partition) != num_stages:
-            raise ValueError(
-                f"pipeline.partition={pipeline.partition} names {len(pipeline.partition)} stages, but "
-                f"pipeline.num_ranks * stages_per_rank = {num_stages}; give one number of layers per stage"
-            )
-        _check_schedule(pipeline, self.memory.num_flushes)
+        _check_partition(self.pipeline)
+        _check_schedule(self.pipeline, self.memory.num_flushes)
         return self
 
     def pipeline_options(self) -> dict[str, Any]:
         """The arguments of the Pipeline that the configuration gives."""
-        pipeline = self.pipeline
         return {
-            "schedule": named_schedule(pipeline),
-            "num_microbatches": pipeline.num_microbatches,
-            "slices": pipeline.slices,
-            "stages_per_rank": pipeline.stages_per_rank,
-            "partition": pipeline.partition,
+            **{name: getattr(self.pipeline, name) for name in _PIPELINE_OPTIONS},
+            "schedule": named_schedule(self.pipeline),
             "seq_len": self.training.seq_len,
             "memory": self.memory,
             "parallel": self.parallel,
@@ -102,7 +81,7 @@ def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
         )
 
 
-def _check_schedule(pipeline: PipelineSection, num_flushes: int) -> None:
+def _check_schedule(pipeline: sections.PipelineSection, num_flushes: int) -> None:
     """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order."""
     if pipeline.num_microbatches % num_flushes:
         raise ValueError(
@@ -121,7 +100,7 @@ def _check_schedule(pipeline: PipelineSection, num_flushes: int) -> None:
         raise ValueError(f"pipeline.{error}") from None
 
 
-def named_schedule(pipeline: PipelineSection) -> str | Schedule:
+def named_schedule(pipeline: sections.PipelineSection) -> str | Schedule:
     """The schedule in the text file that `pipeline.schedule` names, or the name itself."""
     path = Path(pipeline.schedule)
     if path.suffix != ".txt":
@@ -134,7 +113,7 @@ def named_schedule(pipeline: PipelineSection) -> str | Schedule:
     return schedule
 
 
-def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: int) -> None:
+def _check_counts(schedule: Schedule, pipeline: sections.PipelineSection, num_flushes: int) -> None:
     slices = pipeline.slices
     counts = {
         "pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks),
@@ -150,22 +129,27 @@ def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: in
             )
 
 
-def _check_partition(pipeline: PipelineSection) -> None:
-    if pipeline.partition != "auto" and not are_allowed_layer_counts(pipeline.partition):
+def _check_partition(pipeline: sections.PipelineSection) -> None:
+    partition, num_stages = pipeline.partition, pipeline.num_ranks * pipeline.stages_per_rank
+    if partition == "auto":
+        return
+    if not are_allowed_layer_counts(partition):
         raise ValueError(
-            f"pipeline.partition={pipeline.partition} must give stages of {ALLOWED_LAYER_COUNTS}; such as [4.5, 3.5]"
+            f"pipeline.partition={partition} must give stages of {ALLOWED_LAYER_COUNTS}; such as [4.5, 3.5]"
+        )
+    if len(partition) != num_stages:
+        raise ValueError(
+            f"pipeline.partition={partition} names {len(partition)} stages, but pipeline.num_ranks * stages_per_rank = "
+            f"{num_stages}; give one number of layers per stage"
         )
 
 
 def _check_slices(slices: int | Sequence[int] | str, seq_len: int) -> None:
-    if isinstance(slices, str):
-        return
-    if isinstance(slices, int):
-        if slices > seq_len:
-            raise ValueError(
-                f"pipeline.slices={slices} is more than the {seq_len} tokens of training.seq_len; choose 1 to {seq_len}"
-            )
-    elif sum(slices) != seq_len:
+    if isinstance(slices, int) and slices > seq_len:
+        raise ValueError(
+            f"pipeline.slices={slices} is more than the {seq_len} tokens of training.seq_len; choose 1 to {seq_len}"
+        )
+    if not isinstance(slices, (int, str)) and sum(slices) != seq_len:
         raise ValueError(
             f"pipeline.slices={list(slices)} add up to {sum(slices)} tokens, but training.seq_len={seq_len}; "
             f"make them add up, or give a count such as pipeline.slices={len(slices)}"

@@ -121,14 +121,12 @@ class PackedSequences:
         stop = start + self.seq_len
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         last = int(np.searchsorted(self._starts, stop, side="left"))
-        tokens, documents = [], []
-        for place in range(first, last):  # the documents, in this epoch's order, that are in the sequence
-            document = self.text.document(int(self._order[place]))
-            begin = int(self._starts[place])
-            part = document[max(start - begin, 0) : stop - begin]
-            tokens.append(part)
-            documents.append(np.full(len(part), place, dtype=np.int64))
-        return np.concatenate(tokens).astype(np.int64), np.concatenate(documents)
+        places = range(first, last)  # in this epoch's order, of the documents that are in the sequence
+        parts = [
+            self.text.document(int(self._order[place]))[max(start - begin, 0) : stop - begin]
+            for place, begin in zip(places, self._starts[first:last], strict=True)
+        ]
+        return np.concatenate(parts).astype(np.int64), np.repeat(places, [len(part) for part in parts])
 
     def _enter(self, epoch: int) -> None:
         """Draws the orders of an epoch, and computes where each document starts in it."""

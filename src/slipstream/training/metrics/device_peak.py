@@ -32,11 +32,8 @@ def find_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     device and a dtype without an entry, the fastest of some products is taken: then all ranks of a machine should call
     this at the same time, as they share the machine when they train.
     """
-    if device.type == "cuda":
-        known = peak_by_name(torch.cuda.get_device_name(device), dtype)
-        if known is not None:
-            return known
-    return measure_peak(device, dtype)
+    known = peak_by_name(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return known or measure_peak(device, dtype)
 
 
 def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
@@ -53,17 +50,15 @@ def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     """Returns the rate of the fastest product of two square matrices; takes half a second or so."""
-    size = _SIZES.get(device.type, _SIZES["cuda"])
+    n = _SIZES.get(device.type, _SIZES["cuda"])
     generator = torch.Generator().manual_seed(0)  # training's own random numbers stay as they are
-    a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+    a, b = (torch.randn(n, n, generator=generator).to(device, dtype) for _ in range(2))
     _seconds(a, b)  # the first one also pays for memory and for choosing a kernel
     best, began, runs = float("inf"), time.perf_counter(), 0
     while runs == 0 or (time.perf_counter() - began < _SECONDS and runs < _MOST_PRODUCTS):
         best, runs = min(best, _seconds(a, b)), runs + 1
     kind = str(dtype).removeprefix("torch.")
-    return DevicePeak(
-        2 * size**3 / best, f"measured: {size} x {size} by {size} x {size}, {kind}, on this {device.type}"
-    )
+    return DevicePeak(2 * n**3 / best, f"measured: {n} x {n} by {n} x {n}, {kind}, on this {device.type}")
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:

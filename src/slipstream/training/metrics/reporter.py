@@ -66,11 +66,8 @@ class Reporter:
             trial: whether "auto" was still trying what to run.
         """
         is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
-        mine = (
-            peak_memory(),
-            self._traffic.of_step(self._pipe.bytes_sent),
-            document_lengths(batch.document_ids) if is_first else [],
-        )
+        documents = document_lengths(batch.document_ids) if is_first else []
+        mine = peak_memory(), self._traffic.of_step(self._pipe.bytes_sent), documents
         memory, sent, lengths = zip(*self._world.gather(mine), strict=True)
         training, seconds = self._config.training, result.seconds
         figures = None

@@ -6,36 +6,29 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.training import data
 from slipstream.training.config import Config
-from slipstream.training.data import (
-    PackedSequences,
-    TokenisedText,
-    load_tokenizer,
-    read_documents,
-    tokenise,
-    train_tokenizer,
-)
 
 
-def prepare_text(config: Config, model_config: Any, progress: Progress) -> tuple[Any, TokenisedText]:
+def prepare_text(config: Config, model_config: Any, progress: Progress) -> tuple[Any, data.TokenisedText]:
     """Returns the tokenizer and the tokenised documents.
 
     A tokenizer that is trained here sets the special tokens of `model_config`.
     """
     with progress.waiting("reading text"):
-        documents = read_documents(config.data)
+        documents = data.read_documents(config.data)
     noun = "document" if len(documents) == 1 else "documents"
     progress.say(f"text: {len(documents):,} {noun}, {sum(map(len, documents)):,} characters")
     name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
     if name is not None and vocab_size is None:
-        tokenizer = load_tokenizer(name)
+        tokenizer = data.load_tokenizer(name)
     else:
         vocab_size = vocab_size or model_config.get_text_config().vocab_size
         check_vocabulary(vocab_size - 1, model_config)
-        tokenizer = train_tokenizer(documents, vocab_size, progress)
+        tokenizer = data.train_tokenizer(documents, vocab_size, progress)
         model_config.eos_token_id = tokenizer.eos_token_id
         model_config.bos_token_id = model_config.pad_token_id = None
-    text = tokenise(tokenizer, documents, progress)
+    text = data.tokenise(tokenizer, documents, progress)
     progress.say(f"tokens: {len(text.tokens):,}, vocabulary {len(tokenizer):,}")
     return tokenizer, text
 
@@ -51,7 +44,7 @@ def check_vocabulary(largest: int, model_config: Any) -> None:
         )
 
 
-def split_text(config: Config, text: TokenisedText) -> tuple[TokenisedText, TokenisedText]:
+def split_text(config: Config, text: data.TokenisedText) -> tuple[data.TokenisedText, data.TokenisedText]:
     """Returns the training text and the held-out text.
 
     Raises:
@@ -59,7 +52,7 @@ def split_text(config: Config, text: TokenisedText) -> tuple[TokenisedText, Toke
     """
     training = config.training
     train, validation = text.split(config.data.validation_fraction, training.seed)
-    PackedSequences(train, training.seq_len, training.seed)  # raises where there is less than one sequence
+    data.PackedSequences(train, training.seq_len, training.seed)  # raises where there is less than one sequence
     needed = training.seq_len * training.batch_size
     if training.eval_every and len(validation.tokens) < needed:
         raise SlipstreamError(
