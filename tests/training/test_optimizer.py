@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from slipstream.training.config import OptimizerSection
-from slipstream.training.optimizer import lr_ratio, make_optimizer, make_scheduler
+from slipstream.training.training_step import lr_ratio, make_optimizer, make_scheduler
 
 
 def test_only_matrices_decay_and_frozen_parameters_are_left_out() -> None:

@@ -16,8 +16,9 @@ from slipstream.launch import Progress
 from slipstream.schedule import add_communication, gpipe
 from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.configured_pipeline import make_pipeline
-from slipstream.training.preflight import check_world_size, preflight
+from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
+from slipstream.training.training_rank import check_world_size
 
 Refuse = Callable[[dict[str, Any]], str]
 LLAMA = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,59 +53,55 @@ def timeline(
     gradients = {Op.I: input_gradient, Op.W: weight_gradient}
     seconds = {op: backward / 2 if each is None else each for op, each in gradients.items()}
     seconds |= {Op.F: forward, Op.B: backward, Op.R: forward, Op.OFFLOAD: 0, Op.RELOAD: 0}
-    simulation = _Simulation(ranks, stages_per_rank, microbatches, slices, seconds, head, link)
-    shown = simulation.find(schedule)
+    make = partial(_make, ranks, microbatches, slices, stages_per_rank)
+    cost = partial(_cost, seconds, head, link)
+    shown = _find(schedule, make, cost)
     if against == _SIMULATED:
         shown = (_simulate_again(schedule, shown), *shown)
     elif against is not None:
-        shown += simulation.find(against)
+        shown += _find(against, make, cost)
     _show(shown, output)
 
 
-@dataclass(frozen=True)
-class _Simulation:
-    """The counts that a schedule is made for, and the seconds of its actions."""
+def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule], TableCost]) -> tuple[Timeline, ...]:
+    """Returns the simulation of a schedule given by name or file, or the timelines that a file holds."""
+    from slipstream.schedule import GENERATORS
+    from slipstream.simulator.simulation import simulate
+    from slipstream.timeline import load_trace
 
-    num_ranks: int
-    stages_per_rank: int | None
-    num_microbatches: int
-    num_slices: int
-    seconds: Mapping[Op, float]
-    head: float
-    link: float
+    path = Path(name)
+    if name in GENERATORS:
+        plan = make(name)
+    elif path.suffix == ".json":
+        return load_trace(path)
+    elif path.exists():
+        plan = _read(path)
+    else:
+        raise SlipstreamError(
+            f"there is no schedule or file {name!r}{did_you_mean(name, GENERATORS)} Choose one of "
+            f"{', '.join(GENERATORS)}, or name a schedule's text file or the timeline.json of a run."
+        )
+    return (simulate(plan, cost(plan)),)
 
-    def find(self, name: str) -> tuple[Timeline, ...]:
-        """Returns the simulation of a schedule given by name or file, or the timelines that a file holds."""
-        from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
-        from slipstream.simulator.simulation import simulate
-        from slipstream.timeline import load_trace
 
-        path = Path(name)
-        if name in GENERATORS:
-            stages_per_rank = self.stages_per_rank or (2 if 2 in STAGES_PER_RANK[name] else 1)
-            plan = make_schedule(name, self.num_ranks, self.num_microbatches, self.num_slices, stages_per_rank)
-        elif path.suffix == ".json":
-            return load_trace(path)
-        elif path.exists():
-            plan = _read(path)
-        else:
-            raise SlipstreamError(
-                f"there is no schedule or file {name!r}{did_you_mean(name, GENERATORS)} Choose one of "
-                f"{', '.join(GENERATORS)}, or name a schedule's text file or the timeline.json of a run."
-            )
-        return (simulate(plan, self._cost(plan)),)
+def _make(num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int | None, name: str) -> Schedule:
+    from slipstream.schedule import STAGES_PER_RANK, make_schedule
 
-    def _cost(self, plan: Schedule) -> TableCost:
-        """Returns costs that spread a rank's seconds over its stages, with activations in microbatches."""
-        from slipstream.simulator import TableCost
+    stages_per_rank = stages_per_rank or (2 if 2 in STAGES_PER_RANK[name] else 1)
+    return make_schedule(name, num_ranks, num_microbatches, num_slices, stages_per_rank)
 
-        share = [1 / plan.placement.count(rank) for rank in plan.placement]
-        work = [*share[:-1], share[-1] + self.head]
-        units = [(g, i) for g in range(plan.num_stages) for i in range(plan.num_slices)]
-        times = {(g, i, op): each * work[g] for g, i in units for op, each in self.seconds.items()}
-        held = {(g, i): share[g] / plan.num_slices for g, i in units}
-        # Messages queue for a TableCost's bandwidth but share its latency; these are to queue.
-        return TableCost(times, [self.link] * plan.num_slices, bandwidth=1.0, activations=held)
+
+def _cost(seconds: Mapping[Op, float], head: float, link: float, plan: Schedule) -> TableCost:
+    """Returns costs that spread a rank's seconds over its stages, with activations in microbatches."""
+    from slipstream.simulator import TableCost
+
+    share = [1 / plan.placement.count(rank) for rank in plan.placement]
+    work = [*share[:-1], share[-1] + head]
+    units = [(g, i) for g in range(plan.num_stages) for i in range(plan.num_slices)]
+    times = {(g, i, op): each * work[g] for g, i in units for op, each in seconds.items()}
+    held = {(g, i): share[g] / plan.num_slices for g, i in units}
+    # Messages queue for a TableCost's bandwidth but share its latency; these are to queue.
+    return TableCost(times, [link] * plan.num_slices, bandwidth=1.0, activations=held)
 
 
 def _read(path: Path) -> Schedule:

@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Which device a rank computes on, and whether this machine has what the ranks need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from slipstream.errors import SlipstreamError
+from slipstream.model import check_compiler
 from slipstream.training.config import Config
 
 
@@ -29,3 +31,15 @@ def choose_device(config: Config) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def check_machine(config: Config) -> None:
+    """Raises SlipstreamError where this machine has too few GPUs, or no compiler for `runtime.fused`."""
+    num_local, num_devices = count_local_ranks(config), torch.cuda.device_count()
+    if config.training.device == "cuda" and num_devices < num_local:
+        raise SlipstreamError(
+            f"training.device=cuda needs {num_local} CUDA devices, one for each rank, but there are {num_devices}; "
+            "use --training.device=cpu or fewer ranks"
+        )
+    if config.runtime.fused:
+        check_compiler(choose_device_type(config))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from slipstream.launch import Progress, has_launcher, launch_ranks, make_console
 from slipstream.training.config import Config
-from slipstream.training.preflight import check_machine, preflight
+from slipstream.training.device_choice import check_machine
+from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
 
 

@@ -18,10 +18,9 @@ from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
 from slipstream.training.data import PackedSequences, TokenBatch, TokenisedText, unigram_entropy
 from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord
-from slipstream.training.optimizer import make_optimizer, make_scheduler
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export, write_sample
-from slipstream.training.training_step import autocast, train_step
+from slipstream.training.training_step import autocast, make_optimizer, make_scheduler, train_step
 
 
 class Trainer:

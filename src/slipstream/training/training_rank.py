@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
 from slipstream.schedule import Schedule
 from slipstream.training.config import Config, load_config, named_schedule
-from slipstream.training.device_choice import choose_device, choose_device_type
-from slipstream.training.preflight import check_machine, check_world_size, preflight
+from slipstream.training.device_choice import check_machine, choose_device, choose_device_type
+from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import Trainer
 
@@ -38,7 +39,12 @@ def join_run(config: Config) -> None:
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(launch.slurm.torchrun_variables(os.environ))
-    ranks = launch.connect_ranks(_describe(config), _find_problem(config))
+    problem = None  # what keeps this rank from taking part, though others may be ready
+    try:
+        check_machine(config)
+    except SlipstreamError as error:
+        problem = str(error)
+    ranks = launch.connect_ranks(_describe(config), problem)
     check_world_size(config)
     ranks.store.set_timeout(_PATIENCE)
     device = _init_process_group(config, rank=ranks.rank, world_size=ranks.world_size, store=ranks.store)
@@ -50,20 +56,27 @@ def join_run(config: Config) -> None:
     _train(config, device)
 
 
+def check_world_size(config: Config, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises SlipstreamError where the launcher started another number of processes than the run has ranks."""
+    world_size, num_ranks = int(environment["WORLD_SIZE"]), config.num_processes
+    if world_size == num_ranks:
+        return
+    if num_ranks == config.pipeline.num_ranks:
+        raise SlipstreamError(
+            f"the launcher started {world_size} processes, but pipeline.num_ranks={num_ranks} needs {num_ranks}; use "
+            f"torchrun --nproc-per-node={num_ranks} or --pipeline.num_ranks={world_size}"
+        )
+    raise SlipstreamError(
+        f"the launcher started {world_size} processes, but {config.mesh_text} need {num_ranks}; start {num_ranks} "
+        f"processes, or choose three numbers whose product is {world_size}"
+    )
+
+
 def _describe(config: Config) -> dict[str, str]:
     """Returns the versions, the device and the settings of this rank, which must be the same on all."""
     schedule = named_schedule(config.pipeline)
     texts = {f"contents of {config.pipeline.schedule}": str(schedule)} if isinstance(schedule, Schedule) else {}
     return launch.describe_process(config.model_dump(mode="json"), choose_device_type(config), texts)
-
-
-def _find_problem(config: Config) -> str | None:
-    """Returns what keeps this rank from taking part, though others may be ready."""
-    try:
-        check_machine(config)
-    except SlipstreamError as error:
-        return str(error)
-    return None
 
 
 def _prepare(config: Config, ranks: launch.ConnectedRanks) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard
-from slipstream.training.checkpoint.checkpoint_reader import ignore_lone_process_warning
+from slipstream.training.checkpoint.saved_checkpoint import ignore_lone_process_warning
 from slipstream.training.checkpoint.verified_files import read_record, write_record
 
 FILE = "rank-00000.safetensors"

@@ -1,7 +1,6 @@
 """Checkpoints: saved in the background, complete or not at all, and loaded by any mesh of ranks."""
 
-from slipstream.training.checkpoint.checkpoint_reader import CheckpointReader
 from slipstream.training.checkpoint.checkpoints import Checkpoints
 from slipstream.training.checkpoint.run_state import RunState, describe_model, run_shards
-from slipstream.training.checkpoint.saved_checkpoint import SavedCheckpoint
+from slipstream.training.checkpoint.saved_checkpoint import CheckpointReader, SavedCheckpoint
 from slipstream.training.checkpoint.tensor_shard import TensorShard

@@ -1,23 +1,126 @@
-"""A checkpoint that has been verified: its facts, and its tensors, which any mesh can load."""
+"""A checkpoint as it is read, into the shards of a run or, by `torch.distributed.checkpoint`, any program's tensors."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.checkpoint_reader import CheckpointReader, load_boxes
-from slipstream.training.checkpoint.manifest import Manifest
+from slipstream.training.checkpoint.manifest import Manifest, entry_name
 from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
+from slipstream.training.checkpoint.verified_files import DamagedError, verify_file
 
 _MOST_LISTED = 5  # differences in one message
+
+
+class BoxLoadPlanner(DefaultLoadPlanner):
+    """Plans the load into a state dict whose values are lists of boxes with their memory, whichever boxes were saved.
+
+    PyTorch's planner knows tensors and DTensors; a rank's share of a packed weight, or its rows of an optimizer's
+    state, is neither.
+    """
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        self._boxes: dict[str, list[tuple[Box, Tensor]]] = state_dict
+        self._stored: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for key, boxes in self._boxes.items():
+            if boxes:
+                wanted = [box.as_chunk() for box, _ in boxes]
+                items += create_read_items_for_chunk_list(key, self._stored[key], wanted)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Returns the memory of a box, by its place: offsets don't identify it, as two shards may have the same box."""
+        assert index.index is not None
+        return self._boxes[index.fqn][index.index][1]
+
+
+class CheckpointReader(StorageReader):
+    """Reads a checkpoint of `slipstream train` into any state dict, by `torch.distributed.checkpoint` (`dcp`).
+
+        dcp.load({"model": model.state_dict()}, storage_reader=CheckpointReader("checkpoints/step-00000012"))
+
+    The keys of the state's tensors, plain ones or DTensors, are `model.` and the names of the model's parameters, and
+    `optimizer.exp_avg.` and the like with the same names for the optimizer's. Before a file is read, its size and its
+    checksum are verified.
+
+    Args:
+        folder: the folder of a step.
+        manifest: what it holds, where all of the checkpoint has been verified already.
+
+    Raises:
+        SlipstreamError: if a file isn't what was written, or `folder` isn't a checkpoint.
+    """
+
+    def __init__(self, folder: str | PathLike[str], manifest: Manifest | None = None) -> None:
+        self._is_verified = manifest is not None
+        self._folder, self._manifest = Path(folder), manifest or _read_manifest(Path(folder))
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            raise SlipstreamError(
+                f"checkpoint_id={str(checkpoint_id)!r} was given to dcp.load with a CheckpointReader, which has its "
+                f"folder already: {self._folder}. Leave checkpoint_id out, or give the reader that folder."
+            )
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._manifest.metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the tensors of a plan; opens each file once."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._metadata.storage_data[item.storage_index], []).append(item)
+        for name, items in by_file.items():
+            self._verify(name)
+            with safe_open(self._folder / name, framework="pt") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_elements(file, item))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return False  # PyTorch takes a path alone for its own format
+
+    def _verify(self, name: str) -> None:
+        if not self._is_verified:
+            try:
+                verify_file(self._folder / name, self._manifest.files[name])
+            except DamagedError as error:
+                raise _damaged(self._folder, error) from None
 
 
 @dataclass(frozen=True)
@@ -63,7 +166,9 @@ class SavedCheckpoint:
         boxes: dict[str, list[tuple[Box, Tensor]]] = {}
         for shard in shards:
             boxes.setdefault(shard.key, []).extend(shard.boxes())
-        load_boxes(boxes, CheckpointReader(self.folder, self.manifest), world)
+        ignore_lone_process_warning()
+        reader, group = CheckpointReader(self.folder, self.manifest), world.process_group
+        load(boxes, storage_reader=reader, planner=BoxLoadPlanner(), process_group=group, no_dist=world.size == 1)
 
     def _misfit(self, shard: TensorShard) -> Iterator[str]:
         tensor = self.manifest.tensors.get(shard.key)
@@ -76,6 +181,38 @@ class SavedCheckpoint:
             yield f"is {tensor.dtype} in it and {dtype} here"
         elif sum(prod(box.sizes) for box, _ in shard.boxes() if box.is_inside(tensor.shape)) != shard.tensor.numel():
             yield "isn't all in it"
+
+
+def ignore_lone_process_warning() -> None:
+    """Silences PyTorch's warning about a process that loads alone, for good: threads share their filters."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    if not Manifest.is_in(folder):
+        steps = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "no checkpoints either"
+        raise SlipstreamError(
+            f"{folder} isn't a checkpoint, which has a manifest.json. Give the folder of a step; in this one there "
+            f"are: {steps}."
+        )
+    try:
+        return Manifest.read(folder)
+    except DamagedError as error:
+        raise _damaged(folder, error) from None
+
+
+def _damaged(folder: Path, error: DamagedError) -> SlipstreamError:
+    return SlipstreamError(f"the checkpoint {folder} is damaged: {error}. Take another one.")
+
+
+def _elements(file: Any, item: ReadItem) -> Tensor:
+    name = entry_name(item.storage_index.fqn, item.storage_index.offset or ())
+    if not item.lengths:
+        scalar: Tensor = file.get_tensor(name)
+        return scalar
+    ranges = zip(item.storage_offsets, item.lengths, strict=True)
+    part: Tensor = file.get_slice(name)[tuple(slice(start, start + length) for start, length in ranges)]
+    return part
 
 
 def _differences(name: str, saved: Any, here: Any) -> Iterator[str]:

@@ -19,18 +19,9 @@ from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_
 from slipstream.training.checkpoint.verified_files import write_file
 
 # The names of dtypes in the format: https://github.com/huggingface/safetensors#format
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+_CODES = {**_FLOATS, **_INTEGERS, torch.bool: "BOOL"}
 _BLOCK = 2**23  # bytes that are written and added to the checksum at a time, while they are in the processor's cache
 
 

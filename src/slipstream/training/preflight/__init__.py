@@ -1,6 +1,4 @@
 """Checks a whole run, and prepares its text, before a rank starts or a byte is written."""
 
 from slipstream.training.preflight.all_checks import preflight
-from slipstream.training.preflight.machine_checks import check_machine, check_world_size
 from slipstream.training.preflight.model_checks import load_model_config
-from slipstream.training.preflight.run_inputs import RunInputs
