@@ -12,8 +12,7 @@ def check(model: Annotated[str, Argument(help="A model folder, hub name or train
     from pathlib import Path
 
     from slipstream.model.self_check import check_sliceable
-    from slipstream.training.config.config_file import load_config
-    from slipstream.training.config.sections import ModelSection
+    from slipstream.training.config import ModelSection, load_config
     from slipstream.training.preflight import load_model_config
 
     is_configuration = model.endswith((".yaml", ".yml"))

@@ -37,8 +37,7 @@ def profile(
     from rich.console import Console
 
     from slipstream.launch.profile_ranks import measure_profile
-    from slipstream.training.config.config_file import load_config
-    from slipstream.training.config.sections import ModelSection
+    from slipstream.training.config import ModelSection, load_config
     from slipstream.training.preflight import load_model_config
 
     if device not in ("auto", "cpu", "cuda"):
@@ -100,8 +99,7 @@ def _remarks(profile: Profile) -> list[str]:
             f"that is above {FIT_TOLERANCE:.0%}: {len(off)} points are off by more, first {named}. "
             "Close other programs and measure again, with more time (--budget)."
         )
-    if profile.link is not None:
-        link = profile.link
+    if link := profile.link:
         speed = f"latency {seconds_text(link.latency)}, bandwidth {bytes_text(link.bandwidth)}/s"
         lines.append(f"link ({link.backend}): {speed}")
     lines.append(f"optimizer: {seconds_text(profile.optimizer_seconds)} per parameter")

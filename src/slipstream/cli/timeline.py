@@ -66,7 +66,7 @@ def timeline(
 def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule], TableCost]) -> tuple[Timeline, ...]:
     """Returns the simulation of a schedule given by name or file, or the timelines that a file holds."""
     from slipstream.schedule import GENERATORS
-    from slipstream.simulator.simulation import simulate
+    from slipstream.simulator import simulate
     from slipstream.timeline import load_trace
 
     path = Path(name)
@@ -117,8 +117,7 @@ def _read(path: Path) -> Schedule:
 
 def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
     """Returns the simulation of a run with its measured times: the run without what the executor added."""
-    from slipstream.simulator.costs import MeasuredCost
-    from slipstream.simulator.simulation import simulate
+    from slipstream.simulator import MeasuredCost, simulate
 
     if len(measured) != 1 or not measured[0].measured:
         raise SlipstreamError(

@@ -9,15 +9,14 @@ from typer import Argument, Context
 
 
 def train(
-    context: Context,
-    config: Annotated[Path, Argument(help="A YAML file; see the documentation for its settings.")],
+    context: Context, config: Annotated[Path, Argument(help="A YAML file; see the documentation for its settings.")]
 ) -> None:
     """Train a model as CONFIG says.
 
     Any setting can be given on the command line: --training.steps=100 --pipeline.slices=[128,256,640].
     Starts its own local processes, or joins those of torchrun or srun.
     """
-    from slipstream.training.config.config_file import load_config
+    from slipstream.training.config import load_config
     from slipstream.training.start_training import start_training
 
     start_training(load_config(config, context.args))

@@ -77,7 +77,7 @@ class Trainer:
     def _restore(self, saved: SavedCheckpoint) -> None:
         saved.check_model(describe_model(self._pipe.config))
         self._checkpoints.load(saved, list(run_shards(self._pipe, self._optimizer)))
-        self._state.restore(saved.facts, self._optimizer)
+        self._state.restore(saved.facts)
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
 
     def _do_what_is_due(self, step: int) -> None:

@@ -38,9 +38,8 @@ def train_step(
 ) -> StepResult:
     """Runs forward and backward, clips, calls `before_update`, and lets the scheduler's optimizer update.
 
-    The model is a Pipeline, or has its `step` and `clip_grad_norm_`. Collective where these are.
-
-    Where a gradient isn't finite, on whatever rank, none of them updates.
+    The model is a Pipeline, or has its `step` and `clip_grad_norm_`. Collective where these are. Where a gradient isn't
+    finite, on whatever rank, none of them updates.
     """
     started, optimizer, lr = time.perf_counter(), scheduler.optimizer, float(scheduler.get_last_lr()[0])
     optimizer.zero_grad()

@@ -56,9 +56,8 @@ class Checkpoints:
             SlipstreamError: if the folder can't be written.
         """
         if problem := self._try_on_first(self._folder.prepare):
-            raise SlipstreamError(
-                f"no checkpoints can be written to {self._folder.path}: {problem}. Choose another folder."
-            )
+            where = f"no checkpoints can be written to {self._folder.path}"
+            raise SlipstreamError(f"{where}: {problem}. Choose another folder.")
 
     def save(self, step: int, shards: Sequence[TensorShard], facts: Mapping[str, Any]) -> None:
         """Begins to save the shards as they are now, and returns; waits first for the save before.
@@ -181,8 +180,7 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Returns the steps that rank 0 finds, on all ranks."""
-        steps: list[int] = self._world.gather(self._folder.steps() if self._world.rank == 0 else [])[0]
-        return steps
+        return list(self._world.gather(self._folder.steps() if self._world.rank == 0 else [])[0])
 
     def _try_on_first(self, act: Callable[[], object]) -> str:
         """Lets rank 0 act, and returns on all ranks what prevented it, or ""."""

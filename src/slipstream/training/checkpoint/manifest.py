@@ -15,7 +15,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.training.checkpoint.tensor_shard import Box
 from slipstream.training.checkpoint.verified_files import DamagedError, FileDigest, read_record, write_record
 
-_NAME = "manifest.json"
+MANIFEST = "manifest.json"
 _FORMAT = 1
 
 
@@ -71,11 +71,6 @@ class Manifest(BaseModel):
             tensors={key: _join(key, of_key) for key, of_key in parts.items()},
         )
 
-    @staticmethod
-    def is_in(folder: Path) -> bool:
-        """Returns whether a folder has a manifest."""
-        return (folder / _NAME).is_file()
-
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Reads the manifest in a folder.
@@ -84,7 +79,7 @@ class Manifest(BaseModel):
             DamagedError: if it isn't what was written.
             SlipstreamError: if this version can't read its format.
         """
-        record = read_record(folder / _NAME)
+        record = read_record(folder / MANIFEST)
         if record.get("format") != _FORMAT:
             raise SlipstreamError(
                 f"{folder} is a checkpoint of format {record.get('format')}; this version of slipstream reads format "
@@ -93,10 +88,10 @@ class Manifest(BaseModel):
         try:
             manifest = cls.model_validate(record)
         except ValidationError as error:
-            raise DamagedError(f"{_NAME} isn't a manifest: {error.errors()[0]['msg']}") from None
+            raise DamagedError(f"{MANIFEST} isn't a manifest: {error.errors()[0]['msg']}") from None
         used = {stored.file for tensor in manifest.tensors.values() for stored in tensor.boxes}
         if used - manifest.files.keys() or any(Path(name).name != name for name in manifest.files):
-            raise DamagedError(f"{_NAME} names files outside the checkpoint")
+            raise DamagedError(f"{MANIFEST} names files outside the checkpoint")
         return manifest
 
     def metadata(self) -> dcp.Metadata:
@@ -112,7 +107,7 @@ class Manifest(BaseModel):
 
     def write(self, folder: Path) -> None:
         """Writes it as a file that appears complete, and is on the disk when this returns."""
-        write_record(folder / _NAME, self.model_dump())
+        write_record(folder / MANIFEST, self.model_dump())
 
 
 def entry_name(key: str, offsets: Sequence[int]) -> str:

@@ -51,7 +51,9 @@ class RunState:
 
     def __init__(self, pipe: Pipeline, scheduler: LambdaLR, loss_scale: LossScale, sequences: PackedSequences) -> None:
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
-        self._data = _describe_data(sequences)  # once: it reads the whole text
+        tokens = sequences.text.tokens
+        text = {"num_tokens": len(tokens), "crc32": zlib.crc32(tokens.data)}  # computed once: it reads all of it
+        self._data = {**text, "seq_len": sequences.seq_len, "seed": sequences.seed}  # decides which sample comes when
         self.step = 0
         self.num_samples = 0  # sequences that were trained on
 
@@ -73,7 +75,7 @@ class RunState:
             "versions": versions(),
         }
 
-    def restore(self, facts: dict[str, Any], optimizer: Optimizer) -> None:
+    def restore(self, facts: dict[str, Any]) -> None:
         """Takes over the facts of a checkpoint whose tensors are loaded.
 
         Raises:
@@ -94,17 +96,10 @@ class RunState:
         rates = [base * ratio(number) for base, ratio in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
         same = {"lr_lambdas": [None] * len(rates)}
         scheduler.load_state_dict({"last_epoch": number, "_step_count": number + 1, "_last_lr": rates, **same})
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
 
 def describe_model(config: PretrainedConfig) -> dict[str, Any]:
     """Returns what tells models apart: the settings that differ from the defaults of the model's class."""
     return {"model_type": config.model_type, **without_origin(config.to_diff_dict())}
-
-
-def _describe_data(sequences: PackedSequences) -> dict[str, Any]:
-    """Returns what decides which sample comes when."""
-    tokens = sequences.text.tokens
-    identity = {"num_tokens": len(tokens), "crc32": zlib.crc32(tokens.data)}
-    return {**identity, "seq_len": sequences.seq_len, "seed": sequences.seed}

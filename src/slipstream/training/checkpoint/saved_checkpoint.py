@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.manifest import Manifest, entry_name
+from slipstream.training.checkpoint.manifest import MANIFEST, Manifest, entry_name
 from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
 from slipstream.training.checkpoint.verified_files import DamagedError, verify_file
 
@@ -189,10 +189,10 @@ def ignore_lone_process_warning() -> None:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    if not Manifest.is_in(folder):
+    if not (folder / MANIFEST).is_file():
         steps = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "no checkpoints either"
         raise SlipstreamError(
-            f"{folder} isn't a checkpoint, which has a manifest.json. Give the folder of a step; in this one there "
+            f"{folder} isn't a checkpoint, which has a {MANIFEST}. Give the folder of a step; in this one there "
             f"are: {steps}."
         )
     try:
@@ -205,14 +205,12 @@ def _damaged(folder: Path, error: DamagedError) -> SlipstreamError:
     return SlipstreamError(f"the checkpoint {folder} is damaged: {error}. Take another one.")
 
 
-def _elements(file: Any, item: ReadItem) -> Tensor:
+def _elements(file: Any, item: ReadItem) -> Any:
     name = entry_name(item.storage_index.fqn, item.storage_index.offset or ())
     if not item.lengths:
-        scalar: Tensor = file.get_tensor(name)
-        return scalar
+        return file.get_tensor(name)  # a scalar
     ranges = zip(item.storage_offsets, item.lengths, strict=True)
-    part: Tensor = file.get_slice(name)[tuple(slice(start, start + length) for start, length in ranges)]
-    return part
+    return file.get_slice(name)[tuple(slice(start, start + length) for start, length in ranges)]
 
 
 def _differences(name: str, saved: Any, here: Any) -> Iterator[str]:

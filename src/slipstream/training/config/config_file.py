@@ -78,9 +78,8 @@ def _fill_mesh(values: dict[str, Any]) -> None:
 
 
 def _num_processes(axis: str) -> int:
-    launched = os.environ.get("WORLD_SIZE")
-    if launched is not None:
-        return int(launched)
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
     import torch
 
     if not torch.cuda.device_count():

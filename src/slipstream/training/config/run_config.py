@@ -93,9 +93,8 @@ def _check_schedule(pipeline: sections.PipelineSection, num_flushes: int) -> Non
             _check_counts(schedule, pipeline, num_flushes)
         else:
             check_name(schedule, besides=AUTOMATIC)
-            make_schedule(
-                placed_as(schedule, pipeline.stages_per_rank), pipeline.num_ranks, 1, 1, pipeline.stages_per_rank
-            )
+            stages = pipeline.stages_per_rank
+            make_schedule(placed_as(schedule, stages), pipeline.num_ranks, 1, 1, stages)
     except ScheduleError as error:
         raise ValueError(f"pipeline.{error}") from None
 

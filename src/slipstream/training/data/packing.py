@@ -25,9 +25,8 @@ class TokenisedText:
     @classmethod
     def join(cls, documents: Sequence[Array]) -> TokenisedText:
         """Joins documents, each an array of token ids."""
-        lengths = np.array([len(document) for document in documents], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, dtype=np.int32)
-        return cls(tokens, np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)]))
+        return cls(tokens, np.cumsum([0, *map(len, documents)], dtype=np.int64))
 
     @property
     def num_documents(self) -> int:
@@ -102,8 +101,7 @@ class PackedSequences:
     def batch(self, first: int, size: int) -> TokenBatch:
         """Returns sequences `first` to `first + size - 1`; those past the last one belong to the next epoch."""
         rows = [self._sequence(index) for index in range(first, first + size)]
-        input_ids = torch.from_numpy(np.stack([tokens for tokens, _ in rows]))
-        document_ids = torch.from_numpy(np.stack([documents for _, documents in rows]))
+        input_ids, document_ids = (torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True))
         return TokenBatch(input_ids, input_ids.clone(), document_ids)
 
     def batches(self, size: int, limit: int | None = None) -> Iterator[TokenBatch]:

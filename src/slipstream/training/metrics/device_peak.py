@@ -62,16 +62,12 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    _wait(a.device)
+    device = torch.get_device_module(a.device)
+    device.synchronize()
     began = time.perf_counter()
     torch.mm(a, b)
-    _wait(a.device)
+    device.synchronize()
     return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _words(name: str) -> list[str]:

@@ -76,7 +76,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_after: int = 0) -> None:
         """Opens the file; a run that is resumed keeps the lines up to that step, as the later steps run again."""
-        kept = _lines_until(path, resumed_after) if resumed_after else ""
+        kept = _lines_until(path, resumed_after) if resumed_after and path.exists() else ""
         self._file = path.open("w", encoding="utf-8", buffering=1)
         self._file.write(kept)
 
@@ -91,7 +91,5 @@ class MetricsFile:
 
 def _lines_until(path: Path, step: int) -> str:
     """Returns the lines up to a step; the last may have been cut off when the run ended."""
-    if not path.exists():
-        return ""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step)

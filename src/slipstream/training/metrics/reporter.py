@@ -33,12 +33,17 @@ class Reporter:
         self._config, self._pipe, self._progress = config, pipe, progress
         self._world = RankGroup(dist.group.WORLD)
         self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
-        self._figures = self._make_figures(device)
+        self._figures: FlopsMeter | None = None  # where the model's operations can't be counted
+        training, peak = config.training, find_peak(device, compute_dtype(config))
+        try:
+            self._figures = FlopsMeter(pipe.config, training.seq_len, training.batch_size, self._world.size, peak)
+        except SlipstreamError as error:
+            progress.say(f"FLOPs are not shown: {error}")
         self._trackers = Trackers()
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
-            folder, settings = config.training.output, config.model_dump(mode="json")
-            self._trackers = make_trackers(config.tracking.to, folder, settings, resumed_after)
+            settings = config.model_dump(mode="json")
+            self._trackers = make_trackers(config.tracking.to, training.output, settings, resumed_after)
         if self._figures is not None:
             self.write(self._figures.run)
 
@@ -47,13 +52,7 @@ class Reporter:
         self._trackers.write(record)
 
     def report(
-        self,
-        step: int,
-        result: StepResult,
-        data_seconds: float,
-        batch: TokenBatch,
-        timeline: Timeline,
-        trial: bool = False,
+        self, step: int, result: StepResult, data_seconds: float, batch: TokenBatch, timeline: Timeline, trial: bool
     ) -> StepRecord:
         """Writes and returns the record of a step. Collective.
 
@@ -101,14 +100,3 @@ class Reporter:
             time = self._figures.time_to_train(tokens, statistics.median(seconds))
             self._progress.say(time.describe(tokens))
         self._trackers.close()
-
-    def _make_figures(self, device: torch.device) -> FlopsMeter | None:
-        """Returns None where the operations of the model can't be counted."""
-        training, pipe = self._config.training, self._pipe
-        peak = find_peak(device, compute_dtype(self._config))
-        num_devices = self._world.size
-        try:
-            return FlopsMeter(pipe.config, training.seq_len, training.batch_size, num_devices, peak)
-        except SlipstreamError as error:
-            self._progress.say(f"FLOPs are not shown: {error}")
-            return None

@@ -96,8 +96,8 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raises SlipstreamError for a name that isn't known, or whose package isn't installed."""
     for name in names:
         if name not in NAMES:
-            known = ", ".join(NAMES)
-            raise SlipstreamError(f"the tracker {name!r} isn't known{did_you_mean(name, NAMES)} Known: {known}.")
+            near = did_you_mean(name, NAMES)
+            raise SlipstreamError(f"the tracker {name!r} isn't known{near} Known: {', '.join(NAMES)}.")
         if find_spec(name) is None:
             raise SlipstreamError(
                 f"the tracker {name!r} needs the package {name}, which isn't installed; type "
