@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.planner.search.memory_bound import least_messages
-from slipstream.planner.search.schedule_cache import cached_schedule
+from slipstream.planner.search.schedule_cache import ScheduleShape, cached_schedule
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_communication
 from slipstream.simulator import MemoryTable, TableCost, simulate
 from slipstream.simulator.buffer_pool import pool_bytes
@@ -24,7 +24,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     ranks, microbatches, slices, stages = (draw(st.integers(1, 4)) for _ in range(4))
     stages = stages if stages in STAGES_PER_RANK[name] else STAGES_PER_RANK[name][0]
     ways = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5, 1.0]))
-    return cached_schedule(name, ranks, microbatches, slices, stages, *ways).schedule
+    return cached_schedule(ScheduleShape(name, ranks, microbatches, slices, stages), *ways).schedule
 
 
 @examples(150)
@@ -58,4 +58,4 @@ def test_no_rank_has_fewer_buffers_for_messages(schedule: Schedule) -> None:
 
 def test_the_fewest_buffers_by_hand() -> None:
     """1F1B of two ranks and three microbatches: three sends each, and on rank 1 an input, which I needs."""
-    assert least_messages(cached_schedule("1f1b", 2, 3, 1, 1).arrays, [7]).tolist() == [21, 28]
+    assert least_messages(cached_schedule(ScheduleShape("1f1b", 2, 3, 1, 1)), [7]).tolist() == [21, 28]

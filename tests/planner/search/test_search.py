@@ -291,9 +291,9 @@ def test_a_batch_that_nothing_divides() -> None:
 
 def test_equal_layers_are_cut_evenly_by_time() -> None:
     space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
-    cut = space.cut(1, 1, 2, 1, "1f1b")
-    times = space.times(1, 1, cut, 1)
-    per_rank = cut.per_rank((times.forward + times.input_gradient + times.weight_gradient).sum(axis=1))
+    configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 1, "none", 0.0, False)
+    times = space.times(configuration).compute
+    per_rank = space.cut(configuration).per_rank((times[Op.F] + times[Op.I] + times[Op.W]).sum(axis=1))
     layer = np.diff(sorted(per_rank))[0]
     one = sum(float(space.costs(1, 1).seconds(range(2, 3), op, SEQ_LEN, 0)) for op in (Op.F, Op.I, Op.W))
     assert layer <= one

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from functools import cache, partial
+from itertools import product
 
+from slipstream.planner.costs import StageCosts
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.step_bounds import PlacedPartition, StageTimes
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 
-def memory_table(
-    space: PlanSpace, configuration: Configuration, cut: PlacedPartition, times: StageTimes, schedule: Schedule
-) -> MemoryTable:
+def memory_table(space: PlanSpace, configuration: Configuration, schedule: Schedule) -> MemoryTable:
     """Returns the bytes of all actions of a configuration, per device."""
-    c, state = configuration, space.source.state
-    costs = space.costs(c.tensor_parallel, c.microbatch_size)
-    numbers = [costs.num_parameters(layers) for layers in cut.stages]
-    footprints: dict[tuple[StageSlice, Op], Footprint] = {}
-    alike: dict[object, list[_SliceFootprint]] = {}  # by kind of stage
-    for g, layers in enumerate(cut.stages):
-        kind = space.kinds_of(layers)
-        if kind not in alike:
-            alike[kind] = list(_footprints(space, c, times.slices, layers, schedule.ops))
-        footprints |= {(StageSlice(g, *like), op): footprint for like, op, footprint in alike[kind]}
+    cut, slices, state = space.cut(configuration), space.times(configuration).slices, space.source.state
+    sizes, numbers = space.sizes(cut), space.sizes(cut).parameters.tolist()
+    of_stage = cache(partial(_footprints, cut.costs, configuration.recompute, slices, schedule.ops))
+    footprints = {
+        (StageSlice(g, *like), op): footprint
+        for g, layers in enumerate(cut.stages)
+        for like, op, footprint in of_stage(space.alike(layers))
+    }
     splitting = {action.stage for action in schedule.positions if action.op is Op.W}
     gradients = {(g, Op.W if g in splitting else Op.B): state.gradients * n for g, n in enumerate(numbers)}
     # a stage's first backward makes gradients while it frees activations, so the two never exist in full together
@@ -34,44 +30,33 @@ def memory_table(
         for (unit, op), footprint in footprints.items()
         if (gradient := gradients.get((unit.stage, op))) is not None
     }
+    context_gradients = cut.per_stage(partial(cut.costs.context_gradient_bytes, length=space.seq_len))
     return MemoryTable(
         footprints=footprints,
         first=first,
-        context={g: costs.context_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)},
-        context_gradients={
-            g: costs.context_gradient_bytes(layers, space.seq_len) for g, layers in enumerate(cut.stages)
-        },
-        message_bytes=[float(costs.message_bytes(length)) for length in times.slices],
+        context=dict(enumerate(sizes.context.tolist())),
+        context_gradients=dict(enumerate(context_gradients.tolist())),
+        message_bytes=[float(cut.costs.message_bytes(length)) for length in slices],
         parameters={g: state.weights * n for g, n in enumerate(numbers)},
         gradients=gradients,
-        optimizer={g: state.optimizer / c.optimizer_shards * n for g, n in enumerate(numbers)},
+        optimizer={g: state.optimizer / configuration.optimizer_shards * n for g, n in enumerate(numbers)},
     )
 
 
-class _SliceFootprint(NamedTuple):
-    """The bytes of one op of one slice."""
-
-    like: tuple[int, bool, bool]  # (slice, recomputed, offloaded)
-    op: Op
-    footprint: Footprint
-
-
 def _footprints(
-    space: PlanSpace, configuration: Configuration, slices: tuple[int, ...], layers: range, ops: frozenset[Op]
-) -> Iterator[_SliceFootprint]:
-    """Yields the footprints of one stage, for slices that are recomputed or offloaded and those that aren't."""
-    c = configuration
-    costs = space.costs(c.tensor_parallel, c.microbatch_size)
-    ways = [(r, o) for r in {False, Op.R in ops} for o in {False, Op.OFFLOAD in ops}]
+    costs: StageCosts, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: range
+) -> list[tuple[tuple[int, bool, bool], Op, Footprint]]:
+    """The ((slice, recomputed, offloaded), op, footprint) of one stage, for every way to save a slice's memory."""
+    found = []
     for s, length in enumerate(slices):
         whole = costs.activation_bytes(layers, length)
-        kept = whole if c.recompute == "none" else costs.kept_bytes(layers, c.recompute, length)
+        kept = whole if recompute == "none" else costs.kept_bytes(layers, recompute, length)
         # the first slice's forward and the last slice's backward allocate for the whole microbatch
-        keys = costs.context_bytes(layers, space.seq_len) if s == 0 else 0
-        made = costs.context_gradient_bytes(layers, space.seq_len) if s == len(slices) - 1 else 0
+        keys = costs.context_bytes(layers, sum(slices)) if s == 0 else 0
+        made = costs.context_gradient_bytes(layers, sum(slices)) if s == len(slices) - 1 else 0
         made += costs.logits_gradient_bytes(layers, length)
         during_backward = 2 * float(costs.message_bytes(length)) + made
-        for recomputed, offloaded in ways:
+        for recomputed, offloaded in product({False, Op.R in ops}, {False, Op.OFFLOAD in ops}):
             left = kept if recomputed else whole
             # a recomputed forward holds one layer's activations at a time
             during = left + (whole / len(layers) if recomputed else 0) + keys
@@ -84,6 +69,5 @@ def _footprints(
                 Op.OFFLOAD: Footprint(-left, 0.0),
                 Op.RELOAD: Footprint(left, left),
             }
-            for op, footprint in bytes_by_op.items():
-                if op in ops:
-                    yield _SliceFootprint((s, recomputed, offloaded), op, footprint)
+            found += [((s, recomputed, offloaded), op, each) for op, each in bytes_by_op.items() if op in ops]
+    return found

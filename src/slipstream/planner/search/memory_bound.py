@@ -16,8 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.planner.search.schedule_cache import cached_schedule
-from slipstream.planner.search.step_bounds import PlacedPartition
+from slipstream.planner.search.schedule_cache import ScheduleShape, cached_schedule
 from slipstream.schedule import NARROWEST_WINDOW, Op
 from slipstream.simulator.compiled_simulation import OPS, ActionArrays
 
@@ -39,12 +38,9 @@ class RankActions:
 
 
 @lru_cache(maxsize=256)
-def rank_actions(
-    name: str, num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int
-) -> tuple[RankActions, ...]:
+def rank_actions(shape: ScheduleShape) -> tuple[RankActions, ...]:
     """Returns the actions of each rank of a named schedule."""
-    arrays = cached_schedule(name, num_ranks, num_microbatches, num_slices, stages_per_rank).arrays
-    return tuple(_row(arrays, rank) for rank in range(num_ranks))
+    return tuple(_row(cached_schedule(shape), rank) for rank in range(shape.num_ranks))
 
 
 def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floats:
@@ -102,20 +98,18 @@ class MemoryBound:
     gradients: Floats  # per stage
     offloads: bool  # whether activations may be on the host until their backward; what I keeps for W never is
 
-    def peaks(self, name: str, cut: PlacedPartition, num_microbatches: int, num_slices: int) -> Floats:
+    def peaks(self, shape: ScheduleShape) -> Floats:
         """Returns a lower bound of each rank's bytes at its peak."""
-        stages_per_rank = len(cut.placement) // cut.num_ranks
-        each = rank_actions(name, cut.num_ranks, num_microbatches, num_slices, stages_per_rank)
-        return np.array([self.peak(row) for row in each])
+        return np.array([self.peak(row) for row in rank_actions(shape)])
 
-    def away(self, name: str, cut: PlacedPartition, num_microbatches: int, num_slices: int) -> float:
+    def away(self, shape: ScheduleShape) -> float:
         """Returns a lower bound of the most bytes on one rank's host.
 
         All slices between forward and backward are there but a few, which are needed soon or whose backward follows too
         soon.
         """
         kept = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
-        return float(kept.peaks(name, cut, num_microbatches, num_slices).max() - _NOT_AWAY * self.kept.max())
+        return float(kept.peaks(shape).max() - _NOT_AWAY * self.kept.max())
 
     def peak(self, row: RankActions) -> float:
         """Returns a lower bound of one rank's bytes at its peak."""

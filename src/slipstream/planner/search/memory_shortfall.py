@@ -20,14 +20,15 @@ _MOST_NODES = 64  # how many times the nodes may grow
 
 def explain_misfit(space: PlanSpace, num_configurations: int) -> SlipstreamError:
     """Returns the error for a search in which every configuration is too large."""
-    peak, rank, configuration = min(
-        (_fullest(SimulatedConfiguration.of(space, each)) for each in _smallest(space)), key=lambda found: found[0]
-    )
+    candidates = [SimulatedConfiguration.of(space, each) for each in _smallest(space)]
+    smallest = min(candidates, key=lambda candidate: max(candidate.peaks()))
+    peaks = smallest.peaks()
+    peak = max(peaks)
     change = next(_changes(space), "use a device with more memory, or a smaller model")
     return SlipstreamError(
-        f"nothing fits: the smallest of {num_configurations} configurations needs {bytes_text(peak)} on rank {rank}, "
-        f"{bytes_text(peak - space.memory)} more than the {bytes_text(space.memory)} that a device has "
-        f"({configuration_text(configuration)}). The cheapest change that would fit: {change}."
+        f"nothing fits: the smallest of {num_configurations} configurations needs {bytes_text(peak)} on rank "
+        f"{peaks.index(peak)}, {bytes_text(peak - space.memory)} more than the {bytes_text(space.memory)} that a "
+        f"device has ({configuration_text(smallest.configuration)}). The cheapest change that would fit: {change}."
     )
 
 
@@ -44,12 +45,6 @@ def _smallest(space: PlanSpace) -> list[Configuration]:
     saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
     found = sorted((size, number, c) for number, (_, size, c) in enumerate(saving_space.bounded()))
     return [configuration for _, _, configuration in found[:_SMALLEST]]
-
-
-def _fullest(candidate: SimulatedConfiguration) -> tuple[float, int, Configuration]:
-    """The bytes of the fullest rank, its number, and the configuration."""
-    peaks = candidate.peaks()
-    return max(peaks), peaks.index(max(peaks)), candidate.configuration
 
 
 def _changes(space: PlanSpace) -> Iterator[str]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from heapq import nsmallest
-from itertools import islice
-from math import inf
+from itertools import islice, product
+from math import inf, prod
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import CostSource
@@ -29,10 +29,8 @@ _SAVINGS = {"none": 0, "selective": 1, "full": 2}
 _EVERY = 5000  # configurations between two reports of progress
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
 _MOST_UNITS = 100_000  # slices of stages in all schedules that are made: about a minute
-_MOST_TRIED, _MOST_SCHEDULED = (
-    400,
-    8,
-)  # configurations with another choice that are tested quickly, and whose schedule is made
+# configurations with another choice that are tested quickly, and whose schedule is made
+_MOST_TRIED, _MOST_SCHEDULED = 400, 8
 
 
 @contextmanager
@@ -83,7 +81,7 @@ def search_plans(
     report = progress or (lambda *_: None)
     space = PlanSpace(source, seq_len, global_batch, options)
     fitting, num_all = _bounds(space, report)
-    run = _PlanSearch(space, fitting, options, report)
+    run = _PlanSearch(space, fitting, report)
     best, alternatives = run.settle()
     if not best:
         raise explain_misfit(space, num_all)
@@ -130,7 +128,6 @@ def _bounds(space: PlanSpace, report: ProgressReport) -> tuple[list[BoundedConfi
 class _PlanSearch:
     space: PlanSpace
     fitting: list[BoundedConfiguration]
-    options: PlanOptions
     report: ProgressReport
     seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of what fits
     too_large: set[Configuration] = field(default_factory=set)
@@ -148,7 +145,7 @@ class _PlanSearch:
         while True:
             self.simulate_promising()
             before = self.num_simulated, len(self.too_large)
-            best = list(self.predictions(self.options.num_best))
+            best = list(self.predictions(self.space.options.num_best))
             alternatives = list(self.alternatives(best[0])) if best else []
             if before == (self.num_simulated, len(self.too_large)):
                 return best, alternatives
@@ -165,14 +162,15 @@ class _PlanSearch:
     @property
     def _is_limited(self) -> bool:
         """True once the limits on simulations, and on schedules made in vain, are reached."""
-        most = self.options.num_simulated
+        most = self.space.options.num_simulated
         scheduled_enough = self.num_scheduled >= _MOST_SCHEDULED_EACH * most or self.num_units >= _MOST_UNITS
         return self.num_simulated >= most or scheduled_enough
 
     def _worst_reported(self) -> float:
         """The seconds that a configuration must beat to be reported."""
-        best = nsmallest(self.options.num_best, self.seconds.values())
-        return best[-1] if len(best) == self.options.num_best else inf
+        wanted = self.space.options.num_best
+        best = nsmallest(wanted, self.seconds.values())
+        return best[-1] if len(best) == wanted else inf
 
     def simulate(self, configuration: Configuration) -> float | None:
         """Returns the step's seconds; None where it doesn't fit, or where another one fits that is never slower."""
@@ -184,19 +182,14 @@ class _PlanSearch:
             self.too_large.add(configuration)
             return None
         self.num_simulated += 1
-        self.report("simulations", self.num_simulated, self.options.num_simulated)
-        found = self.seconds[configuration] = candidate.step_seconds()
+        self.report("simulations", self.num_simulated, self.space.options.num_simulated)
+        found, _ = candidate.step()
+        self.seconds[configuration] = found
         return found
 
     def _schedule(self, configuration: Configuration) -> SimulatedConfiguration:
-        c = configuration
         self.num_scheduled += 1
-        self.num_units += (
-            c.pipeline_parallel
-            * c.stages_per_rank
-            * c.num_slices
-            * self.space.num_microbatches(c.data_parallel, c.microbatch_size)
-        )
+        self.num_units += prod(self.space.shape(configuration)[1:])
         return SimulatedConfiguration.of(self.space, configuration)
 
     def predictions(self, count: int) -> Iterator[Prediction]:
@@ -249,14 +242,11 @@ class _PlanSearch:
 def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
     """Yields the configuration with less of what saves memory at the cost of time."""
     recomputations = [what for what, rank in _SAVINGS.items() if rank <= _SAVINGS[configuration.recompute]]
-    offloads = {0.0, configuration.offload}
     shards = {configuration.shard_optimizer, True}
-    for recompute in recomputations:
-        for offload in offloads:
-            for shard in shards:
-                other = replace(configuration, recompute=recompute, offload=offload, shard_optimizer=shard)
-                if other != configuration:
-                    yield other
+    for recompute, offload, shard in product(recomputations, {0.0, configuration.offload}, shards):
+        other = replace(configuration, recompute=recompute, offload=offload, shard_optimizer=shard)
+        if other != configuration:
+            yield other
 
 
 def _nothing_divides(space: PlanSpace) -> SlipstreamError:

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import product
 
 import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import CostSource
+from slipstream.planner.costs import CostSource, StageCosts
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.schedule_cache import ScheduleShape
 from slipstream.planner.search.step_bounds import (
     ConfigurationGroup,
     PlacedPartition,
-    RankSizes,
+    StageSizes,
     StageTimes,
-    TailSeconds,
 )
 from slipstream.planner.slicing import equal_time_slices
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
 
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_COMPUTE, _REDUCE = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
 _SHORTEST = 128  # tokens of a slice; the described devices have no times for shorter ones
 _MOST_TENSOR_PARALLEL_NODES = 2
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
@@ -42,13 +43,10 @@ class PlanSpace:
         self.memory = source.memory if options.memory_limit is None else options.memory_limit
         self.shortest, self.longest = source.slice_range(seq_len)
         self.costs = cache(source.costs)
-        self.kinds_of, self._attention_share = cache(self._kinds_of), cache(self._compute_attention_share)
-        self._partition, self.times = cache(self._compute_partition), cache(self._compute_times)
-        self.tails, self.sizes = cache(self._compute_tails), cache(self._compute_sizes)
-        self._rows: dict[tuple[object, ...], Floats] = {}
-
-    def num_microbatches(self, data: int, size: int) -> int:
-        return self.global_batch // (data * size)
+        self.alike, self._attention_share = cache(self._first_alike), cache(self._compute_attention_share)
+        self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
+        self._row, self._tails, self.sizes = cache(self._compute_row), cache(self._compute_tails), cache(self._sizes)
+        self._alike: dict[object, range] = {}
 
     # --- what divides ------------------------------------------------------------------------------------------------
 
@@ -93,27 +91,25 @@ class PlanSpace:
         most = self.seq_len // shortest
         return [n for n in self.options.num_slices or _SLICES if n <= most and self.seq_len / n <= self.longest]
 
+    def shape(self, configuration: Configuration) -> ScheduleShape:
+        c = configuration
+        num_microbatches = self.global_batch // (c.data_parallel * c.microbatch_size)
+        return ScheduleShape(c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank)
+
     # --- what stages cost --------------------------------------------------------------------------------------------
 
-    def cut(self, tensor: int, size: int, pipeline: int, stages_per_rank: int, schedule: str) -> PlacedPartition:
+    def cut(self, configuration: Configuration) -> PlacedPartition:
         """Returns the partition of layers that makes the slowest rank fastest, by the time of whole sequences."""
-        return self._partition(tensor, size, _placement(schedule, pipeline, stages_per_rank))
+        c = configuration
+        placement = _placement(c.schedule, c.pipeline_parallel, c.stages_per_rank)
+        return self._partition(c.tensor_parallel, c.microbatch_size, placement)
 
     def _compute_partition(self, tensor: int, size: int, placement: tuple[int, ...]) -> PlacedPartition:
-        weights = self._layer_seconds(tensor, size)
-        ranks = placement if len(weights) <= _MOST_LAYERS else None
-        return PlacedPartition(placement, tuple(partition_layers(weights, len(placement), placement=ranks)))
-
-    def _layer_seconds(self, tensor: int, size: int) -> list[float]:
         costs, num_layers = self.costs(tensor, size), len(self.source.kinds)
-        length = min(self.seq_len, self.longest)
-        found: dict[object, float] = {}
-        for layer, kind in enumerate(self.source.kinds):
-            key = (kind, layer == 0, layer == num_layers - 1)
-            if key not in found:
-                ops = (Op.F, Op.I, Op.W)
-                found[key] = sum(float(costs.seconds(range(layer, layer + 1), op, length, 0)) for op in ops)
-        return [found[kind, i == 0, i == num_layers - 1] for i, kind in enumerate(self.source.kinds)]
+        seconds = cache(partial(_sequence_seconds, costs, min(self.seq_len, self.longest)))
+        weights = [seconds(self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
+        ranks = placement if num_layers <= _MOST_LAYERS else None
+        return PlacedPartition(costs, placement, tuple(partition_layers(weights, len(placement), placement=ranks)))
 
     def slices(self, tensor: int, size: int, count: int) -> tuple[int, ...]:
         """Returns slice lengths that take equal time, in multiples that suit matrix products."""
@@ -127,101 +123,82 @@ class PlanSpace:
         """Returns A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of T and T/2 tokens."""
         costs, length = self.costs(tensor, size), min(self.seq_len, self.longest)
         middle = range(len(self.source.kinds) // 2, len(self.source.kinds) // 2 + 1)
-        whole, half = (
-            sum(float(costs.seconds(middle, op, n, 0)) for op in (Op.F, Op.I, Op.W)) for n in (length, length // 2)
-        )
+        whole, half = (_sequence_seconds(costs, tokens, middle) for tokens in (length, length // 2))
         return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
+
+    def times(self, configuration: Configuration) -> StageTimes:
+        c = configuration
+        return self._times(c.tensor_parallel, c.microbatch_size, self.cut(c), c.num_slices)
 
     def _compute_times(self, tensor: int, size: int, cut: PlacedPartition, count: int) -> StageTimes:
         slices = self.slices(tensor, size, count)
-        rows = [self._row(tensor, size, layers, slices) for layers in cut.stages]
-        table = np.stack(rows, axis=1)  # (kind of time, stage, slice)
-        forward, backward, inputs, weights, forward_reduce, backward_reduce, *replays = table
-        replay = dict(zip(self.source.recomputations, replays, strict=True))
+        rows = [self._row(tensor, size, self.alike(layers), slices) for layers in cut.stages]
+        compute, reduce, replay = np.split(np.stack(rows, axis=1), (len(_COMPUTE), len(_COMPUTE) + len(_REDUCE)))
         return StageTimes(
-            forward, backward, inputs, weights, replay, {Op.F: forward_reduce, Op.I: backward_reduce}, slices
+            compute=dict(zip(_COMPUTE, compute, strict=True)),
+            replay=dict(zip(self.source.recomputations, replay, strict=True)),
+            reduce=dict(zip(_REDUCE, reduce, strict=True)),
+            slices=slices,
         )
 
-    def _row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Floats:
-        """The times of one stage: F, B, I, W, the all-reduces in F and I, and each R; equal stages share them."""
-        key = (tensor, size, self.kinds_of(layers), slices)
-        if key not in self._rows:
-            costs = self.costs(tensor, size)
-            length = np.array(slices)
-            context = np.cumsum(length) - length
-            rows = [costs.seconds(layers, op, length, context) for op in (Op.F, Op.B, Op.I, Op.W)]
-            rows += [costs.reduce_seconds(layers, op, length) for op in (Op.F, Op.I)]
-            for what in self.source.recomputations:
-                nothing = what == "none"
-                rows.append(0.0 * length if nothing else costs.replay_seconds(layers, what, length, context))
-            self._rows[key] = np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in rows])
-        return self._rows[key]
+    def _compute_row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Floats:
+        """The times of one stage: F, B, I, W, the all-reduces in F and I, and each R."""
+        costs, length = self.costs(tensor, size), np.array(slices)
+        context = np.cumsum(length) - length
+        rows = [costs.seconds(layers, op, length, context) for op in _COMPUTE]
+        rows += [costs.reduce_seconds(layers, op, length) for op in _REDUCE]
+        for what in self.source.recomputations:
+            rows.append(0.0 if what == "none" else costs.replay_seconds(layers, what, length, context))
+        return np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in rows])
 
-    def _kinds_of(self, layers: range) -> tuple[object, ...]:
-        """Returns a key that is equal for stages that cost the same."""
-        counts = tuple(sorted(self.source.kinds[layer] for layer in layers))
-        return counts, layers.start == 0, layers.stop == len(self.source.kinds)
+    def _first_alike(self, layers: range) -> range:
+        """Returns the first stage asked for that costs the same."""
+        kinds = tuple(sorted(self.source.kinds[layer] for layer in layers))
+        return self._alike.setdefault((kinds, layers.start == 0, layers.stop == len(self.source.kinds)), layers)
 
-    def _compute_tails(self, tensor: int, size: int, cut: PlacedPartition, data: int, shards: int) -> TailSeconds:
-        costs = self.costs(tensor, size)
-        return TailSeconds(
-            cut.per_rank([costs.gradient_seconds(layers, data) for layers in cut.stages]),
-            cut.per_rank([costs.optimizer_step_seconds(layers, shards) for layers in cut.stages]),
-        )
+    def tails(self, configuration: Configuration) -> Floats:
+        """Returns each rank's seconds after its last action, of gradients between replicas and of the optimizer."""
+        return self._tails(self.cut(configuration), configuration.data_parallel, configuration.optimizer_shards)
 
-    def _compute_sizes(self, tensor: int, size: int, cut: PlacedPartition) -> RankSizes:
-        costs, length = self.costs(tensor, size), self.seq_len
-        whole = np.array([costs.activation_bytes(g, length) for g in cut.stages])
+    def _compute_tails(self, cut: PlacedPartition, data: int, shards: int) -> Floats:
+        gradients = cut.per_stage(partial(cut.costs.gradient_seconds, data_parallel=data))
+        optimizer = cut.per_stage(partial(cut.costs.optimizer_step_seconds, shards=shards))
+        return np.stack([cut.per_rank(gradients), cut.per_rank(optimizer)])
+
+    def _sizes(self, cut: PlacedPartition) -> StageSizes:
+        costs, length = cut.costs, self.seq_len
         kept = {
-            what: whole if what == "none" else np.array([costs.kept_bytes(g, what, length) for g in cut.stages])
+            what: cut.per_stage(partial(costs.kept_bytes, recompute=what, length=length))
             for what in self.source.recomputations
         }
-        parameters = np.array([costs.num_parameters(g) for g in cut.stages])
-        context = np.array([costs.context_bytes(g, length) for g in cut.stages])
+        kept["none"] = cut.per_stage(partial(costs.activation_bytes, length=length))
         largest = np.zeros(cut.num_ranks)
-        np.maximum.at(largest, list(cut.placement), whole)
-        return RankSizes(
-            parameters=cut.per_rank(parameters),
-            context=cut.per_rank(context),
-            kept={what: cut.per_rank(sizes) for what, sizes in kept.items()},
-            largest=largest,
-            of_stages=kept,
-            context_of_stages=context,
-            parameters_of_stages=parameters,
-        )
+        np.maximum.at(largest, list(cut.placement), kept["none"])
+        context = cut.per_stage(partial(costs.context_bytes, length=length))
+        return StageSizes(cut.per_stage(costs.num_parameters), context, kept, largest)
 
     # --- bounds ------------------------------------------------------------------------------------------------------
 
     def bounded(self) -> Iterator[tuple[float, float, Configuration]]:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all that divide."""
-        for mesh in self.meshes():
-            tensor, pipeline, data, size = mesh
-            for stages_per_rank, names in self.shapes(pipeline, self.num_microbatches(data, size)):
+        for tensor, pipeline, data, size in self.meshes():
+            for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
                 known: dict[tuple[PlacedPartition, int, bool], list[tuple[float, float]]] = {}
                 for name, count in product(names, self.slice_counts(pipeline)):
-                    cut = self.cut(tensor, size, pipeline, stages_per_rank, name)
-                    key = (cut, count, name in _SPLIT)
+                    choices = (tensor, pipeline, data, stages_per_rank, name, size, count)
+                    alike = [Configuration(*choices, *saving) for saving in self._savings(data)]
+                    key = (self.cut(alike[0]), count, name in _SPLIT)
                     if key not in known:
-                        group = self._group(tensor, data, size, *key)
-                        known[key] = [(group.least_seconds(*w), group.least_bytes(*w)) for w in self._savings(data)]
-                    for way, (seconds, size_bound) in zip(self._savings(data), known[key], strict=True):
-                        configuration = Configuration(*mesh[:3], stages_per_rank, name, size, count, *way)
-                        yield seconds, size_bound, configuration
+                        known[key] = self._bounds(alike)
+                    for configuration, bounds in zip(alike, known[key], strict=True):
+                        yield *bounds, configuration
 
-    def _group(
-        self, tensor: int, data: int, size: int, cut: PlacedPartition, count: int, splits_all: bool
-    ) -> ConfigurationGroup:
-        return ConfigurationGroup(
-            cut=cut,
-            times=self.times(tensor, size, cut, count),
-            sizes=self.sizes(tensor, size, cut),
-            state=self.source.state,
-            host=self.source.host,
-            tails={shard: self.tails(tensor, size, cut, data, data if shard else 1) for shard in (True, False)},
-            num_microbatches=self.num_microbatches(data, size),
-            data_parallel=data,
-            splits_all=splits_all,
-        )
+    def _bounds(self, alike: list[Configuration]) -> list[tuple[float, float]]:
+        """The least seconds and bytes of configurations that differ only in how they save memory."""
+        first, cut = alike[0], self.cut(alike[0])
+        num_microbatches, splits_all = self.shape(first).num_microbatches, first.schedule in _SPLIT
+        group = ConfigurationGroup(cut, self.times(first), self.sizes(cut), self.source, num_microbatches, splits_all)
+        return [(group.least_seconds(each, self.tails(each).sum(axis=0)), group.least_bytes(each)) for each in alike]
 
     def _savings(self, data: int) -> list[tuple[str, float, bool]]:
         """Returns the ways to save memory as (recompute, offload, shard_optimizer), those that cost nothing first."""
@@ -229,6 +206,11 @@ class PlanSpace:
         offloads = self.options.offload or ((0.0, 1.0) if self.source.host else (0.0,))
         shards = [s for s in ((True, False) if data > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
         return list(product(recomputations, offloads, shards))
+
+
+def _sequence_seconds(costs: StageCosts, length: int, layers: range) -> float:
+    """The time of a whole sequence, forward and backward."""
+    return sum(float(costs.seconds(layers, op, length, 0)) for op in (Op.F, Op.I, Op.W))
 
 
 def _check_known(source: CostSource, options: PlanOptions) -> None:

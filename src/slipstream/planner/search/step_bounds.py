@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -10,14 +10,16 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from slipstream.array_types import Flags, Floats
-from slipstream.planner.costs import HostMemorySpec, StateBytes
+from slipstream.planner.costs import CostSource, StageCosts
+from slipstream.planner.plans import Configuration
 from slipstream.schedule import Op
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedPartition:
-    """The layers of each stage, and the rank that holds it."""
+    """The layers of each stage, the rank that holds it, and what stages cost."""
 
+    costs: StageCosts
     placement: tuple[int, ...]
     partition: tuple[int, ...]
 
@@ -39,89 +41,73 @@ class PlacedPartition:
         """Marks the stages that send their input gradient to another rank."""
         return np.array([False, *(a != b for a, b in pairwise(self.placement))])
 
+    def per_stage(self, value: Callable[[range], float]) -> Floats:
+        """Returns the value of the layers of each stage."""
+        return np.array([value(layers) for layers in self.stages])
+
     def per_rank(self, values: Sequence[float] | Floats) -> Floats:
         """Returns the sum over the stages of each rank."""
         return np.bincount(self.placement, values, self.num_ranks).astype(np.float64)
 
 
 @dataclass(frozen=True)
-class RankSizes:
-    """The parameters of each rank, and the bytes of one microbatch's keys and values and of what its F keep."""
+class StageSizes:
+    """The parameters of each stage, and the bytes of one microbatch's keys and values and of what its F keep."""
 
     parameters: Floats
     context: Floats
     kept: dict[str, Floats]  # by kind of recomputation
-    largest: Floats  # without recomputation, of the rank's largest stage
-    of_stages: dict[str, Floats]  # `kept`, per stage
-    context_of_stages: Floats
-    parameters_of_stages: Floats
+    largest: Floats  # without recomputation, of each rank's largest stage
 
 
 @dataclass(frozen=True)
 class StageTimes:
     """The seconds of each (stage, slice)."""
 
-    forward: Floats
-    backward: Floats  # in one, which may differ from the sum of its two halves
-    input_gradient: Floats
-    weight_gradient: Floats
+    compute: dict[Op, Floats]  # of F, B, I and W; B in one may differ from the sum of its two halves
     replay: dict[str, Floats]  # by kind of recomputation
     reduce: dict[Op, Floats]  # the part of F and of I that is all-reduces between tensor-parallel ranks
     slices: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TailSeconds:
-    """The seconds that each rank spends after its last action."""
-
-    gradients: Floats  # reducing gradients between the replicas
-    optimizer: Floats
-
-    @cached_property
-    def total(self) -> Floats:
-        return self.gradients + self.optimizer
-
-
 @dataclass(frozen=True, eq=False)
 class ConfigurationGroup:
-    """The configurations that differ only in how they save memory, and the bounds of each.
+    """The bounds of configurations that differ only in how they save memory.
 
     That no simulation beats the bounds is tested (`test_no_simulation_beats_a_bound`).
     """
 
     cut: PlacedPartition
     times: StageTimes
-    sizes: RankSizes
-    state: StateBytes
-    host: HostMemorySpec | None
-    tails: dict[bool, TailSeconds]  # by whether the optimizer is sharded
+    sizes: StageSizes
+    source: CostSource
     num_microbatches: int
-    data_parallel: int
     splits_all: bool  # whether all backwards are I and W, or only those that send their result to another rank
 
-    def least_seconds(self, recompute: str, offload: float, shard: bool) -> float:
-        """Returns a lower bound of the step.
+    def least_seconds(self, configuration: Configuration, tail: Floats) -> float:
+        """Returns a lower bound of the step, where each rank's last action is followed by `tail` seconds.
 
         It is the longest of the ranks' times: what precedes their first stage's first forward, their work, what follows
         their first stage's last backward, and the optimizer; or the copies to the host and back, if longer. Where a
         backward is split, what follows overlaps with late weight gradients: the larger counts.
         """
-        ends = float((self._last_action_ends(recompute) + self.tails[shard].total).max())
-        return max(ends, self._copy_seconds(recompute, offload))
+        ends = float((self._last_action_ends(configuration.recompute) + tail).max())
+        return max(ends, self._copy_seconds(configuration))
 
     def _last_action_ends(self, recompute: str) -> Floats:
         """The earliest end of each rank's last action."""
         if recompute in self._ends:
             return self._ends[recompute]
         times, cut = self.times, self.cut
+        forward, inputs = times.compute[Op.F], times.compute[Op.I]
         replay = times.replay[recompute].copy()
         replay[-1, -1] = 0  # not recomputed where its backward directly follows its forward
         split = (self.splits_all | cut.sends_back)[:, None]
-        whole = np.where(split, times.input_gradient + times.weight_gradient, times.backward)
-        back = np.where(split, times.input_gradient, times.backward)
-        before, after = _sums_before(times.forward[:, 0]), _sums_before(back[:, 0])
+        whole = np.where(split, inputs + times.compute[Op.W], times.compute[Op.B])
+        back = np.where(split, inputs, times.compute[Op.B])
+        before, after = _sums_before(forward[:, 0]), _sums_before(back[:, 0])
         critical, everything = (
-            cut.per_rank((times.forward + replay + each).sum(axis=1)) * self.num_microbatches for each in (back, whole)
+            cut.per_rank((forward + replay + each).sum(axis=1)) * self.num_microbatches for each in (back, whole)
         )
         self._ends[recompute] = before[cut.firsts] + np.maximum(critical + after[cut.firsts], everything)
         return self._ends[recompute]
@@ -130,29 +116,29 @@ class ConfigurationGroup:
     def _ends(self) -> dict[str, Floats]:
         return {}
 
-    def _copy_seconds(self, recompute: str, offload: float) -> float:
+    def _copy_seconds(self, configuration: Configuration) -> float:
         """The seconds of a rank's copies to the host; one or two slices of a microbatch may stay on the device."""
-        num_slices = len(self.times.slices)
-        if not offload or self.host is None or num_slices < 3:
+        c, host = configuration, self.source.host
+        if not c.offload or host is None or c.num_slices < 3:
             return 0.0
-        sent = offload * self.num_microbatches * self.sizes.kept[recompute].min()
-        return float(sent * (1 - 2 / num_slices) / self.host.bandwidth)
+        sent = c.offload * self.num_microbatches * self.cut.per_rank(self.sizes.kept[c.recompute]).min()
+        return float(sent * (1 - 2 / c.num_slices) / host.bandwidth)
 
-    def least_bytes(self, recompute: str, offload: float, shard: bool) -> float:
+    def least_bytes(self, configuration: Configuration) -> float:
         """Returns a lower bound of the fullest rank's bytes: its state and one microbatch.
 
         Between its forwards and its backwards every rank holds a microbatch whole, on the device or on its host. For
         the first microbatch there are no gradients yet.
         """
-        sizes, state = self.sizes, self.state
+        sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
         per_parameter = state.weights + (state.gradients if self.num_microbatches > 1 else 0)
-        per_parameter += state.optimizer / (self.data_parallel if shard else 1)
+        per_parameter += state.optimizer / configuration.optimizer_shards
         # a backward has all of its slice's activations, whatever was dropped or offloaded before
         slices = self.times.slices
         activations = sizes.largest * max(slices) / sum(slices)
-        if not offload:
-            activations = np.maximum(activations, sizes.kept[recompute])
-        return float((per_parameter * sizes.parameters + sizes.context + activations).max())
+        if not configuration.offload:
+            activations = np.maximum(activations, per_rank(sizes.kept[configuration.recompute]))
+        return float((per_parameter * per_rank(sizes.parameters) + per_rank(sizes.context) + activations).max())
 
 
 def _sums_before(seconds: Floats) -> Floats:
