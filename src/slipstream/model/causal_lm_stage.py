@@ -151,7 +151,7 @@ class CausalLMStage:
         assert context.output is not None, f"the last of {self.owned} did not run"
         return context.output
 
-    def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Tensor | Tensors:
+    def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Any:
         """Runs `forward`, with tuples for what travels between stages; the last stage returns logits."""
         output = self.forward(token_slice, inputs[0] if inputs else None, store)
         return output if self.is_last else (output,)

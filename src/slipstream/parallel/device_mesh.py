@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ class MeshAxes:
     pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, including this one
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> MeshAxes:
+    def of(cls, mesh: DeviceMesh | None = None) -> Self:
         """Returns a mesh's axes; without a mesh all processes are on pp, and without a process group this one is
         alone."""
         if mesh is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.model import Tensors
 from slipstream.model.hooks import TokenSlice
-from slipstream.pipeline.stage import BatchPart
 
 IGNORED = -100  # transformers' label for "predict nothing here"
 
@@ -28,18 +28,11 @@ class WholeBatch:
     document_ids: Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        inputs: Tensor | Tensors,
-        targets: Tensor,
-        position_ids: Tensor | None,
-        document_ids: Tensor | None,
-        device: torch.device,
-    ) -> WholeBatch:
+    def of(cls, device: torch.device, inputs: Tensor | Tensors, targets: Tensor, *ids: Tensor | None) -> WholeBatch:
+        """`ids` are those of positions and of documents."""
         given = inputs if isinstance(inputs, tuple) else (inputs,)
-        positions, documents = (None if t is None else t.to(device) for t in (position_ids, document_ids))
-        tensors = tuple(tensor.to(device) for tensor in given)
-        return cls(tensors, given is inputs, targets.to(device), positions, documents)
+        moved = (None if each is None else each.to(device) for each in ids)
+        return cls(tuple(tensor.to(device) for tensor in given), given is inputs, targets.to(device), *moved)
 
 
 @dataclass(frozen=True)
@@ -47,41 +40,35 @@ class SplitBatch:
     """`slices[microbatch][slice]` and its targets, of a causal LM (b, T) and shifted; `num_valid` targets count in the
     whole batch, that of other replicas included. Gradients are those of `loss_scale` times the loss."""
 
-    slices: Sequence[Sequence[BatchPart]]
+    slices: Sequence[Sequence[Any]]  # a TokenSlice or BatchSlice each
     targets: list[list[Tensor]]
     num_valid: int
     loss_scale: float = 1.0
 
 
-def cut_batch(
-    inputs: Tensor,
-    targets: Tensor,
-    slices: Sequence[int],
-    num_microbatches: int,
-    position_ids: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    seed: int = 0,
-) -> SplitBatch:
+def cut_batch(batch: WholeBatch, slices: Sequence[int], num_microbatches: int, seed: int) -> SplitBatch:
     """Cut (B, L) inputs and unshifted targets into `num_microbatches` rows of slices of the given token lengths.
 
     Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
     with each, and its last token predicts nothing (rule 12).
     """
-    check_shapes(inputs, targets, slices, num_microbatches, position_ids, document_ids)
-    starts = _document_starts(inputs, position_ids, document_ids)  # (B, L) or None
-    targets = _shift(targets, starts)
+    check_shapes(batch, slices, num_microbatches)
+    (inputs,), position_ids = batch.inputs, batch.position_ids
+    starts = _document_starts(batch)  # (B, L) or None
+    targets = _shift(batch.targets, starts)
     if position_ids is None:
         position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         position_ids = position_ids if starts is None else position_ids - starts
     largest = int(position_ids.max())
     bounds = list(pairwise(accumulate(slices, initial=0)))
-    rows = torch.arange(inputs.shape[0]).tensor_split(num_microbatches)
+    numbers = torch.arange(inputs.shape[0]).tensor_split(num_microbatches)
+    rows = [slice(int(row[0]), int(row[-1]) + 1) for row in numbers]
     pieces = [
         [
             TokenSlice(
-                inputs[row[0] : row[-1] + 1, a:b],
-                position_ids[row[0] : row[-1] + 1, a:b],
-                None if starts is None else starts[row[0] : row[-1] + 1, a:b],
+                inputs[row, a:b],
+                position_ids[row, a:b],
+                None if starts is None else starts[row, a:b],
                 start=a,
                 length=inputs.shape[1],
                 max_position=largest,
@@ -93,7 +80,7 @@ def cut_batch(
         ]
         for microbatch, row in enumerate(rows)
     ]
-    labels = [[targets[row[0] : row[-1] + 1, a:b] for a, b in bounds] for row in rows]
+    labels = [[targets[row, a:b] for a, b in bounds] for row in rows]
     return SplitBatch(pieces, labels, int((targets != IGNORED).sum()))
 
 
@@ -115,28 +102,27 @@ def slice_lengths(slices: int | Sequence[int], length: int) -> list[int]:
     return list(slices)
 
 
-def check_shapes(
-    inputs: Tensor,
-    targets: Tensor,
-    slices: Sequence[int],
-    num_microbatches: int,
-    position_ids: Tensor | None,
-    document_ids: Tensor | None,
-) -> None:
+def check_shapes(batch: WholeBatch, slices: Sequence[int], num_microbatches: int) -> None:
     """Raises SlipstreamError where the tensors of a step don't fit each other or the pipeline."""
+    inputs = batch.inputs[0]
     if inputs.dim() != 2 or inputs.dtype != torch.int64:
         raise SlipstreamError(f"inputs are {_describe(inputs)}; expected token ids, (batch, sequence) int64.")
-    others = {"targets": targets, "position_ids": position_ids, "document_ids": document_ids}
-    for name, tensor in others.items():
+    for name in ("targets", "position_ids", "document_ids"):
+        tensor = getattr(batch, name)
         if tensor is not None and tensor.shape != inputs.shape:
             raise SlipstreamError(
                 f"{name} are {_describe(tensor)}, inputs {_describe(inputs)}: they must have one shape."
             )
     slice_lengths(slices, inputs.shape[1])
-    if inputs.shape[0] < num_microbatches:
+    check_rows(inputs.shape[0], num_microbatches, "sequences")
+
+
+def check_rows(num_rows: int, num_microbatches: int, name: str) -> None:
+    """Raises SlipstreamError where some microbatch would be empty."""
+    if num_rows < num_microbatches:
         raise SlipstreamError(
-            f"a batch of {inputs.shape[0]} sequences can't be cut into {num_microbatches} microbatches. "
-            f"Give at least {num_microbatches} sequences or set num_microbatches={inputs.shape[0]}."
+            f"a batch of {num_rows} {name} can't be cut into {num_microbatches} microbatches. Give at least "
+            f"{num_microbatches} {name} or set num_microbatches={num_rows}."
         )
 
 
@@ -144,8 +130,9 @@ def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _document_starts(inputs: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+def _document_starts(batch: WholeBatch) -> Tensor | None:
     """Returns where the document of each token starts, (B, L); None where every sequence is one document."""
+    (inputs,), position_ids, document_ids = batch.inputs, batch.position_ids, batch.document_ids
     begins = torch.zeros_like(inputs, dtype=torch.bool)
     if document_ids is not None:
         begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from slipstream.pipeline.messages import DistributedTransport, LocalTransport, S
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.ranks import Ranks
+from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.tuning import TrialResult, make_tuner
 from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
@@ -37,30 +39,23 @@ class Engine:
         device: torch.device | str | None,
     ) -> None:
         """Collective."""
-        self.ranks = Ranks(mesh)
+        self.ranks = Ranks.of(mesh)
         self.device = self.ranks.device if device is None else torch.device(device)
         self.family = family_of(model, options, self.ranks, self.device)
-        self.family.check_slices(options.slices)
         num_ranks = self.ranks.count(num_ranks, options.schedule)
         self.tuner = make_tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
         self.order = self.tuner.schedule  # of the next step: `layout.training` without what lowering added
         self.layout = self.family.lay_out(self.order, self.tuner.slices)
-        self.stages, tensor = self.family.make_stages(self.layout, self.device)
-        self.parameters = Parameters(
-            self.stages,
-            self.ranks,
-            tensor,
-            self.family.tied_ends(self.layout),
-            shard=options.parallel.shard_optimizer,
-            shard_parameters=options.parallel.shard_parameters,
-            master_dtype=options.master_dtype,
-        )
+        self.stages: Mapping[int, Stage]
+        self.stages, tensor = self.family.make_stages(self.layout)
+        tied_ends = self.family.tied_ends(self.layout)
+        self.parameters = Parameters(self.stages, self.ranks, tensor, tied_ends, options)
         self._num_parts = 1 if options.parallel.sequence_parallel else self.ranks.tensor.size  # a rank sends one
         self.transport = self._scattered(self._connect(options.runtime.timeout))
         self._loss_function = self.family.loss_function(tensor)
         self.executors = self._make_executors()
         self._memory_limit = MemoryLimit(options.memory.limit, self.ranks)
-        self.random_state: tuple[int, int] = self.ranks.follow(torch.initial_seed()), 0  # the seed, and steps so far
+        self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
         self.last_step = ExecutedStep(self.layout, [])
         self.schedule_name = ""  # of the last step or evaluation
 
@@ -99,7 +94,7 @@ class Engine:
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's state on rank 0, an empty dict on the others. Collective."""
         self.parameters.publish()
-        return gather_state([*self.stages.values()], self.ranks, self.parameters)
+        return gather_state(self.stages.values(), self.ranks, self.parameters)
 
     def train(self, training: bool) -> None:
         """Sets the mode of all stages of this process."""
@@ -109,7 +104,7 @@ class Engine:
     def timeline(self) -> Timeline:
         """Returns what ran when in the last step or evaluation, on all ranks. Collective."""
         mine = [span for executor in self.executors for span in executor.spans]
-        spans = [span for spans in self.ranks.gather(mine) for span in spans]
+        spans = [span for spans in self.ranks.pipeline.gather(mine) for span in spans]
         return Timeline(tuple(spans), self.layout.num_ranks, name=self.schedule_name, measured=True)
 
     def rehearsed_step(self, whole: WholeBatch) -> RehearsedStep:
@@ -158,18 +153,12 @@ class Engine:
 
     def _tune(self, result: TrialResult) -> None:
         """Lets the leader learn from the step that ran, or from what it would hold; all ranks follow its decision."""
-        decision, error = None, None
-        if self.ranks.leads:
-            try:
-                decision = self.tuner.decide(result)
-            except SlipstreamError as found:
-                error = found
         try:
-            self.ranks.agree(error)
+            decision = self.ranks.decided(lambda: self.tuner.decide(result))
         except SlipstreamError:
             self.tuner.forget()
             raise
-        self._adopt(self.tuner.follow(self.ranks.follow(decision)))
+        self._adopt(self.tuner.follow(decision))
 
     def _adopt(self, schedule: Schedule) -> None:
         """Lets the next step run this schedule, whose placement is that of the one before."""
@@ -180,7 +169,7 @@ class Engine:
 
     def _connect(self, timeout: timedelta) -> Transport:
         """Collective."""
-        if self.ranks.size == 1:
+        if self.ranks.pipeline.size == 1:
             return LocalTransport()
         training = self.layout.training
         skips = skip_channels(self.family.routes(self.layout), training)
@@ -196,7 +185,7 @@ class Engine:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for executor in self.executors:
             sums += torch.stack(executor.finish())
-        total, count = self.ranks.total(sums)
+        total, count = self.ranks.data.sum(self.ranks.pipeline.sum(sums))  # tensor-parallel ranks have it all alike
         if int(count) != batch.num_valid:
             raise SlipstreamError(
                 f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "

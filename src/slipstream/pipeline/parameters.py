@@ -7,15 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.model import storage_id
 from slipstream.parallel import ParameterShare
 from slipstream.parallel.replicas import GradientReduction, MasterParameters, ShardedParameters
 from slipstream.parallel.tensor import TensorParallel
+from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
-from slipstream.pipeline.tied import TiedGradients
 
 
 @dataclass(frozen=True)
@@ -38,23 +39,22 @@ class Parameters:
         ranks: Ranks,
         tensor: TensorParallel | None,
         tied_ends: tuple[int, int],
-        *,
-        shard: bool = False,
-        shard_parameters: bool = False,
-        master_dtype: torch.dtype | None = None,
+        options: PipelineOptions,
     ) -> None:
         """Collective. `tied_ends` are the pipeline's ranks that hold a tied weight, equal where one has both ends; with
         `shard_parameters` none is tied."""
-        self._ranks, self._tensor, self._shard = ranks, tensor, shard or shard_parameters
-        self._stages = stages
+        self._stages, self._ranks, self._tensor = stages, ranks, tensor
+        shards_optimizer, shards_parameters = options.parallel.shard_optimizer, options.parallel.shard_parameters
+        self._is_sharded = shards_optimizer or shards_parameters
         self._tied = TiedGradients([*stages.values()], ranks, tied_ends)
         self._masters: MasterParameters | ShardedParameters
         self._gradients: GradientReduction | ShardedParameters
-        if shard_parameters and ranks.data.size > 1:
+        if shards_parameters and ranks.data.size > 1:
             modules = {number: (stage.model, stage.layers) for number, stage in stages.items()}
             self._masters = self._gradients = ShardedParameters(modules, ranks.data)
         else:
-            self._masters = MasterParameters(list(self._own()), ranks.data, shard, master_dtype)
+            dtype = torch_dtype(options.precision.master_dtype)
+            self._masters = MasterParameters(list(self._own()), ranks.data, shards_optimizer, dtype)
             self._gradients = GradientReduction(
                 {number: list(_trained_by(stage)) for number, stage in stages.items()},
                 ranks.data,
@@ -63,7 +63,8 @@ class Parameters:
                 self._masters,
                 whole=self._tied.names,
             )
-        self._shares = {name: self._share(name, parameter) for name, parameter in self._own()}
+        # The part of each of the unsplit model's parameters that this rank holds
+        self.shares = {name: self._share(name, parameter) for name, parameter in self._own()}
         self._is_stale = False  # the masters may have been updated since the parameters were
 
     def begin(self, loss_scale: float = 1.0) -> None:
@@ -103,18 +104,13 @@ class Parameters:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once."""
         return self._masters.named_parameters()
 
-    @property
-    def shares(self) -> Mapping[str, ParameterShare]:
-        """Returns the part of each of the unsplit model's parameters that this rank holds."""
-        return self._shares
-
     def shards(self) -> Iterator[ParameterShard]:
         """Yields what `named` does, each with its place in the unsplit model's parameter."""
         for name, parameter in self.named():
             rows = self._masters.rows(name)
-            is_copy = self._shares[name].copy > 0 or name in self._tied.copies
+            is_copy = self.shares[name].copy > 0 or name in self._tied.copies
             is_own = self._ranks.data.rank == 0 or self._masters.is_spread(name)
-            yield ParameterShard(name, parameter, self._shares[name], rows.start, is_own and not is_copy)
+            yield ParameterShard(name, parameter, self.shares[name], rows.start, is_own and not is_copy)
 
     def bytes_of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
         """Returns the bytes of the optimizer's copies of some parameters, and of all that it updates of them."""
@@ -124,8 +120,7 @@ class Parameters:
             master = masters.get(names.get(id(parameter), ""))
             if master is not None and parameter.requires_grad:
                 updated += master.nbytes
-                same = storage_id(master) == storage_id(parameter)
-                copies += 0 if same else master.nbytes
+                copies += 0 if storage_id(master) == storage_id(parameter) else master.nbytes
         return copies, updated
 
     def clip_(self, max_norm: float) -> Tensor:
@@ -134,10 +129,10 @@ class Parameters:
         named = [(name, p.grad) for name, p in self.named() if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for name, gradient in named:
-            if name not in self._tied.copies and self._shares[name].copy == 0:
+            if name not in self._tied.copies and self.shares[name].copy == 0:
                 square += gradient.double().square().sum().to(square.device)
         self._ranks.tensor.sum(self._ranks.pipeline.sum(square))
-        norm = (self._ranks.data.sum(square) if self._shard else square).sqrt()
+        norm = (self._ranks.data.sum(square) if self._is_sharded else square).sqrt()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for _, gradient in named:
@@ -168,3 +163,40 @@ def _trained_by(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
     for tied in stage.tied:
         if tied.head is not None:
             yield tied.name, tied.head
+
+
+class TiedGradients:
+    """The gradients of embeddings tied across stages: one weight, two gradients, added in one fixed order (rule 11).
+
+    After a step `totals` adds embedding's and head's, on both ranks. These then hold the same gradient under the
+    canonical name, so equal optimizers keep the copies equal.
+    """
+
+    def __init__(self, stages: list[Stage], ranks: Ranks, ends: tuple[int, int]) -> None:
+        """Collective. `ends` are the pipeline's ranks of the first and the last stage, equal where one has both."""
+        embeddings = {tied.name: tied.parameter for stage in stages if stage.is_first for tied in stage.tied}
+        heads = {tied.name: tied.head for stage in stages for tied in stage.tied if tied.head is not None}
+        self._weights = {tied.name: tied.parameter for stage in stages for tied in stage.tied}
+        self._accumulators = {
+            name: [held[name] for held in (embeddings, heads) if name in held] for name in self._weights
+        }
+        self.names = set(self._weights)  # of the tied weights that this rank holds
+        self.copies = heads.keys() - embeddings.keys()  # the names of weights that another rank counts
+        self._group = ranks.connect(ends) if ends[0] != ends[1] else None
+
+    def totals(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: each trained weight's embedding's gradient plus its head's.
+
+        A sum of two is the same to the bit wherever it is formed.
+        """
+        for name, weight in self._weights.items():
+            if weight.requires_grad:
+                accumulators = self._accumulators[name]
+                present = [each.grad for each in accumulators if each.grad is not None]
+                for each in accumulators:
+                    each.grad = None
+                wide = accumulators[-1].grad_dtype
+                total = sum(present[1:], present[0]) if present else torch.zeros_like(weight, dtype=wide)
+                if self._group is not None:
+                    dist.all_reduce(total, group=self._group)
+                yield name, total

@@ -16,9 +16,17 @@ from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, 
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
-from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout, WeightSource
-from slipstream.pipeline.families.choose_family import causal_lm, layer_sequence
-from slipstream.pipeline.families.weight_source import pretrained_weights, random_weights
+from slipstream.pipeline.families import (
+    Balance,
+    ExecutedStep,
+    StageLayout,
+    WeightSource,
+    causal_lm,
+    layer_sequence,
+    pretrained_weights,
+    random_weights,
+    save_pretrained,
+)
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
@@ -130,7 +138,7 @@ class Pipeline:
     @property
     def rank(self) -> int:
         """This process's place on the pipeline."""
-        return self._engine.ranks.rank
+        return self._engine.ranks.pipeline.rank
 
     @property
     def num_ranks(self) -> int:
@@ -232,7 +240,7 @@ class Pipeline:
             SlipstreamError: the tensors don't fit the pipeline, no target counts, or a rank would hold more than the
                 memory limit; before anything runs.
         """
-        whole = WholeBatch.of(inputs, targets, position_ids, document_ids, self.device)
+        whole = WholeBatch.of(self.device, inputs, targets, position_ids, document_ids)
         return self._engine.step(whole, loss_scale)
 
     def evaluate(self, inputs: Tensor | Tensors, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -240,7 +248,7 @@ class Pipeline:
 
         Arguments, result and errors are those of `step`.
         """
-        return self._engine.evaluate(WholeBatch.of(inputs, targets, None, document_ids, self.device))
+        return self._engine.evaluate(WholeBatch.of(self.device, inputs, targets, None, document_ids))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a
@@ -269,7 +277,7 @@ class Pipeline:
 
         Collective. For `slipstream.simulator.memory_of`, which adds the parts up by a schedule.
         """
-        return rehearse(self._engine.rehearsed_step(WholeBatch.of(inputs, targets, None, None, self.device)))
+        return rehearse(self._engine.rehearsed_step(WholeBatch.of(self.device, inputs, targets)))
 
     def refresh(self) -> None:
         """Call it after changing what `named_parameters` yields by other means than training: by a checkpoint."""
@@ -278,7 +286,8 @@ class Pipeline:
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective. Raises
         SlipstreamError for an nn.Sequential."""
-        causal_lm(self._engine.family, "save_pretrained").save_pretrained(folder, self._engine.state_dict())
+        config = causal_lm(self._engine.family, "save_pretrained").config
+        save_pretrained(folder, config, self._engine.state_dict(), self._engine.ranks)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the

@@ -35,16 +35,6 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         check_records(vars(self))
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of the parameters that compute."""
-        return torch_dtype(self.precision.dtype)
-
-    @property
-    def master_dtype(self) -> torch.dtype | None:
-        """The dtype of the parameters that the optimizer updates."""
-        return torch_dtype(self.precision.master_dtype)
-
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
     """The torch.dtype of this name."""

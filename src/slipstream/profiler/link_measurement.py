@@ -29,13 +29,13 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Measured
     It returns None for a single process. Both ends wait for the message: the delay of a rank that is busy when it
     arrives isn't the link's.
     """
-    ranks = Ranks()
-    if ranks.size < 2:
+    ranks = Ranks.of()
+    if ranks.pipeline.size < 2:
         return None
     there, back = Channel("activations", 0, 1), Channel("activations", 1, 0)
     transport = DistributedTransport({there: 8, back: 8}, device, ranks, _TIMEOUT)
-    seconds = [_ping(transport, there, back, size, device) if ranks.rank < 2 else 0.0 for size in sizes]
-    points = ranks.gather(tuple(zip(sizes, seconds, strict=True)))[0]
+    seconds = [_ping(transport, there, back, size, device) if ranks.pipeline.rank < 2 else 0.0 for size in sizes]
+    points = ranks.pipeline.gather(tuple(zip(sizes, seconds, strict=True)))[0]
     return fit_link(points, dist.get_backend())
 
 

@@ -94,7 +94,7 @@ def profile_model(
     """
     settings.check()
     check_length(config, settings.seq_len)
-    ranks = Ranks()
+    ranks = Ranks.of()
     kinds, names = find_layer_kinds(config, find_anatomy(config))
     layers = choose_stages(kinds)
     with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bf16"):
@@ -103,7 +103,7 @@ def profile_model(
         budget = TimeBudget(settings.budget, ranks, on_progress)
         stages = MeasurementRun(benches, layers, grid, budget, settings.repeats).run()
     return Profile(
-        hardware=identify_hardware(device, ranks.size),
+        hardware=identify_hardware(device, ranks.pipeline.size),
         model=identify_model(config),
         versions=versions(),
         dtype=settings.dtype,

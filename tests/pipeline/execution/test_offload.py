@@ -16,7 +16,7 @@ from slipstream import Action, Memory, Op, Pipeline, Runtime, Schedule, Slipstre
 from slipstream.model import storage_id
 from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
 from slipstream.pipeline.execution import StepState
-from slipstream.pipeline.execution.host_memory import TemporaryFiles, host_memory_of
+from slipstream.pipeline.execution.host_memory import BlocksInFile, host_memory_of
 from slipstream.schedule import add_communication
 from support.architectures import ARCHITECTURES, build, gradients, labels_of, llama, tokens
 from support.live_memory import LiveMemory, held_after_three_slices
@@ -157,7 +157,7 @@ def test_storages_move_once_and_views_come_back() -> None:
     assert saved.num_bytes == 0
     with pytest.raises(RecomputationError, match="before what its forward dropped is recomputed and reloaded"):
         torch.autograd.grad(output, weight, retain_graph=True)
-    host = TemporaryFiles().store(blocks)
+    host = BlocksInFile(blocks)
     del blocks
     saved.put_back(host.load())
     host.close()
@@ -166,9 +166,8 @@ def test_storages_move_once_and_views_come_back() -> None:
 
 
 def test_the_cpus_host_is_a_file() -> None:
-    host = host_memory_of(torch.device("cpu"))
     blocks = [torch.arange(n, dtype=torch.uint8) for n in (0, 1, 200)] + [torch.ones(1 << 20, dtype=torch.uint8)]
-    offloaded = host.store(copy.deepcopy(blocks))
+    offloaded = host_memory_of(torch.device("cpu"))(copy.deepcopy(blocks))
     loaded = offloaded.load()
     offloaded.close()
     assert all(torch.equal(a, b) for a, b in zip(blocks, loaded, strict=True))

@@ -78,7 +78,7 @@ def test_the_number_of_segments() -> None:
     pipe = Pipeline(deep(16), num_microbatches=1)
     (stage,) = pipe._engine.stages.values()
     inputs, targets = torch.randn(64, 32), torch.randint(0, 32, (64,))
-    whole = WholeBatch.of(inputs, targets, None, None, pipe.device)
+    whole = WholeBatch.of(pipe.device, inputs, targets)
     piece = pipe._engine.rehearsed_step(whole).batch.slices[0][0]
     trace = stage._tracer.trace(piece, True)  # type: ignore[attr-defined]
     segments = choose_segments(range(48), trace)

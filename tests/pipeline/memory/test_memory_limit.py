@@ -28,7 +28,7 @@ def pipeline(**settings: Any) -> Pipeline:
 
 
 def predicted(pipe: Pipeline, inputs: Tensor) -> float:
-    engine, batch = pipe._engine, WholeBatch.of(inputs, inputs, None, None, pipe.device)
+    engine, batch = pipe._engine, WholeBatch.of(pipe.device, inputs, inputs)
     return max(engine._memory_limit.held_by(engine.rehearsed_step(batch)).peaks)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,44 +12,32 @@ from torch import Tensor
 
 
 class OffloadedBlocks(Protocol):
-    """Blocks of bytes on the host."""
+    """Blocks of bytes on the host. The device's memory is free as soon as the caller drops what was offloaded."""
 
     def load(self) -> list[Tensor]:
         """Begins to copy the blocks into new memory of the device. Use them after `wait`."""
-        ...
 
     def wait(self) -> None:
         """Let what the device does from now on wait until the loaded blocks are there."""
-        ...
 
     def close(self) -> None:
         """Free the host's memory, loaded or not."""
-        ...
 
 
-class HostMemory(Protocol):
-    """A store for blocks of bytes."""
-
-    def store(self, blocks: list[Tensor]) -> OffloadedBlocks:
-        """Begins to move blocks out. Their memory is free as soon as the caller drops them."""
-        ...
-
-
-def host_memory_of(device: torch.device) -> HostMemory:
-    return PinnedMemory(device) if device.type == "cuda" else TemporaryFiles()
+def host_memory_of(device: torch.device) -> Callable[[list[Tensor]], OffloadedBlocks]:
+    """Returns what begins to move blocks of a device's memory to the host."""
+    if device.type != "cuda":
+        return BlocksInFile
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return partial(PinnedBlocks, stream=stream)
 
 
-class TemporaryFiles:
+class BlocksInFile:
     """The CPU's host memory is a file in the system's folder for them (TMPDIR), without a name.
 
     The operating system deletes it when it is closed, by whatever end the process comes to.
     """
 
-    def store(self, blocks: list[Tensor]) -> OffloadedBlocks:
-        return _File(blocks)
-
-
-class _File:
     def __init__(self, blocks: list[Tensor]) -> None:
         self._sizes = [block.numel() for block in blocks]
         self._file = tempfile.TemporaryFile(prefix="slipstream-")  # noqa: SIM115
@@ -68,17 +58,9 @@ class _File:
         self._file.close()
 
 
-class PinnedMemory:
+class PinnedBlocks:
     """Copies alongside the computing, on one stream, in the order of the schedule."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def store(self, blocks: list[Tensor]) -> OffloadedBlocks:
-        return _Pinned(blocks, self._stream)
-
-
-class _Pinned:
     def __init__(self, blocks: list[Tensor], stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._device = stream.device

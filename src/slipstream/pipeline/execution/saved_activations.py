@@ -21,7 +21,7 @@ class SavedActivations:
 
     def __init__(self, stages: Mapping[int, Stage], recompute: RecomputePolicy | None, device: torch.device) -> None:
         self._stages, self._recompute = stages, recompute or RecomputePolicy()
-        self._host = host_memory_of(device)
+        self._to_host = host_memory_of(device)
 
     def begin(self, schedule: Schedule, rank: int, state: StepState) -> None:
         """Call it when a step begins."""
@@ -50,7 +50,7 @@ class SavedActivations:
 
     def offload(self, action: Action) -> None:
         key = key_of(action)
-        self._state.offloaded[key] = self._host.store(self._state.replays[key].saved.take_out())
+        self._state.offloaded[key] = self._to_host(self._state.replays[key].saved.take_out())
 
     def reload(self, action: Action) -> None:
         """Begins to bring a slice back; `await_reload` ends it."""

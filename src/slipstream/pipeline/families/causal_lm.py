@@ -3,57 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import check_compiler, check_length, check_token_ids, find_anatomy
-from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch
-from slipstream.pipeline.families.causal_lm_layout import plan_layout
-from slipstream.pipeline.families.causal_lm_stages import (
-    check_architecture,
-    choose_loss,
-    load_shares,
-    make_stages,
+from slipstream.model import (
+    CausalLMStage,
+    ModelAnatomy,
+    StagePart,
+    check_compiler,
+    check_length,
+    check_sliceable,
+    check_token_ids,
+    copy_with_shared_weights,
+    find_anatomy,
+    fuse_kernels,
+    meta_model,
 )
-from slipstream.pipeline.families.export import save_pretrained
+from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
+from slipstream.pipeline.batch import IGNORED, SplitBatch, WholeBatch, cut_batch
+from slipstream.pipeline.families.causal_lm_layout import plan_layout
+from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.pipeline.families.stage_layout import StageLayout
+from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.families.weight_source import WeightSource
-from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
+from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
 from slipstream.pipeline.ranks import Ranks
-from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Schedule
 
 
 class CausalLMFamily:
-    """The Family of causal LMs."""
+    """Makes a rank's part of a causal LM: its stages, cut over the ranks that share them, and their loss."""
 
     default_slices = 8
 
     def __init__(self, source: WeightSource, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
-        """Collective: the architecture is checked at toy size."""
+        """Collective: a toy of the architecture is compared sliced and whole, and cut over the ranks that share layers
+        and whole."""
         for name in sorted(options.layers.model_fields_set):
             raise SlipstreamError(
                 f"layers.{name}=...: an option of nn.Sequential models, but the model is a causal LM. Leave it out."
             )
+        if options.loss_fn is not None and ranks.tensor.size > 1:
+            raise SlipstreamError(
+                "loss_fn with tensor parallelism: no rank has all logits, only those of its part of the vocabulary. "
+                "Leave it out for cross-entropy, or use a mesh with tp=1."
+            )
         self.config: PretrainedConfig = source.config
         self.compiled = source.compiled
         self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
-        self._options, self._ranks = options, ranks
+        self._options, self._ranks, self._device = options, ranks, device
         if options.runtime.fused:
             check_compiler(device.type)
         if options.runtime.self_check:
-            check_architecture(self.config, ranks, options.parallel)
+            ranks.decided(lambda: check_sliceable(self.config))
+            if ranks.tensor.size > 1:
+                parallel = options.parallel
+                check_tensor_parallel(self.config, parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel)
         self._anatomy = find_anatomy(self.config)
 
-    def check_slices(self, slices: object) -> None:
-        pass  # the Tuner has
-
     def length(self, batch: WholeBatch) -> int:
+        """Returns the tokens of a sequence."""
         if batch.is_tuple:
             raise SlipstreamError(
                 f"inputs are a tuple of {len(batch.inputs)}; a causal LM takes token ids, (batch, sequence) int64."
@@ -61,33 +72,45 @@ class CausalLMFamily:
         return batch.inputs[0].shape[-1]
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
-        reduces, tensor_ranks = self._ranks.world.size > self._ranks.size, self._ranks.tensor.size
-        layout, self._anatomy = plan_layout(
-            self.config, self._anatomy, schedule, slices, self._options, tensor_ranks, reduces
-        )
+        shared = self._ranks.tensor.size, self._ranks.share_gradients
+        layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared)
         return layout
 
-    def make_stages(
-        self, layout: StageLayout, device: torch.device
-    ) -> tuple[Mapping[int, Stage], TensorParallel | None]:
-        source = self._source
-        assert source is not None
-        self._source = None
-        model, tensor = load_shares(
-            source,
-            self._anatomy,
-            layout,
-            self._ranks,
-            self._options,
-        )
-        return make_stages(model, self._anatomy, layout, self._ranks, device, tensor), tensor
+    def make_stages(self, layout: StageLayout) -> tuple[dict[int, CausalLMStage], TensorParallel | None]:
+        """Returns the stages of this process, of every weight this rank's share, and how they share. Collective."""
+        here, anatomy = layout.stages_of(self._ranks.here(layout.num_ranks)), self._anatomy
+        model = self._load([layer for stage in here for layer in layout.layers[stage]])
+        tensor = None
+        if self._ranks.tensor.size > 1:
+            parallel = self._options.parallel
+            plan = plan_shares(self.config, anatomy, self._ranks.tensor.size, parallel.tensor_plan)
+            tensor = TensorParallel(plan, self._ranks.tensor, parallel.sequence_parallel)
+            tensor.shard(model)
+        copies = ((stage, copy_with_shared_weights(model)) for stage in here)
+        stages = {g: CausalLMStage(copy, anatomy, layout.layers[g], self._device, tensor) for g, copy in copies}
+        return stages, tensor
+
+    def _load(self, layers: list[StagePart]) -> PreTrainedModel:
+        assert self._source is not None
+        source, self._source = self._source, None
+        model = source.load(self._anatomy, layers)
+        dtype = torch_dtype(self._options.precision.dtype)
+        if dtype is not None:
+            for parameter in model.parameters():  # rope's frequencies keep theirs, as when transformers loads a model
+                parameter.data = parameter.data.to(dtype)
+        if self._options.runtime.fused:  # before it is cut into stages, which then share kernels
+            fuse_kernels(model)
+        return model
 
     def loss_function(self, tensor: TensorParallel | None) -> LossFunction:
-        return choose_loss(self._options.loss_fn, self._ranks, tensor)
+        """Returns the one given, else cross-entropy: over the whole vocabulary, of which a rank may have a part."""
+        if tensor is not None:
+            return vocabulary_cross_entropy(self._ranks.tensor, tensor.first_id, IGNORED)
+        return self._options.loss_fn or causal_cross_entropy
 
     def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
         placement = layout.training.placement
-        return (placement[0], placement[-1]) if self._ranks.size > 1 and self._anatomy.tied else (0, 0)
+        return (placement[0], placement[-1]) if self._ranks.pipeline.size > 1 and self._anatomy.tied else (0, 0)
 
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
         return []
@@ -96,8 +119,7 @@ class CausalLMFamily:
         (inputs,) = batch.inputs
         check_length(self.config, inputs.shape[-1])
         check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), batch.targets.max())))
-        documents = batch.position_ids, batch.document_ids
-        return cut_batch(inputs, batch.targets, lengths, num_microbatches, *documents, seed=seed)
+        return cut_batch(batch, lengths, num_microbatches, seed)
 
     def begin(self) -> None:
         pass
@@ -105,6 +127,9 @@ class CausalLMFamily:
     def end(self) -> None:
         pass
 
-    def save_pretrained(self, folder: str | Path, state: Mapping[str, Tensor]) -> None:
-        """Writes the whole model's state, which the leader has, as transformers does. Collective."""
-        save_pretrained(folder, self.config, state, self._ranks)
+
+def plan_shares(
+    config: PretrainedConfig, anatomy: ModelAnatomy, tensor_ranks: int, tensor_plan: Mapping[str, str] | None
+) -> TensorPlan:
+    """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names what can't be."""
+    return find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy.before, anatomy.after, tensor_plan)

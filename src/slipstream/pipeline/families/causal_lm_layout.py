@@ -1,18 +1,38 @@
-"""The layout of a causal LM from a Pipeline's options: preflight and every rank check it by `plan_layout`."""
+"""The layout of a causal LM from a Pipeline's options: preflight and every rank check it by `plan_layout`.
+
+The user says which layers each stage owns, or they are balanced by the weights that layers multiply with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ModelAnatomy
+from slipstream.model import (
+    ALLOWED_LAYER_COUNTS,
+    LayerHalf,
+    LayerPart,
+    LayerRange,
+    ModelAnatomy,
+    ModelEnd,
+    are_allowed_layer_counts,
+    find_halves,
+    meta_model,
+    parts_of,
+    uses_randomness,
+)
 from slipstream.model.saving import RecomputePolicy
-from slipstream.pipeline.families.causal_lm_partition import assign_layers
-from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
+from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.planner.partition import partition_layers
 from slipstream.schedule import Schedule
+
+WORTH_CUTTING = 0.97  # layers are cut in half where the slowest rank's cost falls to this share or below
 
 
 def plan_layout(
@@ -62,3 +82,112 @@ def _check_sharding(anatomy: ModelAnatomy, tensor_ranks: int, options: PipelineO
             f"parallel.shard_parameters=True with {anatomy.tied[0][0]} tied to {anatomy.tied[0][1]}: the two shards "
             "would be updated separately. Use parallel.shard_optimizer=True, or a model with tie_word_embeddings=False."
         )
+
+
+def assign_layers(
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    partition: str | Sequence[float],
+    placement: Sequence[int],
+    seq_len: int | None = None,
+) -> tuple[tuple[LayerRange, ...], ModelAnatomy]:
+    """The layers of every stage, and the anatomy, with `halves` if they are needed.
+
+    "auto" counts multiplications with weights, and with `seq_len` those of attention in sequences of so many tokens.
+
+    They are where a stage ends inside a layer, and where dropout draws random numbers: its random state is keyed by
+    the half (rule 10), so that it doesn't matter who is cut.
+    """
+    model = meta_model(config)
+    halves: tuple[LayerPart, ...] = ()
+    num_layers = len(anatomy.layers_of(model))
+    counts = given_counts(partition, len(placement), num_layers, are_allowed_layer_counts, ALLOWED_LAYER_COUNTS)
+    if counts is None:
+        counts, halves = _balanced(config, anatomy, placement, model, seq_len)
+    layers = tuple(LayerRange(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
+    if any(stage.has_halves for stage in layers):
+        halves = halves or find_halves(config, anatomy)
+    elif uses_randomness(model):
+        halves = halves or _halves_or_none(config, anatomy)
+    separate_ends = frozenset(edge for stage in layers for edge in stage if isinstance(edge, ModelEnd))
+    return layers, replace(anatomy, halves=halves, separate_ends=separate_ends)
+
+
+def _balanced(
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    placement: Sequence[int],
+    model: PreTrainedModel,
+    seq_len: int | None,
+) -> tuple[list[float], tuple[LayerPart, ...]]:
+    """Whole layers, unless half ones make the slowest rank clearly faster and the architecture allows them."""
+    costs = layer_costs(config, anatomy, model, seq_len)
+    whole = partition_layers(costs, len(placement), placement=placement)
+    slowest = _slowest_rank(costs, whole, placement)
+    if sum(costs) / len(set(placement)) > WORTH_CUTTING * slowest:
+        return [*whole], ()  # even the most even cut would not be
+    halves = _halves_or_none(config, anatomy)
+    if halves:
+        costs = layer_costs(config, anatomy, model, seq_len, halves)
+        counts = partition_layers(costs, len(placement), placement=placement)
+        if _slowest_rank(costs, counts, placement) <= WORTH_CUTTING * slowest:
+            return [count / 2 if count % 2 else count // 2 for count in counts], halves
+    return [*whole], halves
+
+
+def _halves_or_none(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:
+    try:
+        return find_halves(config, anatomy)
+    except SlipstreamError:
+        return ()  # nobody asked for half layers
+
+
+def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequence[int]) -> float:
+    bounds = pairwise(accumulate(counts, initial=0))
+    stages = [sum(costs[a:b]) for a, b in bounds]
+    return max(
+        sum(cost for cost, owner in zip(stages, placement, strict=True) if owner == rank) for rank in set(placement)
+    )
+
+
+def layer_costs(
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    model: PreTrainedModel,
+    seq_len: int | None,
+    halves: Sequence[LayerPart] = (),
+) -> list[float]:
+    """Returns the multiplications per token of each layer, or of its attention and its feed-forward half where `halves`
+    are given; the last one's include the head's."""
+    costs = []
+    for index, layer in enumerate(anatomy.layers_of(model)):
+        for half in LayerHalf if halves else (None,):
+            parts = [layer]
+            if half is not None:
+                parts = [child for child, part in parts_of(layer, halves) if part.half is half]
+            attended = 0.0 if half is LayerHalf.FEED_FORWARD else _attended(config, index, seq_len)
+            costs.append(sum(_multiplications(part, config) for part in parts) + attended)
+    costs[-1] += sum(_multiplications(model.get_submodule(name), config) for name in anatomy.after)
+    return costs
+
+
+def _attended(config: PretrainedConfig, layer: int, seq_len: int | None) -> float:
+    """Multiplications of a token's scores and of their values, over the keys that it sees on average."""
+    if seq_len is None:
+        return 0.0
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+    keys = seq_len / 2
+    if window is not None and window < seq_len and (kinds is None or "sliding" in kinds[layer]):
+        keys = window - window**2 / (2 * seq_len)
+    return float(2 * text.num_attention_heads * width * keys)
+
+
+def _multiplications(module: nn.Module, config: PretrainedConfig) -> float:
+    """Matrices multiply once with every token; of experts, held as one 3-D tensor, only those a token is sent to."""
+    text = config.get_text_config()
+    counts = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = next(filter(None, counts), 1)
+    used = min(1.0, (getattr(text, "num_experts_per_tok", None) or 1) / experts)
+    return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in module.parameters() if p.dim() > 1)

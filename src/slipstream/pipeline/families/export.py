@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,7 @@ def save_pretrained(folder: str | Path, config: PretrainedConfig, state: Mapping
     ranks.world.barrier()  # no rank continues before the folder is complete
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """The part of one tensor of the model's state that a rank has."""
 
     name: str
@@ -39,26 +38,27 @@ class _Part:
     dtype: torch.dtype
 
 
-def gather_state(stages: list[Stage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
+def gather_state(stages: Iterable[Stage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
     """Returns the unsplit model's state by its names on the leader, an empty dict on the others. Collective."""
     own = {name: _whole(tensor) for stage in stages for name, tensor in stage.state().items()}
-    parts = [
-        _Part(
-            name, parameters.shares.get(name) or ParameterShare.whole(tuple(tensor.shape)), tensor.shape, tensor.dtype
-        )
-        for name, tensor in own.items()
-    ]
-    mine = [part for part in parts if ranks.data.rank == 0 and part.share.copy == 0]
-    others = ranks.world.gather(mine)
+    mine = []
+    for name, tensor in own.items():
+        share = parameters.shares.get(name) or ParameterShare.whole(tuple(tensor.shape))
+        if ranks.data.rank == 0 and share.copy == 0:
+            mine.append(_Part(name, share, tensor.shape, tensor.dtype))
+    others, places, group = ranks.world.gather(mine), ranks.world.global_ranks, ranks.world.process_group
     if not ranks.leads:
         for part in mine:
-            tensor = own[part.name].to(ranks.device).contiguous()
-            dist.send(tensor, ranks.world.global_ranks[0], ranks.world.process_group)
+            dist.send(own[part.name].to(ranks.device).contiguous(), places[0], group)
         return {}
     whole: dict[str, Tensor] = {}
     for source, sent in enumerate(others):
         for part in sent:
-            tensor = own[part.name] if source == 0 else _received(part, source, ranks)
+            if source == 0:
+                tensor = own[part.name]
+            else:
+                tensor = torch.empty(part.shape, dtype=part.dtype, device=ranks.device)
+                dist.recv(tensor, places[source], group)
             _put(part, tensor.cpu(), whole)
     return whole
 
@@ -66,12 +66,6 @@ def gather_state(stages: list[Stage], ranks: Ranks, parameters: Parameters) -> d
 def _whole(tensor: Tensor) -> Tensor:
     """Collective over the replicas where the tensor is spread over them."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _received(part: _Part, source: int, ranks: Ranks) -> Tensor:
-    tensor = torch.empty(part.shape, dtype=part.dtype, device=ranks.device)
-    dist.recv(tensor, ranks.world.global_ranks[source], ranks.world.process_group)
-    return tensor
 
 
 def _put(part: _Part, tensor: Tensor, whole: dict[str, Tensor]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange, Tensors
@@ -25,12 +24,12 @@ from slipstream.model.sequential import (
     find_skip_routes,
     flatten_layers,
 )
-from slipstream.pipeline.batch import IGNORED, SplitBatch, WholeBatch
+from slipstream.pipeline.batch import IGNORED, SplitBatch, WholeBatch, check_rows
+from slipstream.pipeline.families.loss import cross_entropy
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
-from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
+from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
 from slipstream.pipeline.ranks import Ranks
-from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Schedule
 
 
@@ -58,14 +57,14 @@ class SequenceFamily:
         self._layers = flatten_layers(model)
         self._routes = find_skip_routes(self._layers)
         self._cut, self._is_sliced = find_cut(self._layers), False
+        self._check_count(options.slices)
         self.compiled = tuple(compiled_modules(model))
-        if options.dtype is not None:
-            model.to(options.dtype)
+        model.to(torch_dtype(options.precision.dtype))
         self._tracer = ShapeTracer(self._layers, device)
         self._costs = self._find_costs()
         self._stages: dict[int, SequentialStage] = {}
 
-    def check_slices(self, slices: object) -> None:
+    def _check_count(self, slices: object) -> None:
         if slices is None or slices == 1:
             return
         if self._cut is None:
@@ -88,22 +87,18 @@ class SequenceFamily:
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         self._check_slices(schedule, slices)
-        given = self._options
-        stages = divide(self._layers, given.partition, self._costs, schedule.placement)
+        memory = self._options.memory
+        stages = divide(self._layers, self._options.partition, self._costs, schedule.placement)
         check_weights_on_one_stage(self._layers, stages)
         ranges = tuple(LayerRange(stage.start, stage.stop) for stage in stages)
-        what = "none" if self._has_segments else given.memory.recompute
+        what = "none" if self._has_segments else memory.recompute
         recompute = RecomputePolicy.parse(what, max(map(len, stages)), besides="'segments', ")
-        return StageLayout.of(
-            schedule, ranges, recompute, given.memory.offload, self._ranks.world.size > self._ranks.size
-        )
+        return StageLayout.of(schedule, ranges, recompute, memory.offload, self._ranks.share_gradients)
 
-    def make_stages(self, layout: StageLayout, device: torch.device) -> tuple[Mapping[int, Stage], None]:
+    def make_stages(self, layout: StageLayout) -> tuple[dict[int, SequentialStage], None]:
+        model = _ranges(layout), self._routes, self._tracer, self._has_segments
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
-        owned = _ranges(layout)
-        self._stages = {
-            number: SequentialStage(number, owned, self._routes, self._tracer, self._has_segments) for number in here
-        }
+        self._stages = {number: SequentialStage(number, *model) for number in here}
         kept = {id(layer) for stage in self._stages.values() for layer in stage.layers}
         for layer in self._layers:
             if id(layer.module) not in kept:
@@ -171,7 +166,7 @@ class SequenceFamily:
 
     def _check_slices(self, schedule: Schedule, slices: int | Sequence[int]) -> None:
         """Raises SlipstreamError where not all slices of the schedule that runs are exact."""
-        self.check_slices(slices)
+        self._check_count(slices)
         self._is_sliced = slices != 1
         if not self._is_sliced:
             return
@@ -212,13 +207,6 @@ def _refuse_options_of_causal_lms(options: PipelineOptions) -> None:
     options.parallel.refuse(("shard_parameters",), "not for an nn.Sequential.")
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The default loss: (sum, number of valid targets) of outputs (b, classes, ...) and integer targets (b, ...)."""
-    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    total = functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
-    return total, (targets != IGNORED).sum()
-
-
 def _ranges(layout: StageLayout) -> list[range]:
     return [stage.layers for stage in layout.layers]
 
@@ -231,11 +219,7 @@ def _check_rows(inputs: Tensors, targets: Tensor, num_microbatches: int) -> None
             raise SlipstreamError(
                 f"{name} of shape {tuple(tensor.shape)} for a batch of {rows} rows: dim 0 of every tensor is the batch."
             )
-    if rows < num_microbatches:
-        raise SlipstreamError(
-            f"a batch of {rows} rows can't be cut into {num_microbatches} microbatches. Give at least "
-            f"{num_microbatches} rows or set num_microbatches={rows}."
-        )
+    check_rows(rows, num_microbatches, "rows")
 
 
 def _check_tokens(targets: Tensor, length: int) -> None:
@@ -257,7 +241,6 @@ def _check_classes(outputs: LayerBoundary, targets: Tensor) -> None:
     if not fits or targets.is_floating_point():
         raise SlipstreamError(
             f"the sequence returns {' and '.join(map(str, shapes))} for targets of {tuple(targets.shape)} "
-            f"{targets.dtype}, "
-            "but the default loss is the cross-entropy of (rows, classes, ...) with class numbers (rows, ...). Give a "
-            "loss_fn."
+            f"{targets.dtype}, but the default loss is the cross-entropy of (rows, classes, ...) with class numbers "
+            "(rows, ...). Give a loss_fn."
         )

@@ -1,4 +1,4 @@
-"""The loss of a slice, as a sum over its tokens and their number."""
+"""The default losses of a slice, as a sum over its tokens and their number."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from torch.nn import functional
 from slipstream.pipeline.batch import IGNORED
 
 
-def causal_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The default loss: (sum over tokens, number of valid tokens) of logits (b, T, vocabulary), targets (b, T)."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """An nn.Sequential's: (sum, number of valid targets) of outputs (b, classes, ...) and integer targets (b, ...)."""
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    total = functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
     return total, (targets != IGNORED).sum()
+
+
+def causal_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A causal LM's: (sum over tokens, number of valid tokens) of logits (b, T, vocabulary), targets (b, T)."""
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())

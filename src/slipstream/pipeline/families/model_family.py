@@ -1,68 +1,43 @@
-"""The interface of a kind of model that a Pipeline trains: causal LMs, or sequences of any layers."""
+"""The family of the model that a Pipeline was given, and what only one family has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
-
 import torch
+from torch import nn
 
-from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.batch import SplitBatch, WholeBatch
-from slipstream.pipeline.families.stage_layout import StageLayout
-from slipstream.pipeline.pipeline_options import LossFunction
-from slipstream.pipeline.stage import Stage
-from slipstream.schedule import Schedule
+from slipstream.errors import SlipstreamError
+from slipstream.model.sequential import is_plain_sequential
+from slipstream.pipeline.families.causal_lm import CausalLMFamily
+from slipstream.pipeline.families.layer_sequence import SequenceFamily
+from slipstream.pipeline.families.weight_source import WeightSource, in_memory
+from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.ranks import Ranks
+
+ModelFamily = CausalLMFamily | SequenceFamily
 
 
-class ModelFamily(Protocol):
-    """Makes the stages, splits every batch, and is called at both ends of a step.
+def family_of(model: object, options: PipelineOptions, ranks: Ranks, device: torch.device) -> ModelFamily:
+    """Collective. Raises SlipstreamError for what is neither a causal LM nor an nn.Sequential."""
+    if isinstance(model, nn.Sequential) and is_plain_sequential(model):
+        return SequenceFamily(model, options, ranks, device)
+    return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), options, ranks, device)
 
-    Every rank calls what is collective. What can't be exact raises SlipstreamError before anything runs.
-    """
 
-    @property
-    def default_slices(self) -> int: ...
+def causal_lm(family: ModelFamily, wanted: str) -> CausalLMFamily:
+    """The family of a causal LM. Raises SlipstreamError that says that only these have what is wanted."""
+    if not isinstance(family, CausalLMFamily):
+        raise SlipstreamError(
+            f"{wanted} is for models of transformers, but this pipeline's is an nn.Sequential. Save a sequence by "
+            "torch.save(pipe.state_dict(), path), which rank 0 has as a whole."
+        )
+    return family
 
-    @property
-    def compiled(self) -> Sequence[str]:
-        """Modules that torch.compile runs."""
-        ...
 
-    def check_slices(self, slices: object) -> None:
-        """Raises SlipstreamError for slices that models of this family can't have."""
-        ...
-
-    def length(self, batch: WholeBatch) -> int:
-        """The number that the slices' lengths add up to: the tokens of a sequence."""
-        ...
-
-    def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout: ...
-
-    def make_stages(
-        self, layout: StageLayout, device: torch.device
-    ) -> tuple[Mapping[int, Stage], TensorParallel | None]:
-        """Makes the stages of this process. Collective."""
-        ...
-
-    def loss_function(self, tensor: TensorParallel | None) -> LossFunction: ...
-
-    def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
-        """The pipeline's ranks that hold a tied weight, equal where one has both ends."""
-        ...
-
-    def routes(self, layout: StageLayout) -> Sequence[tuple[int, int]]:
-        """The pairs of stages that skips go between past others."""
-        ...
-
-    def split(self, batch: WholeBatch, lengths: Sequence[int], num_microbatches: int, seed: int) -> SplitBatch:
-        """The microbatches and slices of a batch. Raises SlipstreamError for tensors that don't fit."""
-        ...
-
-    def begin(self) -> None:
-        """Called before a step's forwards."""
-        ...
-
-    def end(self) -> None:
-        """Called after a step's last action. Collective."""
-        ...
+def layer_sequence(family: ModelFamily, wanted: str) -> SequenceFamily:
+    """The family of an nn.Sequential. Raises SlipstreamError that says that only these have what is wanted."""
+    if not isinstance(family, SequenceFamily):
+        raise SlipstreamError(
+            f"{wanted} is for an nn.Sequential, but this pipeline's model is a causal LM: `slipstream plan` says how "
+            "even its ranks are."
+        )
+    return family

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.sequential import SequentialLayer, ShapeTrace
+from slipstream.pipeline.families.stage_layout import given_counts
 from slipstream.planner.partition import partition_layers
 
 FLOPS_PER_BYTE = 10  # what memory holds up a layer that computes little with what it reads: about that of a CPU's core
@@ -59,31 +60,23 @@ def divide(
             f"{num_stages} stages, but the sequence has {len(layers)} layers, nested ones counted one by one. Use "
             f"{len(layers)} stages or fewer."
         )
-    if isinstance(partition, str) and partition != "auto":
-        raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")
-    if not isinstance(partition, str):
-        counts = _checked(partition, num_stages, len(layers))
-    elif num_stages == 1:
+    allowed = "at least one layer, nested ones counted one by one"
+    counts = given_counts(partition, num_stages, len(layers), _are_whole, allowed)
+    if counts is None and num_stages == 1:
         counts = [len(layers)]
-    elif costs is None:
-        raise SlipstreamError(
-            "partition='auto' must know what the layers cost. Give example=inputs like those of a microbatch, from "
-            "which "
-            f"operations are counted, costs=[...] of {len(layers)} layers, or partition=[...] of {num_stages} stages."
-        )
-    else:
+    elif counts is None:
+        if costs is None:
+            raise SlipstreamError(
+                "partition='auto' must know what the layers cost. Give example=inputs like those of a microbatch, from "
+                f"which operations are counted, costs=[...] of {len(layers)} layers, or partition=[...] of "
+                f"{num_stages} stages."
+            )
         counts = partition_layers(costs, num_stages, placement=placement)
     return tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
 
 
-def _checked(partition: Sequence[float], num_stages: int, num_layers: int) -> list[int]:
-    counts = [int(count) for count in partition]
-    if counts != list(partition) or len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
-        raise SlipstreamError(
-            f"partition={list(partition)} has {len(partition)} stages and {sum(partition)} layers; needed are "
-            f"{num_stages} stages of at least one layer, {num_layers} layers in all, nested ones counted one by one."
-        )
-    return counts
+def _are_whole(counts: Sequence[float]) -> bool:
+    return all(count == int(count) >= 1 for count in counts)
 
 
 def balance_of(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange
@@ -76,6 +76,26 @@ def check_lengths(schedule: Schedule, slices: int | Sequence[int]) -> None:
             f"slices={list(slices)} are {len(slices)} lengths, but the schedule {schedule.name!r} has "
             f"{schedule.num_slices} slices. Give {schedule.num_slices} lengths."
         )
+
+
+def given_counts(
+    partition: str | Sequence[float],
+    num_stages: int,
+    num_layers: int,
+    are_allowed: Callable[[Sequence[float]], bool],
+    allowed: str,
+) -> list[Any] | None:
+    """Returns how many layers each stage has, None for "auto". Raises SlipstreamError where these don't fit."""
+    if partition == "auto":
+        return None
+    if isinstance(partition, str):
+        raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")
+    if len(partition) != num_stages or sum(partition) != num_layers or not are_allowed(partition):
+        raise SlipstreamError(
+            f"partition={list(partition)} has {len(partition)} stages and {sum(partition)} layers; needed are "
+            f"{num_stages} stages of {allowed}, {num_layers} layers in all."
+        )
+    return [int(count) if count == int(count) else count for count in partition]
 
 
 def _with_less_memory(schedule: Schedule, recompute: RecomputePolicy | None, offload: float) -> Schedule:

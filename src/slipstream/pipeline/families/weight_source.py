@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
@@ -48,9 +47,3 @@ def pretrained_weights(path: str, precision: Precision) -> WeightSource:
     """Returns the weights of a folder of safetensors or a name on the hub."""
     config, dtype = load_config(path), torch_dtype(precision.dtype)
     return WeightSource(config, lambda anatomy, layers: pretrained_model(path, config, anatomy, layers, dtype))
-
-
-def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Parameters only: rope's frequencies keep their precision, as when transformers loads a model in this dtype."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)

@@ -47,7 +47,7 @@ class MemoryLimit:
         key = _key(step)
         table = self._tables.get(key)
         if table is None or not _covers(table, step.schedule):
-            tables = self._ranks.gather(rehearse(step))
+            tables = self._ranks.pipeline.gather(rehearse(step))
             table = self._tables[key] = _merged([*([] if table is None else [table]), *tables])
         return memory_of(step.schedule, table)
 

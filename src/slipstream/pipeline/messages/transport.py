@@ -126,7 +126,7 @@ class DistributedTransport(Transport):
         of sends."""
         self._device = device
         self._timeout = timeout
-        self._global_ranks = ranks.global_ranks
+        self._global_ranks = ranks.pipeline.global_ranks
         self._windows = windows
         channels = (*sorted(windows), *skips)  # in the same order on every rank
         self._groups = {channel: ranks.connect([channel.source, channel.destination], timeout) for channel in channels}

@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.model import check_length, check_sliceable, config_from_settings, find_anatomy, load_config
+from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
-from slipstream.pipeline.families.causal_lm_stages import plan_shares
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import make_tuner
 from slipstream.training.config import Config, ModelSection
