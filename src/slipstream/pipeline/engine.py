@@ -44,8 +44,7 @@ class Engine:
         self.family = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(num_ranks, options.schedule)
         self.tuner = make_tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
-        self.order = self.tuner.schedule  # of the next step: `layout.training` without what lowering added
-        self.layout = self.family.lay_out(self.order, self.tuner.slices)
+        self.layout = self.family.lay_out(self.tuner.schedule, self.tuner.slices)  # of the next step
         self.stages: Mapping[int, Stage]
         self.stages, tensor = self.family.make_stages(self.layout)
         tied_ends = self.family.tied_ends(self.layout)
@@ -53,7 +52,7 @@ class Engine:
         self._num_parts = 1 if options.parallel.sequence_parallel else self.ranks.tensor.size  # a rank sends one
         self.transport = self._scattered(self._connect(options.runtime.timeout))
         self._loss_function = self.family.loss_function(tensor)
-        self.executors = self._make_executors()
+        self.executors = [self._executor(rank) for rank in self.ranks.here(self.layout.num_ranks)]
         self._memory_limit = MemoryLimit(options.memory.limit, self.ranks)
         self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
         self.last_step = ExecutedStep(self.layout, [])
@@ -162,9 +161,8 @@ class Engine:
 
     def _adopt(self, schedule: Schedule) -> None:
         """Lets the next step run this schedule, whose placement is that of the one before."""
-        if schedule is not self.order:
-            self.order = schedule
-            self.layout = self.layout.with_schedule(schedule)
+        if schedule is not self.layout.order:
+            self.layout = replace(self.layout, order=schedule)
             self.transport.expect(self.layout.training)
 
     def _connect(self, timeout: timedelta) -> Transport:
@@ -195,16 +193,7 @@ class Engine:
         mean: Tensor = total / count
         return mean
 
-    def _make_executors(self) -> list[Executor]:
-        return [
-            Executor(
-                rank,
-                {stage: self.stages[stage] for stage in self.layout.stages_of([rank])},
-                self.transport,
-                self._loss_function,
-                self.device,
-                self.layout.recompute,
-                self.parameters.reduce,
-            )
-            for rank in self.ranks.here(self.layout.num_ranks)
-        ]
+    def _executor(self, rank: int) -> Executor:
+        stages = {stage: self.stages[stage] for stage in self.layout.stages_of([rank])}
+        options = self._loss_function, self.device, self.layout.recompute, self.parameters.reduce
+        return Executor(rank, stages, self.transport, *options)

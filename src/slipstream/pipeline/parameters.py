@@ -55,13 +55,9 @@ class Parameters:
         else:
             dtype = torch_dtype(options.precision.master_dtype)
             self._masters = MasterParameters(list(self._own()), ranks.data, shards_optimizer, dtype)
+            trained = {number: list(_trained_by(stage)) for number, stage in stages.items()}
             self._gradients = GradientReduction(
-                {number: list(_trained_by(stage)) for number, stage in stages.items()},
-                ranks.data,
-                ranks.tensor,
-                self._added_over,
-                self._masters,
-                whole=self._tied.names,
+                trained, ranks.data, ranks.tensor, self._added_over, self._masters, whole=self._tied.names
             )
         # The part of each of the unsplit model's parameters that this rank holds
         self.shares = {name: self._share(name, parameter) for name, parameter in self._own()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
@@ -11,22 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.model import Tensors
-from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, check_records, refuse_old_arguments
+from slipstream.model import Tensors, load_config, pretrained_model, random_model
+from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
-from slipstream.pipeline.families import (
-    Balance,
-    ExecutedStep,
-    StageLayout,
-    WeightSource,
-    causal_lm,
-    layer_sequence,
-    pretrained_weights,
-    random_weights,
-    save_pretrained,
-)
+from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout, WeightSource
+from slipstream.pipeline.families.export import save_pretrained
+from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
@@ -111,19 +104,16 @@ class Pipeline:
     @classmethod
     def from_config(cls, config: PretrainedConfig, seed: int = 0, **options: Any) -> Self:
         """Returns a pipeline with the weights of `torch.manual_seed(seed)` and
-        `AutoModelForCausalLM.from_config(config)`, of which each rank holds only its part.
-
-        `options` are the constructor's. Collective.
-        """
-        check_records(options)
-        return cls(random_weights(config, seed, options.get("precision", Precision())), **options)
+        `AutoModelForCausalLM.from_config(config)`, of which each rank holds only its part. `options` are the
+        constructor's. Collective."""
+        return cls(WeightSource(config, partial(random_model, config, seed)), **options)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
         """Returns a pipeline with the weights of a folder of safetensors, or of a name on the hub, of which each rank
         reads only its part. `options` are the constructor's. Collective."""
-        check_records(options)
-        return cls(pretrained_weights(str(path), options.get("precision", Precision())), **options)
+        config = load_config(str(path))
+        return cls(WeightSource(config, partial(pretrained_model, str(path), config)), **options)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -173,7 +163,7 @@ class Pipeline:
     @property
     def order(self) -> Schedule:
         """The schedule of the next step as it was given or found: `layout.training` without what lowering added."""
-        return self._engine.order
+        return self.layout.order
 
     @property
     def last_step(self) -> ExecutedStep:
@@ -244,10 +234,8 @@ class Pipeline:
         return self._engine.step(whole, loss_scale)
 
     def evaluate(self, inputs: Tensor | Tensors, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective.
-
-        Arguments, result and errors are those of `step`.
-        """
+        """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
+        result and errors are those of `step`."""
         return self._engine.evaluate(WholeBatch.of(self.device, inputs, targets, None, document_ids))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -273,10 +261,8 @@ class Pipeline:
         return self._engine.timeline()
 
     def memory_table(self, inputs: Tensor, targets: Tensor) -> MemoryTable:
-        """Measures the bytes that this process's stages of a causal LM hold in a step on such a batch, part by part.
-
-        Collective. For `slipstream.simulator.memory_of`, which adds the parts up by a schedule.
-        """
+        """Measures the bytes that this process's stages of a causal LM hold in a step on such a batch. Collective. For
+        `slipstream.simulator.memory_of`, which adds the parts up by a schedule."""
         return rehearse(self._engine.rehearsed_step(WholeBatch.of(self.device, inputs, targets)))
 
     def refresh(self) -> None:

@@ -42,11 +42,11 @@ class Executor:
         transport: Transport,
         loss_function: LossFunction,
         device: torch.device,
-        recompute: RecomputePolicy | None = None,
-        reduce_gradients: Callable[[int], None] | None = None,
+        recompute: RecomputePolicy | None,
+        reduce_gradients: Callable[[int], None],
     ) -> None:
-        """`recompute` says what the schedule's R actions recompute; by default all. `reduce_gradients` is what
-        REDUCE_GRAD does to a stage."""
+        """`recompute` says what the schedule's R actions recompute, None all. `reduce_gradients` is what REDUCE_GRAD
+        does to a stage."""
         self._rank, self._stages, self._transport, self._device = rank, stages, transport, device
         self._loss_function, self._reduce_gradients = loss_function, reduce_gradients
         self._saved = SavedActivations(stages, recompute, device)
@@ -54,15 +54,15 @@ class Executor:
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
-            Op.W: self._timed(self._backward_weights),
+            Op.W: partial(self._timed, self._backward_weights),
             Op.R: self._replay,
-            Op.OFFLOAD: self._timed(self._saved.offload),
-            Op.RELOAD: self._timed(self._saved.reload),
-            Op.SEND_F: self._timed(self._send),
-            Op.SEND_B: self._timed(self._send),
+            Op.OFFLOAD: partial(self._timed, self._saved.offload),
+            Op.RELOAD: partial(self._timed, self._saved.reload),
+            Op.SEND_F: partial(self._timed, self._send),
+            Op.SEND_B: partial(self._timed, self._send),
             Op.RECV_F: self._post_receive,
             Op.RECV_B: self._post_receive,
-            Op.REDUCE_GRAD: self._timed(self._reduce),
+            Op.REDUCE_GRAD: partial(self._timed, self._reduce),
         }
 
     def observe(self, observer: Observer) -> None:
@@ -110,21 +110,15 @@ class Executor:
             for offloaded in state.offloaded.values():  # of a step that failed
                 offloaded.close()
 
-    def _timed(self, handler: Callable[[Action], None]) -> Callable[[Action], None]:
-        def run(action: Action) -> None:
-            began = self._stopwatch.mark()
-            handler(action)
-            self._stopwatch.record(action, began)
-
-        return run
+    def _timed(self, handler: Callable[[Action], None], action: Action) -> None:
+        began = self._stopwatch.mark()
+        handler(action)
+        self._stopwatch.record(action, began)
 
     def _observed(self, observer: Observer, handler: Callable[[Action], None], action: Action) -> None:
         observer.before(action, self._state)
         handler(action)
         observer.after(action, self._state)
-
-    def _is_here(self, stage: int) -> bool:
-        return self._schedule.placement[stage] == self._rank
 
     def _forward(self, action: Action) -> None:
         g, m, i = key = key_of(action)
@@ -255,7 +249,7 @@ class Executor:
         """Passes tensors to the next stage in the direction of `send`: as a message, or directly where that stage is
         here too. Skips are sent to their stages immediately."""
         tensors = self._skips.hand_on(send, tensors)
-        if self._is_here(key[0]):
+        if self._schedule.placement[key[0]] == self._rank:
             local[key] = tuple(tensor.detach() for tensor in tensors)
         else:
             self._state.outgoing[send] = tensors
@@ -286,5 +280,4 @@ class Executor:
         return tensors
 
     def _reduce(self, action: Action) -> None:
-        assert self._reduce_gradients is not None
         self._reduce_gradients(action.stage)

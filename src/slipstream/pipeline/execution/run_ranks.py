@@ -14,15 +14,11 @@ def run_together(executors: list[Executor], schedule: Schedule, batch: SplitBatc
     """Runs the ranks of this process alternately, each as far as it gets: one, or all of a pipeline."""
     with ExitStack() as stack:
         rows = [stack.enter_context(closing(executor.start(schedule, batch))) for executor in executors]
-        _take_turns(rows, schedule)
-
-
-def _take_turns(rows: list[Generator[Action]], schedule: Schedule) -> None:
-    awaiting: dict[Generator[Action], Action | None] = dict.fromkeys(rows)
-    while awaiting:
-        before = dict(awaiting)
-        awaiting = {actions: action for actions in awaiting if (action := next(actions, None)) is not None}
-        if awaiting == before:
-            waiting = [action for action in awaiting.values() if action is not None]
-            reports = [report_wait(schedule, schedule.placement[action.stage], action) for action in waiting]
-            raise RuntimeError("\n".join(["no rank can continue:", *reports]))
+        awaiting: dict[Generator[Action], Action | None] = dict.fromkeys(rows)
+        while awaiting:
+            before = dict(awaiting)
+            awaiting = {actions: action for actions in awaiting if (action := next(actions, None)) is not None}
+            if awaiting == before:
+                waiting = [action for action in awaiting.values() if action is not None]
+                reports = [report_wait(schedule, schedule.placement[action.stage], action) for action in waiting]
+                raise RuntimeError("\n".join(["no rank can continue:", *reports]))

@@ -61,14 +61,10 @@ class Observer(Protocol):
 def entrances(inputs: Tensors, specs: Sequence[TensorSpec], leave: Callable[[int, Tensor], None]) -> Tensors:
     """The inputs of a stage as its graph's beginnings: `leave` gets their gradients, each with its input's number, and
     nothing keeps their memory."""
+    enter: Any = _Entrance.apply
     numbered = enumerate(zip(inputs, specs, strict=True))
-    return tuple(_entrance(t, partial(leave, n)) if spec.needs_gradient else t for n, (t, spec) in numbered)
-
-
-def _entrance(tensor: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
     token = torch.empty(0, requires_grad=True)
-    found: Tensor = _Entrance.apply(token, tensor, leave)  # type: ignore[no-untyped-call]
-    return found
+    return tuple(enter(token, t, partial(leave, n)) if spec.needs_gradient else t for n, (t, spec) in numbered)
 
 
 class _Entrance(torch.autograd.Function):

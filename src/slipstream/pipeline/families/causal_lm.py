@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -21,16 +22,38 @@ from slipstream.model import (
     fuse_kernels,
     meta_model,
 )
+from slipstream.model.saving import compiled_modules
 from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED, SplitBatch, WholeBatch, cut_batch
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
-from slipstream.pipeline.families.weight_source import WeightSource
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
 from slipstream.pipeline.ranks import Ranks
 from slipstream.schedule import Schedule
+
+
+class WeightSource(NamedTuple):
+    """A model that need not be in memory yet: `load` makes the given layers of it, in a dtype."""
+
+    config: PretrainedConfig
+    load: Callable[[ModelAnatomy, list[StagePart], torch.dtype | None], PreTrainedModel]
+    compiled: tuple[str, ...] = ()  # modules that torch.compile runs
+
+
+def in_memory(model: object) -> WeightSource:
+    if not isinstance(model, PreTrainedModel):
+        raise SlipstreamError(
+            f"model is a {type(model).__name__}; give a causal LM of transformers, for example "
+            "AutoModelForCausalLM.from_pretrained(...), or an nn.Sequential without another forward or hooks."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise SlipstreamError(
+            "model is on the meta device, so it has no weights. Use Pipeline.from_config(config, seed=...) or "
+            "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
+        )
+    return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)))
 
 
 class CausalLMFamily:
@@ -93,8 +116,8 @@ class CausalLMFamily:
     def _load(self, layers: list[StagePart]) -> PreTrainedModel:
         assert self._source is not None
         source, self._source = self._source, None
-        model = source.load(self._anatomy, layers)
         dtype = torch_dtype(self._options.precision.dtype)
+        model = source.load(self._anatomy, layers, dtype)
         if dtype is not None:
             for parameter in model.parameters():  # rope's frequencies keep theirs, as when transformers loads a model
                 parameter.data = parameter.data.to(dtype)

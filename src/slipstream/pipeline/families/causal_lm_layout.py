@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
@@ -52,9 +52,10 @@ def plan_layout(
     seq_len = options.seq_len
     if seq_len is None and not isinstance(slices, int):
         seq_len = sum(slices)
-    layers, anatomy = assign_layers(config, anatomy, options.partition, schedule.placement, seq_len)
+    model = WeighedModel(config, anatomy, seq_len)
+    layers, anatomy = assign_layers(model, options.partition, schedule.placement)
     recompute = RecomputePolicy.parse(options.memory.recompute, max(len(stage.layers) for stage in layers))
-    layout = StageLayout.of(schedule, layers, recompute, options.memory.offload, reduces)
+    layout = StageLayout(schedule, layers, recompute, options.memory.offload, reduces)
     _check_sharding(anatomy, tensor_ranks, options)
     return layout, anatomy
 
@@ -85,61 +86,41 @@ def _check_sharding(anatomy: ModelAnatomy, tensor_ranks: int, options: PipelineO
 
 
 def assign_layers(
-    config: PretrainedConfig,
-    anatomy: ModelAnatomy,
-    partition: str | Sequence[float],
-    placement: Sequence[int],
-    seq_len: int | None = None,
+    model: WeighedModel, partition: str | Sequence[float], placement: Sequence[int]
 ) -> tuple[tuple[LayerRange, ...], ModelAnatomy]:
     """The layers of every stage, and the anatomy, with `halves` if they are needed.
-
-    "auto" counts multiplications with weights, and with `seq_len` those of attention in sequences of so many tokens.
 
     They are where a stage ends inside a layer, and where dropout draws random numbers: its random state is keyed by
     the half (rule 10), so that it doesn't matter who is cut.
     """
-    model = meta_model(config)
     halves: tuple[LayerPart, ...] = ()
-    num_layers = len(anatomy.layers_of(model))
+    num_layers = len(model.layers)
     counts = given_counts(partition, len(placement), num_layers, are_allowed_layer_counts, ALLOWED_LAYER_COUNTS)
     if counts is None:
-        counts, halves = _balanced(config, anatomy, placement, model, seq_len)
+        counts, halves = _balanced(model, placement)
     layers = tuple(LayerRange(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
     if any(stage.has_halves for stage in layers):
-        halves = halves or find_halves(config, anatomy)
-    elif uses_randomness(model):
-        halves = halves or _halves_or_none(config, anatomy)
+        halves = halves or find_halves(model.config, model.anatomy)
+    elif model.uses_randomness:
+        halves = halves or model.halves_or_none()
     separate_ends = frozenset(edge for stage in layers for edge in stage if isinstance(edge, ModelEnd))
-    return layers, replace(anatomy, halves=halves, separate_ends=separate_ends)
+    return layers, replace(model.anatomy, halves=halves, separate_ends=separate_ends)
 
 
-def _balanced(
-    config: PretrainedConfig,
-    anatomy: ModelAnatomy,
-    placement: Sequence[int],
-    model: PreTrainedModel,
-    seq_len: int | None,
-) -> tuple[list[float], tuple[LayerPart, ...]]:
+def _balanced(model: WeighedModel, placement: Sequence[int]) -> tuple[list[float], tuple[LayerPart, ...]]:
     """Whole layers, unless half ones make the slowest rank clearly faster and the architecture allows them."""
-    costs = layer_costs(config, anatomy, model, seq_len)
+    costs = model.costs()
     whole = partition_layers(costs, len(placement), placement=placement)
     slowest = _slowest_rank(costs, whole, placement)
     if sum(costs) / len(set(placement)) > WORTH_CUTTING * slowest:
         return [*whole], ()  # even the most even cut would not be
-    halves = _halves_or_none(config, anatomy)
+    halves = model.halves_or_none()
     if halves:
-        costs = layer_costs(config, anatomy, model, seq_len, halves)
+        costs = model.costs(halves)
         counts = partition_layers(costs, len(placement), placement=placement)
         if _slowest_rank(costs, counts, placement) <= WORTH_CUTTING * slowest:
             return [count / 2 if count % 2 else count // 2 for count in counts], halves
     return [*whole], halves
-
-
-def _halves_or_none(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:
-    try:
-        return find_halves(config, anatomy)
-    except SlipstreamError:
-        return ()  # nobody asked for half layers
 
 
 def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequence[int]) -> float:
@@ -150,44 +131,53 @@ def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequ
     )
 
 
-def layer_costs(
-    config: PretrainedConfig,
-    anatomy: ModelAnatomy,
-    model: PreTrainedModel,
-    seq_len: int | None,
-    halves: Sequence[LayerPart] = (),
-) -> list[float]:
-    """Returns the multiplications per token of each layer, or of its attention and its feed-forward half where `halves`
-    are given; the last one's include the head's."""
-    costs = []
-    for index, layer in enumerate(anatomy.layers_of(model)):
-        for half in LayerHalf if halves else (None,):
-            parts = [layer]
-            if half is not None:
-                parts = [child for child, part in parts_of(layer, halves) if part.half is half]
-            attended = 0.0 if half is LayerHalf.FEED_FORWARD else _attended(config, index, seq_len)
-            costs.append(sum(_multiplications(part, config) for part in parts) + attended)
-    costs[-1] += sum(_multiplications(model.get_submodule(name), config) for name in anatomy.after)
-    return costs
+class WeighedModel:
+    """A model that isn't in memory, its layers weighed by a token's multiplications: with weights, and, where `seq_len`
+    is known, of attention in so long sequences."""
 
+    def __init__(self, config: PretrainedConfig, anatomy: ModelAnatomy, seq_len: int | None) -> None:
+        self.config, self.anatomy, self._module = config, anatomy, meta_model(config)
+        self.layers = anatomy.layers_of(self._module)
+        self.uses_randomness = uses_randomness(self._module)
+        self._seq_len, self._text = seq_len, config.get_text_config()
 
-def _attended(config: PretrainedConfig, layer: int, seq_len: int | None) -> float:
-    """Multiplications of a token's scores and of their values, over the keys that it sees on average."""
-    if seq_len is None:
-        return 0.0
-    text = config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
-    keys = seq_len / 2
-    if window is not None and window < seq_len and (kinds is None or "sliding" in kinds[layer]):
-        keys = window - window**2 / (2 * seq_len)
-    return float(2 * text.num_attention_heads * width * keys)
+    def halves_or_none(self) -> tuple[LayerPart, ...]:
+        """Returns the parts of half layers, none where the architecture has none: nobody asked for them."""
+        try:
+            return find_halves(self.config, self.anatomy)
+        except SlipstreamError:
+            return ()
 
+    def costs(self, halves: Sequence[LayerPart] = ()) -> list[float]:
+        """Returns those of each layer, or of its attention and its feed-forward half where `halves` are given; the last
+        one's include the head's."""
+        costs = []
+        for index, layer in enumerate(self.layers):
+            for half in LayerHalf if halves else (None,):
+                parts = [layer]
+                if half is not None:
+                    parts = [child for child, part in parts_of(layer, halves) if part.half is half]
+                attended = 0.0 if half is LayerHalf.FEED_FORWARD else self._attended(index)
+                costs.append(sum(map(self._multiplications, parts)) + attended)
+        costs[-1] += sum(self._multiplications(self._module.get_submodule(name)) for name in self.anatomy.after)
+        return costs
 
-def _multiplications(module: nn.Module, config: PretrainedConfig) -> float:
-    """Matrices multiply once with every token; of experts, held as one 3-D tensor, only those a token is sent to."""
-    text = config.get_text_config()
-    counts = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    experts = next(filter(None, counts), 1)
-    used = min(1.0, (getattr(text, "num_experts_per_tok", None) or 1) / experts)
-    return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in module.parameters() if p.dim() > 1)
+    def _attended(self, layer: int) -> float:
+        """Multiplications of a token's scores and of their values, over the keys that it sees on average."""
+        text, length = self._text, self._seq_len
+        if length is None:
+            return 0.0
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+        keys = length / 2
+        if window is not None and window < length and (kinds is None or "sliding" in kinds[layer]):
+            keys = window - window**2 / (2 * length)
+        return float(2 * text.num_attention_heads * width * keys)
+
+    def _multiplications(self, module: nn.Module) -> float:
+        """Matrices multiply once with every token; of experts, held as one 3-D tensor, only those a token is sent
+        to."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next(filter(None, (getattr(self._text, name, None) for name in names)), 1)
+        used = min(1.0, (getattr(self._text, "num_experts_per_tok", None) or 1) / experts)
+        return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in module.parameters() if p.dim() > 1)

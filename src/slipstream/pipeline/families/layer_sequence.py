@@ -93,7 +93,7 @@ class SequenceFamily:
         ranges = tuple(LayerRange(stage.start, stage.stop) for stage in stages)
         what = "none" if self._has_segments else memory.recompute
         recompute = RecomputePolicy.parse(what, max(map(len, stages)), besides="'segments', ")
-        return StageLayout.of(schedule, ranges, recompute, memory.offload, self._ranks.share_gradients)
+        return StageLayout(schedule, ranges, recompute, memory.offload, self._ranks.share_gradients)
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, SequentialStage], None]:
         model = _ranges(layout), self._routes, self._tracer, self._has_segments

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from slipstream.errors import SlipstreamError
@@ -23,44 +24,43 @@ from slipstream.schedule import (
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Two lowered schedules over the same stages, and which layers each stage owns."""
+    """A schedule as it was given or found, and which layers each stage owns; lowered for training and evaluation.
 
-    training: Schedule
-    evaluation: Schedule
+    Raises SlipstreamError where something can't be added to the schedule, or its communication doesn't end.
+    """
+
+    order: Schedule
     layers: tuple[LayerRange, ...]
-    recompute: RecomputePolicy | None = None  # what the R's of `training` recompute
-    offload: float = 0.0  # the share of slices that wait in host memory
-    reduces: bool = False  # whether gradients are summed over replicas, or over ranks that share layers
+    recompute: RecomputePolicy | None  # what the R's of `training` recompute
+    offload: float  # the share of slices that wait in host memory
+    reduces: bool  # whether gradients are summed over replicas, or over ranks that share layers
 
-    @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        layers: tuple[LayerRange, ...],
-        recompute: RecomputePolicy | None,
-        offload: float,
-        reduces: bool,
-    ) -> StageLayout:
-        """Lower the schedule, and prove that its communication ends."""
-        schedule = _with_less_memory(schedule, recompute, offload)
-        if reduces and not any(action.op is Op.REDUCE_GRAD for action in schedule.positions):
-            schedule = add_reductions(schedule)
-        lowered = schedule if schedule.is_lowered else add_communication(schedule)
-        check_communication(lowered)
-        evaluation = add_communication(forward_only(schedule))  # its order within a rank is that of training
-        return cls(lowered, evaluation, layers, recompute, offload, reduces)
+    def __post_init__(self) -> None:
+        check_communication(self.training)
 
-    def with_schedule(self, schedule: Schedule) -> StageLayout:
-        """Returns the same stages in another order, with any number of slices."""
-        return StageLayout.of(schedule, self.layers, self.recompute, self.offload, self.reduces)
+    @cached_property
+    def training(self) -> Schedule:
+        """The lowered schedule of a step."""
+        return self._extended if self._extended.is_lowered else add_communication(self._extended)
+
+    @cached_property
+    def evaluation(self) -> Schedule:
+        """The lowered schedule of forwards alone, in the order of training within a rank."""
+        return add_communication(forward_only(self._extended))
+
+    @cached_property
+    def _extended(self) -> Schedule:
+        schedule = _with_less_memory(self.order, self.recompute, self.offload)
+        if self.reduces and not any(action.op is Op.REDUCE_GRAD for action in schedule.positions):
+            return add_reductions(schedule)
+        return schedule
 
     @property
     def num_ranks(self) -> int:
         return self.training.num_ranks
 
-    def stages_of(self, ranks: Iterable[int]) -> list[int]:
-        wanted = set(ranks)
-        return [stage for stage, rank in enumerate(self.training.placement) if rank in wanted]
+    def stages_of(self, ranks: Sequence[int]) -> list[int]:
+        return [stage for stage, rank in enumerate(self.training.placement) if rank in ranks]
 
 
 class ExecutedStep(NamedTuple):

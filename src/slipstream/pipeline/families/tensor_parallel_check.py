@@ -55,7 +55,9 @@ def _first_wrong(
     config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: RankGroup, sequence: bool
 ) -> str | None:
     device = torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
-    whole = _toy_model(config, group.size).to(device)
+    whole = reference_model(_toy_config(config, group.size))
+    perturb_parameters(whole)  # so that a bias that is counted twice shows
+    whole.to(device)
     inputs = toy_tokens(config)[:, :-1].to(device)  # an odd number of tokens, so that some are padded
     labels = inputs.masked_fill(torch.arange(inputs.shape[1], device=device) % 7 == 3, IGNORED)
     anatomy = find_anatomy(config)
@@ -83,28 +85,18 @@ def _step(model: PreTrainedModel, inputs: Tensor, labels: Tensor, loss_function:
 def _first_wrong_gradient(whole: PreTrainedModel, shared: PreTrainedModel, parallel: TensorParallel) -> str | None:
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     floor = 1e-6 * max(gradient.abs().max() for gradient in expected.values())
-    wrong = None
-    parameters = dict(shared.named_parameters())
+    errors, parameters = {}, dict(shared.named_parameters())
     for name, gradient in expected.items():
         mine = parameters[name].grad
-        found = _summed(torch.zeros_like(parameters[name]) if mine is None else mine, name, parallel)
+        found = torch.zeros_like(parameters[name]) if mine is None else mine
+        if ranks := parallel.added_over(name):
+            found = parallel.group.all_gather(found)[list(ranks)].sum(0)
         difference = (found - parallel.share(name).take(gradient)).abs().max()
-        error = float(difference / max(gradient.abs().max(), floor))
-        if wrong is None and not error < TOLERANCE:
-            wrong = f"the gradient of {name} differs from the whole model's by {error:.1e}"
-    return wrong
-
-
-def _summed(gradient: Tensor, name: str, parallel: TensorParallel) -> Tensor:
-    """Over the ranks that have parts of it. Collective where any have."""
-    ranks = parallel.added_over(name)
-    return parallel.group.all_gather(gradient)[list(ranks)].sum(0) if ranks else gradient
-
-
-def _toy_model(config: PretrainedConfig, tensor_ranks: int) -> PreTrainedModel:
-    toy = reference_model(_toy_config(config, tensor_ranks))
-    perturb_parameters(toy)  # so that a bias that is counted twice shows
-    return toy
+        errors[name] = float(difference / max(gradient.abs().max(), floor))
+    for name, error in errors.items():
+        if not error < TOLERANCE:
+            return f"the gradient of {name} differs from the whole model's by {error:.1e}"
+    return None
 
 
 def _toy_config(config: PretrainedConfig, tensor_ranks: int) -> PretrainedConfig:

@@ -185,9 +185,8 @@ class _StageRehearsal:
     def _run(self, like: StageSlice, split: bool, present: list[Tensor]) -> dict[Action, _Change]:
         """Returns what each action changed: of the `present` tensors, and of those that the run makes."""
         step, stage = self._step, self._step.stages[like.stage]
-        executor = Executor(
-            like.stage, {like.stage: stage}, self._transport, step.loss_function, step.device, step.recompute
-        )
+        options = step.loss_function, step.device, step.recompute, step.parameters.reduce
+        executor = Executor(like.stage, {like.stage: stage}, self._transport, *options)
         with _without_gradients(stage), memory_meter(step.device, present) as memory:
             watch = _MemoryWatch(stage, memory)
             executor.observe(watch)

@@ -124,10 +124,8 @@ class DistributedTransport(Transport):
     ) -> None:
         """Collective: every rank passes the same channels, each but the skips, which are in one order, with its window
         of sends."""
-        self._device = device
-        self._timeout = timeout
+        self._device, self._timeout, self._windows = device, timeout, windows
         self._global_ranks = ranks.pipeline.global_ranks
-        self._windows = windows
         channels = (*sorted(windows), *skips)  # in the same order on every rank
         self._groups = {channel: ranks.connect([channel.source, channel.destination], timeout) for channel in channels}
         self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
