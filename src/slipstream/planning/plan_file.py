@@ -35,9 +35,8 @@ def write_plan_file(plan: Plan, model: dict[str, Any], path: Path) -> None:
     `model` is the configuration's `model` section.
     """
     text = yaml.safe_dump(plan_settings(plan, model), sort_keys=False, default_flow_style=None, width=120)
-    head = "# Written by `slipstream plan`.\n"
-    train = f"# slipstream train {path} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10\n"
-    path.write_text(head + train + text, encoding="utf-8")
+    train = f"slipstream train {path} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10"
+    path.write_text(f"# Written by `slipstream plan`.\n# {train}\n{text}", encoding="utf-8")
 
 
 def plan_settings(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
@@ -81,11 +80,7 @@ def _predicted(plan: Plan) -> dict[str, Any]:
         "idle_fraction": _rounded(best.idle_fraction),
         "peak_memory_bytes": round(best.peak_memory),
         "memory_limit_bytes": round(best.memory_limit) if isfinite(best.memory_limit) else None,
-        "versions": {
-            "slipstream": __version__,
-            "torch": metadata.version("torch"),
-            "transformers": metadata.version("transformers"),
-        },
+        "versions": {"slipstream": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")},
         "notes": list(plan.notes),
     }
 

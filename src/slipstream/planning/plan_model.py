@@ -12,16 +12,7 @@ from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner import Plan
-from slipstream.planner.costs import (
-    AnalyticSource,
-    Cluster,
-    CostSource,
-    ModelCount,
-    Profile,
-    ProfileSource,
-    load_cluster,
-    load_profile,
-)
+from slipstream.planner.costs import AnalyticSource, Cluster, ModelCount, ProfileSource, load_cluster, load_profile
 from slipstream.planner.search import check_count, make_options, search_plans
 from slipstream.planning.model_source import model_config, model_name
 from slipstream.profiler import count_model, identify_model
@@ -66,31 +57,31 @@ def plan(
     allowed = make_options(**options)
     for name, value in {"seq_len": seq_len, "global_batch": global_batch}.items():
         check_count(name, value)
-    profile = None if isinstance(cluster, Cluster) else _find_profile(cluster)
-    if profile is not None:
-        source = _profile_source(model, profile, seq_len, dtype, num_nodes, num_ranks)
+    profile = _profile_path(cluster)
+    if profile is None:
+        if num_ranks is not None:
+            raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
+        source: AnalyticSource | ProfileSource = _analytic_source(model, cluster, seq_len, dtype, num_nodes)
+    elif num_nodes is not None:
+        raise SlipstreamError(f"num_nodes={num_nodes} is for a cluster; with a profile give num_ranks.")
     else:
-        source = _analytic_source(model, cluster, seq_len, dtype, num_nodes, num_ranks)
+        source = _profile_source(model, profile, seq_len, dtype, num_ranks)
     return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)
 
 
-def _find_profile(cluster: str | Path) -> Profile | None:
-    """The profile in a file; None where this is a cluster's name or description."""
-    path = Path(cluster)
-    if path.suffix != ".json" or not path.is_file():
+def _profile_path(cluster: str | Path | Cluster) -> Path | None:
+    """The file of a profile; None where this is a cluster, or a cluster's name or description."""
+    if isinstance(cluster, Cluster) or Path(cluster).suffix != ".json":
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(Path(cluster).read_text(encoding="utf-8"))
     except (ValueError, OSError):
         return None  # the error is raised where it is read as a cluster
-    return None if isinstance(values, dict) and "device" in values else load_profile(path)
+    return None if isinstance(values, dict) and "device" in values else Path(cluster)
 
 
-def _profile_source(
-    model: Model, profile: Profile, seq_len: int, dtype: str | None, num_nodes: int | None, num_ranks: int | None
-) -> CostSource:
-    if num_nodes is not None:
-        raise SlipstreamError(f"num_nodes={num_nodes} is for a cluster; with a profile give num_ranks.")
+def _profile_source(model: Model, path: Path, seq_len: int, dtype: str | None, num_ranks: int | None) -> ProfileSource:
+    profile = load_profile(path)
     if isinstance(model, ModelCount):
         raise SlipstreamError("a profile needs the model it was measured for: give its configuration, folder or name.")
     profile.check(identify_model(model_config(model, seq_len)), dtype)
@@ -98,15 +89,8 @@ def _profile_source(
 
 
 def _analytic_source(
-    model: Model,
-    cluster: str | Path | Cluster,
-    seq_len: int,
-    dtype: str | None,
-    num_nodes: int | None,
-    num_ranks: int | None,
-) -> CostSource:
-    if num_ranks is not None:
-        raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
+    model: Model, cluster: str | Path | Cluster, seq_len: int, dtype: str | None, num_nodes: int | None
+) -> AnalyticSource:
     described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     if num_nodes is not None:
         described = described.with_nodes(check_count("num_nodes", num_nodes))

@@ -17,13 +17,14 @@ from slipstream.pipeline.messages import DistributedTransport
 from slipstream.planner.costs import MeasuredLink
 from slipstream.schedule import Action, Channel, Op
 
-SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
+_SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
 _WARM_UPS = 3
 _REPEATS = 15
 _TIMEOUT = timedelta(minutes=1)
+_Message = tuple[Channel, Action]
 
 
-def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> MeasuredLink | None:
+def measure_link(device: torch.device) -> MeasuredLink | None:
     """Returns latency and bandwidth between the first two ranks of the default group, on every rank. Collective.
 
     It returns None for a single process. Both ends wait for the message: the delay of a rank that is busy when it
@@ -32,10 +33,12 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Measured
     ranks = Ranks.of()
     if ranks.pipeline.size < 2:
         return None
-    there, back = Channel("activations", 0, 1), Channel("activations", 1, 0)
-    transport = DistributedTransport({there: 8, back: 8}, device, ranks, _TIMEOUT)
-    seconds = [_ping(transport, there, back, size, device) if ranks.pipeline.rank < 2 else 0.0 for size in sizes]
-    points = ranks.pipeline.gather(tuple(zip(sizes, seconds, strict=True)))[0]
+    there = Channel("activations", 0, 1), Action(Op.SEND_F, 0)
+    back = Channel("activations", 1, 0), Action(Op.SEND_F, 1)
+    transport = DistributedTransport({there[0]: 8, back[0]: 8}, device, ranks, _TIMEOUT)
+    mine, theirs = (there, back) if ranks.pipeline.rank == 0 else (back, there)
+    seconds = [_ping(transport, mine, theirs, size, device) if ranks.pipeline.rank < 2 else 0.0 for size in _SIZES]
+    points = ranks.pipeline.gather(tuple(zip(_SIZES, seconds, strict=True)))[0]
     return fit_link(points, dist.get_backend())
 
 
@@ -50,17 +53,15 @@ def fit_link(points: Sequence[tuple[int, float]], backend: str) -> MeasuredLink:
 
 
 def _ping(
-    transport: DistributedTransport, there: Channel, back: Channel, num_bytes: int, device: torch.device
+    transport: DistributedTransport, mine: _Message, theirs: _Message, num_bytes: int, device: torch.device
 ) -> float:
     """Returns the seconds of one message: half of a round trip, the median."""
     payload = torch.zeros(num_bytes // 4, device=device)
-    is_first = dist.get_rank() == 0
-    mine, theirs = ((there, _OUT), (back, _HOME)) if is_first else ((back, _HOME), (there, _OUT))
     seconds = []
     for _ in range(_WARM_UPS + _REPEATS):
         transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
         began = time.perf_counter()
-        if is_first:
+        if dist.get_rank() == 0:
             transport.send(*mine, (payload,))
             transport.receive(theirs[1])
         else:
@@ -72,6 +73,3 @@ def _ping(
         transport.release(theirs[1])
         transport.finish()
     return statistics.median(seconds[_WARM_UPS:])
-
-
-_OUT, _HOME = Action(Op.SEND_F, 0), Action(Op.SEND_F, 1)

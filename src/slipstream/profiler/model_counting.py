@@ -8,16 +8,21 @@ and described instead by heads, widths and the mask's window, as their number de
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.model import find_anatomy
+from slipstream.model import SavedStorages, find_anatomy
+from slipstream.model.layer_arguments import first_output, hidden_states, with_hidden_states
+from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.planner.costs import Amount, ModelCount, OpCount, PartCount
 from slipstream.profiler.layer_kinds import find_layer_kinds
-from slipstream.profiler.operation_tally import OperationTally
-from slipstream.profiler.part_run import PartRun
-from slipstream.profiler.recorded_calls import ModelCalls, counting_model, record_calls
+from slipstream.profiler.operation_tally import OperationTally, counted_operations
+from slipstream.profiler.recorded_calls import META, ModelCalls, counting_model, record_calls, recording
 from slipstream.schedule import Op
 
 _LENGTHS = (256, 512)  # tokens of the two counts
@@ -45,7 +50,7 @@ def count_model(config: PretrainedConfig, seq_len: int, dtype: torch.dtype = tor
         kinds=kinds,
         layers=tuple(counted),
         embedding=_count_part(model, "embedding", anatomy.before, calls, width),
-        head=_count_part(model, "head", anatomy.after, calls, width, loss=True),
+        head=_count_part(model, "head", anatomy.after, calls, width),
         hidden_size=width,
         dtype=str(dtype).removeprefix("torch."),
         dtype_bytes=dtype.itemsize,
@@ -54,47 +59,100 @@ def count_model(config: PretrainedConfig, seq_len: int, dtype: torch.dtype = tor
 
 
 def _count_part(
-    model: PreTrainedModel,
-    name: str,
-    modules: Sequence[str],
-    recorded: Sequence[ModelCalls],
-    width: int,
-    loss: bool = False,
+    model: PreTrainedModel, name: str, modules: Sequence[str], recorded: Sequence[ModelCalls], width: int
 ) -> PartCount:
     """Returns the counts of a part, whose modules run one after the other at both lengths."""
-    modules = [each for each in recorded[0].arguments if each in modules]  # in the order of their calls
-    own = [model.get_submodule(each) for each in modules]
-    parameters = {id(p): p for module in own for p in module.parameters()}
-    runs = [PartRun(list(zip(own, modules, strict=True)), calls, width, loss) for calls in recorded]
-    short, long = (run.count() for run in runs)
-    lengths = [calls.length for calls in recorded]
-    attentions = runs[-1].attentions
-    kept = [run.saved_bytes for run in runs]
-    itemsize = next(iter(parameters.values())).dtype.itemsize
-    context = sum(c.num_key_value_heads * (c.key_width + c.value_width) for c in attentions) * itemsize
+    short, long = (_PartRun(model, modules, calls, width, loss=name == "head") for calls in recorded)
+    num_tokens = long.own.length - short.own.length
+
+    def line(op: Op, key: str) -> Amount:
+        less, more = vars(short.ops[op])[key], vars(long.ops[op])[key]
+        per_token = (more - less) / num_tokens
+        return Amount(max(0.0, less - per_token * short.own.length), per_token)
+
+    ops = {}
+    for op, tally in long.ops.items():
+        amounts = line(op, "flops"), line(op, "matmul_bytes"), line(op, "wide_bytes"), line(op, "other_bytes")
+        ops[op] = OpCount(*amounts, tally.num_matmuls, tally.num_kernels)
+    itemsize = long.parameters[0].dtype.itemsize
+    calls = long.own.attentions
+    attended = sum(c.num_heads * (c.value_width * itemsize + 4) for c in calls)  # its output and log-sum-exp
     return PartCount(
         name=name,
-        num_parameters=sum(p.numel() for p in parameters.values()),
-        ops={op: _amounts(short[op], long[op], lengths) for op in short},
-        attentions=tuple(attentions),
-        activation_bytes=(kept[1] - kept[0]) / (lengths[1] - lengths[0]),
-        context_bytes=context,
-        product_bytes=_line(short[Op.F], long[Op.F], lengths, "product_bytes").per_token
-        + sum(c.num_heads * (c.value_width * itemsize + 4) for c in attentions),  # attention's output and log-sum-exp
+        num_parameters=sum(p.numel() for p in long.parameters),
+        ops=ops,
+        attentions=tuple(calls),
+        activation_bytes=(long.saved_bytes - short.saved_bytes) / num_tokens,
+        context_bytes=sum(c.num_key_value_heads * (c.key_width + c.value_width) for c in calls) * itemsize,
+        product_bytes=line(Op.F, "product_bytes").per_token + attended,
     )
 
 
-def _amounts(short: OperationTally, long: OperationTally, lengths: Sequence[int]) -> OpCount:
-    return OpCount(
-        _line(short, long, lengths, "flops"),
-        _line(short, long, lengths, "matmul_bytes"),
-        _line(short, long, lengths, "wide_bytes"),
-        _line(short, long, lengths, "other_bytes"),
-        long.num_matmuls,
-        long.num_kernels,
-    )
+class _PartRun:
+    """A part's F, I and W at one length, alone, on meta tensors."""
+
+    def __init__(
+        self, model: PreTrainedModel, modules: Sequence[str], calls: ModelCalls, width: int, loss: bool
+    ) -> None:
+        names = [name for name in calls.arguments if name in modules]  # in the order of their calls
+        self._modules = [(model.get_submodule(name), *calls.arguments[name]) for name in names]
+        self._width, self._loss = width, loss
+        self.parameters = list({id(p): p for module, *_ in self._modules for p in module.parameters()}.values())
+        # rotary tables and the like, which all layers share
+        self._shared = [t for _, *arguments in self._modules for t in _tensors(arguments)[1:]]
+        self.own = ModelCalls(calls.length, calls.seq_len)
+        forward, inputs = self._pass(weights=False)
+        self.own.attentions.clear()
+        _, backward = self._pass(weights=True)
+        # what the whole backward does beyond the input gradient is W's
+        self.ops = {Op.F: forward, Op.I: inputs, Op.W: backward - inputs}
+
+    def _pass(self, weights: bool) -> tuple[OperationTally, OperationTally]:
+        """Returns the tallies of the forward and the backward."""
+        for parameter in self.parameters:
+            parameter.requires_grad_(weights)
+            parameter.grad = torch.zeros_like(parameter) if weights else None
+        saved = SavedStorages([*self.parameters, *self._shared])
+        with (
+            recording(self.own),
+            counted_operations(self._width) as forward,
+            saved_tensors_hooks(saved.pack, lambda tensor: tensor),
+            META,
+        ):
+            output, source = self._forward()
+        saved.pack(source)
+        self.saved_bytes = saved.num_bytes
+        if not output.requires_grad:
+            return forward, OperationTally()
+        with counted_operations(self._width) as backward, META:
+            output.backward(torch.empty_like(output))  # type: ignore[no-untyped-call]
+        return forward, backward
+
+    def _forward(self) -> tuple[Tensor, Tensor]:
+        """Returns the part's output and its first input."""
+        results: list[Tensor] = []
+        source = None
+        for module, args, kwargs in self._modules:
+            args, kwargs = _fresh(args), _fresh(kwargs)
+            if self._loss and results:  # the head reads the norm's output
+                args, kwargs = with_hidden_states(args, kwargs, results[-1])
+            source = hidden_states(args, kwargs) if source is None else source
+            results.append(first_output(module(*args, **kwargs)))
+        assert source is not None
+        if self._loss:
+            targets = torch.zeros(results[-1].shape[:-1], dtype=torch.long)
+            return causal_cross_entropy(results[-1], targets)[0], source
+        return results[0] if len(results) == 1 else sum(results[1:], results[0]), source
 
 
-def _line(short: OperationTally, long: OperationTally, lengths: Sequence[int], key: str) -> Amount:
-    per_token = (vars(long)[key] - vars(short)[key]) / (lengths[1] - lengths[0])
-    return Amount(max(0.0, vars(short)[key] - per_token * lengths[0]), per_token)
+def _fresh(value: Any) -> Any:
+    """Returns the arguments as leaves, which get a gradient where they can."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.is_floating_point() and value.dim() == 3)
+    if isinstance(value, tuple):
+        return tuple(item.detach() if isinstance(item, Tensor) and len(value) == 2 else _fresh(item) for item in value)
+    return {key: _fresh(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]

@@ -71,15 +71,14 @@ def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq
     def record(part: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.arguments[part] = args, kwargs
 
-    tokens = torch.zeros(1, length, dtype=torch.long, device=META)
-    positions = torch.zeros(1, length, dtype=torch.long, device=META)
+    zeros = torch.zeros(1, length, dtype=torch.long, device=META)
     # without a mask transformers would look for packed documents in positions, which have no values
     ones = torch.ones(1, length, dtype=torch.long, device="cpu")
     with ExitStack() as hooks, recording(calls), torch.no_grad(), counted_operations(0), META:
         for part in parts:
             module = model.get_submodule(part)
             hooks.enter_context(module.register_forward_pre_hook(partial(record, part), with_kwargs=True))
-        model(input_ids=tokens, position_ids=positions, attention_mask=ones, use_cache=False)
+        model(input_ids=zeros, position_ids=zeros.clone(), attention_mask=ones, use_cache=False)
     if not calls.attentions:
         raise SlipstreamError(
             f"model_type {model.config.model_type!r} doesn't attend through transformers' AttentionInterface, so its "
