@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryKind
@@ -105,7 +105,7 @@ class Plan:
     num_simulated: int
     gap: float  # by which share one that was not simulated could be faster than the best, at most
     seconds: float  # of the search
-    notes: tuple[str, ...] = field(default=())  # the assumptions behind the numbers
+    notes: tuple[str, ...] = ()  # the assumptions behind the numbers
 
     @property
     def best(self) -> Prediction:

@@ -58,16 +58,12 @@ def model_config(model: str | Path | PretrainedConfig, seq_len: int) -> Pretrain
     Raises:
         SlipstreamError: where it can't be read, or the model doesn't take sequences of `seq_len` tokens.
     """
-    config = model if isinstance(model, PretrainedConfig) else _load(model)
-    check_length(config, seq_len, "seq_len")
-    return config
-
-
-def _load(model: str | Path) -> PretrainedConfig:
-    section = model_section(model)
-    if section.get("path") is not None:
-        return load_config(str(section["path"]))
-    return config_from_settings(section["config"], str(model))
+    if not isinstance(model, PretrainedConfig):
+        section, name = model_section(model), str(model)
+        has_path = section.get("path") is not None
+        model = load_config(str(section["path"])) if has_path else config_from_settings(section["config"], name)
+    check_length(model, seq_len, "seq_len")
+    return model
 
 
 def model_name(model: str | Path | PretrainedConfig, config: PretrainedConfig) -> str:

@@ -26,13 +26,8 @@ from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
 from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions
 from slipstream.profiler.stage_bench import StageBench, seconds_of
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-    "bf16": torch.float32,  # like training.precision=bf16: float32 weights, bfloat16 autocast
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+_DTYPES["bf16"] = torch.float32  # like training.precision=bf16: float32 weights, bfloat16 autocast
 _LONGEST_SLICE = 8192  # tokens by default: the logits of more would rarely fit
 _OPTIMIZER_REPEATS = 5
 _CACHES = 128 * 2**20  # bytes: many times a core's share of a CPU's caches
@@ -52,8 +47,8 @@ class ProfileSettings:
 
     def check(self) -> None:
         """Raises SlipstreamError for settings that can't be measured."""
-        if self.dtype not in DTYPES:
-            raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(DTYPES)}.")
+        if self.dtype not in _DTYPES:
+            raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_DTYPES)}.")
         least = min(self.seq_len, self.microbatch_size, self.longest, self.step)
         if least < 1 or self.longest > self.seq_len or self.budget <= 0:
             raise SlipstreamError(f"{self}: all must be positive, and no slice is longer than the sequence.")
@@ -124,7 +119,7 @@ def make_benches(
     """Returns a bench for every stage, over shared weights where stages have layers in common."""
     anatomy = find_anatomy(config)
     owned = {layer for stage in layers for layer in stage}
-    model = model_for_timing(config, anatomy, owned, device, DTYPES[settings.dtype]).train()
+    model = model_for_timing(config, anatomy, owned, device, _DTYPES[settings.dtype]).train()
     others = None
     if device.type == "cpu":  # as large as the weights and gradients
         others = torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)

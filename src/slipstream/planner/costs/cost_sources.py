@@ -60,10 +60,9 @@ class AnalyticSource:
 
     def larger(self, most: int) -> Iterator[CostSource]:
         """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
-        times = 2
-        while times <= most:
-            yield AnalyticSource(self.model, self.cluster.with_nodes(times * self.cluster.num_nodes), self.name)
-            times *= 2
+        for doublings in range(1, most.bit_length()):
+            larger = self.cluster.with_nodes(2**doublings * self.cluster.num_nodes)
+            yield AnalyticSource(self.model, larger, self.name)
 
     def notes(self) -> tuple[str, ...]:
         """Returns the assumptions on which the numbers rest, as sentences."""

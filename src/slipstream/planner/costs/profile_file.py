@@ -92,7 +92,7 @@ class Profile:
         weights = combine(self.kinds, self._measured, row)
         return None if weights is None else self._sum(weights, op)
 
-    @cached_property
+    @property
     def part_names(self) -> tuple[str, ...]:
         """The names of the fixed part of every stage, the kinds of layers, the embedding and the head with the loss."""
         return ("stage", *self.kind_names, "embedding", "head")
