@@ -8,7 +8,6 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import keyed_seed
@@ -30,19 +29,12 @@ class Engine:
     """Ranks, stages, parameters and messages of a pipeline. Every rank makes it and calls `step` and `evaluate`, which
     are collective, in the same order."""
 
-    def __init__(
-        self,
-        model: object,
-        options: PipelineOptions,
-        num_ranks: int | None,
-        mesh: DeviceMesh | None,
-        device: torch.device | str | None,
-    ) -> None:
+    def __init__(self, model: object, options: PipelineOptions) -> None:
         """Collective."""
-        self.ranks = Ranks.of(mesh)
-        self.device = self.ranks.device if device is None else torch.device(device)
+        self.ranks = Ranks.of(options.mesh)
+        self.device = self.ranks.device if options.device is None else torch.device(options.device)
         self.family = family_of(model, options, self.ranks, self.device)
-        num_ranks = self.ranks.count(num_ranks, options.schedule)
+        num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.tuner = make_tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
         self.layout = self.family.lay_out(self.tuner.schedule, self.tuner.slices)  # of the next step
         self.stages: Mapping[int, Stage]

@@ -96,9 +96,9 @@ class Pipeline:
         **old_arguments: Never,
     ) -> None:
         refuse_old_arguments(old_arguments)
-        order = schedule, num_microbatches, slices, stages_per_rank
-        options = PipelineOptions(*order, partition, seq_len, loss_fn, memory, parallel, precision, runtime, layers)
-        self._engine = Engine(model, options, num_ranks, mesh, device)
+        order = schedule, num_microbatches, slices, stages_per_rank, partition, seq_len
+        records = memory, parallel, precision, runtime, layers
+        self._engine = Engine(model, PipelineOptions(*order, loss_fn, *records, mesh, num_ranks, device))
         self.train()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Everything that a Pipeline is given except its model and its ranks."""
+"""Everything that a Pipeline is given except its model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, check_records
 from slipstream.schedule import Schedule
@@ -31,6 +32,9 @@ class PipelineOptions:
     precision: Precision = Precision()
     runtime: Runtime = Runtime()
     layers: Layers = Layers()
+    mesh: DeviceMesh | None = None
+    num_ranks: int | None = None
+    device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
         check_records(vars(self))

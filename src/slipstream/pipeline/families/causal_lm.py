@@ -95,6 +95,7 @@ class CausalLMFamily:
         return batch.inputs[0].shape[-1]
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
+        """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
         shared = self._ranks.tensor.size, self._ranks.share_gradients
         layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared)
         return layout
@@ -132,23 +133,26 @@ class CausalLMFamily:
         return self._options.loss_fn or causal_cross_entropy
 
     def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
+        """Returns the pipeline's ranks that hold a tied weight, equal where one has both ends."""
         placement = layout.training.placement
         return (placement[0], placement[-1]) if self._ranks.pipeline.size > 1 and self._anatomy.tied else (0, 0)
 
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
+        """Returns the pairs of stages that skips go between past others: none."""
         return []
 
     def split(self, batch: WholeBatch, lengths: Sequence[int], num_microbatches: int, seed: int) -> SplitBatch:
+        """Returns the microbatches and slices of a batch. Raises SlipstreamError for tensors that don't fit."""
         (inputs,) = batch.inputs
         check_length(self.config, inputs.shape[-1])
         check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), batch.targets.max())))
         return cut_batch(batch, lengths, num_microbatches, seed)
 
     def begin(self) -> None:
-        pass
+        """Called before a step's forwards."""
 
     def end(self) -> None:
-        pass
+        """Called after a step's last action."""
 
 
 def plan_shares(

@@ -86,6 +86,7 @@ class SequenceFamily:
         return boundary.specs[0].shape[1] if len(boundary.specs[0].shape) > 1 else 1
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
+        """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
         self._check_slices(schedule, slices)
         memory = self._options.memory
         stages = divide(self._layers, self._options.partition, self._costs, schedule.placement)
@@ -96,6 +97,7 @@ class SequenceFamily:
         return StageLayout(schedule, ranges, recompute, memory.offload, self._ranks.share_gradients)
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, SequentialStage], None]:
+        """Returns the stages of this process. Collective."""
         model = _ranges(layout), self._routes, self._tracer, self._has_segments
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         self._stages = {number: SequentialStage(number, *model) for number in here}
@@ -109,9 +111,11 @@ class SequenceFamily:
         return self._options.loss_fn or cross_entropy
 
     def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
+        """Returns equal ranks: a weight that two stages use is refused."""
         return 0, 0
 
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
+        """Returns the pairs of stages that skips go between past others."""
         place = {index: number for number, owned in enumerate(_ranges(layout)) for index in owned}
         ends = {(place[route.stash], place[route.pop]) for route in self._routes}
         return sorted((stash, pop) for stash, pop in ends if pop > stash + 1)
@@ -150,11 +154,12 @@ class SequenceFamily:
         return SplitBatch(pieces, labels, num_valid)
 
     def begin(self) -> None:
+        """Called before a step's forwards."""
         for stage in self._stages.values():
             stage.statistics.begin()
 
     def end(self) -> None:
-        """Updates every batch norm's moving averages with the whole mini-batch."""
+        """Updates every batch norm's moving averages with the whole mini-batch. Collective."""
         over = self._ranks.data
         for stage in self._stages.values():
             stage.statistics.update(

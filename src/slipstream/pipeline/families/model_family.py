@@ -1,4 +1,7 @@
-"""The family of the model that a Pipeline was given, and what only one family has."""
+"""The family of the model that a Pipeline was given, and what only one family has.
+
+A family makes the stages, splits every batch, and is called at both ends of a step.
+"""
 
 from __future__ import annotations
 
