@@ -50,15 +50,12 @@ def start_times(graph: ActionGraph, order: ActionOrder) -> Floats:
                 there = graph.rank[after]
                 ready[after] = max(ready[after], end if there == rank else arrival)
                 missing[after] -= 1
-                if there != rank and missing[after] == 0 and _is_next(order, there, reached[there], after):
+                at = reached[there]
+                is_next = at < order.lengths[there] and order.rows[there, at] == after
+                if there != rank and missing[after] == 0 and is_next:
                     waiting[num_waiting] = there
                     num_waiting += 1
     return start
-
-
-@compiled
-def _is_next(order: ActionOrder, rank: int, at: int, number: int) -> bool:
-    return bool(at < order.lengths[rank] and order.rows[rank, at] == number)
 
 
 @compiled

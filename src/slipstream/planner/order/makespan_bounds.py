@@ -83,24 +83,17 @@ def one_machine(heads: Floats, seconds: Floats, tails: Floats) -> float:
 
 
 @compiled
-def _link(graph: ActionGraph, before: int, after: int) -> float:
-    return graph.link_seconds[before] if graph.rank[before] != graph.rank[after] else 0.0
+def _raise_paths(graph: ActionGraph, numbers: Ints, paths: Floats, onward: bool) -> None:
+    """Raises paths[n] to the longest path to n's start, or from its end if `onward`.
 
-
-@compiled
-def _paths_before(graph: ActionGraph, numbers: Ints, at: Floats) -> None:
-    """Raises at[n] to the longest path to n's start; `numbers` are in an order of precedence."""
+    `numbers` are in an order of precedence, reversed if `onward`.
+    """
+    first, others = (graph.first_after, graph.after) if onward else (graph.first_before, graph.before)
     for number in numbers:
-        for before in graph.before[graph.first_before[number] : graph.first_before[number + 1]]:
-            at[number] = max(at[number], at[before] + graph.seconds[before] + _link(graph, before, number))
-
-
-@compiled
-def _paths_after(graph: ActionGraph, numbers: Ints, rest: Floats) -> None:
-    """Raises rest[n] to the longest path from n's end; `numbers` are in reverse order of precedence."""
-    for number in numbers:
-        for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
-            rest[number] = max(rest[number], rest[after] + graph.seconds[after] + _link(graph, number, after))
+        for other in others[first[number] : first[number + 1]]:
+            sender = number if onward else other
+            link = graph.link_seconds[sender] if graph.rank[number] != graph.rank[other] else 0.0
+            paths[number] = max(paths[number], paths[other] + graph.seconds[other] + link)
 
 
 @compiled
@@ -136,12 +129,12 @@ def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
     along = np.concatenate((forwards, backwards, weights))
     paths = _Paths(np.zeros(size), np.zeros(size), np.full(size, -np.inf), np.full(size, -np.inf))
     heads, tails, to_turn, from_turn = paths
-    _paths_before(graph, along, heads)
-    _paths_after(graph, along[::-1].copy(), tails)
+    _raise_paths(graph, along, heads, False)
+    _raise_paths(graph, along[::-1].copy(), tails, True)
     from_turn[turns] = 0
-    _paths_before(graph, along[num_units:], from_turn)
+    _raise_paths(graph, along[num_units:], from_turn, False)
     to_turn[turns] = -graph.seconds[turns]
-    _paths_after(graph, forwards[::-1].copy(), to_turn)
+    _raise_paths(graph, forwards[::-1].copy(), to_turn, True)
     bound = 0.0
     for chain, turn in enumerate(turns):
         members = along[graph.chain[along] == chain]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.array_types import Flags, Floats, Ints
+from slipstream.array_types import Flags, Floats
 from slipstream.planner.order.list_scheduling import place
 from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
 from slipstream.planner.order.makespan_bounds import makespan_bound
@@ -177,7 +177,10 @@ class OrderSearch:
 
     def join(self) -> None:
         """Merges I and W that follow each other into B where that costs nothing."""
-        units = [unit for row, length in zip(*self.best.order, strict=True) for unit in self._halves(row[:length])]
+        num_units, units = self.problem.num_units, []
+        for row in self.best.order.by_rank():
+            follows = (row[1:] >= 2 * num_units) & (row[:-1] == row[1:] - num_units)
+            units += (row[:-1][follows] - num_units).tolist()
         waiting = [units] if units else []
         for _ in range(_MAX_JOINS):
             if not waiting:
@@ -190,19 +193,12 @@ class OrderSearch:
                 middle = len(units) // 2
                 waiting += [units[:middle], units[middle:]]
 
-    def _halves(self, row: Ints) -> list[int]:
-        """The units whose I and W follow each other in the row."""
-        after = np.flatnonzero((row[1:] >= 2 * self.problem.num_units) & (row[:-1] == row[1:] - self.problem.num_units))
-        return [int(number) - self.problem.num_units for number in row[after]]
-
     def _joined(self, units: list[int]) -> MeasuredOrder:
         split = self.best.split.copy()
         split[units] = False
         graph = self.problem.graph(split)
-        order = ActionOrder(np.zeros_like(self.best.order.rows), self.best.order.lengths.copy())
-        for rank, (row, length) in enumerate(zip(*self.best.order, strict=True)):
-            kept = row[:length][graph.exists[row[:length]]]
-            order.rows[rank, : len(kept)], order.lengths[rank] = kept, len(kept)
+        rows = [row[graph.exists[row]] for row in self.best.order.by_rank()]
+        order = ActionOrder.of(rows, self.problem.longest_row)
         return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
 
 

@@ -47,6 +47,18 @@ class ActionOrder(NamedTuple):
     rows: Ints
     lengths: Ints
 
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int] | Ints], longest: int) -> ActionOrder:
+        """Returns the order of these rows, with room for `longest` actions on each rank."""
+        numbers = np.zeros((len(rows), longest), np.int64)
+        for rank, row in enumerate(rows):
+            numbers[rank, : len(row)] = row
+        return cls(numbers, np.array([len(row) for row in rows]))
+
+    def by_rank(self) -> list[Ints]:
+        """Returns the action numbers of each rank, in order."""
+        return [row[:length] for row, length in zip(self.rows, self.lengths, strict=True)]
+
 
 class OrderingProblem:
     """All actions, their costs, and the memory of each rank; see `find_order` for the arguments and errors."""
@@ -227,12 +239,9 @@ class OrderingProblem:
     def order(self, schedule: Schedule) -> tuple[ActionOrder, Flags]:
         """Returns a compute-only schedule as action numbers, and the units whose backwards it splits."""
         rows = [[self.number(action) for action in row] for row in schedule.actions]
-        numbers = np.zeros((self.num_ranks, self.longest_row), np.int64)
-        split = np.zeros(self.num_units, np.bool_)
-        for rank, row in enumerate(rows):
-            numbers[rank, : len(row)] = row
-            split[[number - 2 * self.num_units for number in row if number >= 2 * self.num_units]] = True
-        return ActionOrder(numbers, np.array([*map(len, rows)])), split
+        split = np.zeros(3 * self.num_units, np.bool_)
+        split[[number for row in rows for number in row]] = True
+        return ActionOrder.of(rows, self.longest_row), split[2 * self.num_units :]
 
     def schedule(self, order: ActionOrder, split: Flags) -> Schedule:
         """Returns the Schedule of an order."""
@@ -241,5 +250,4 @@ class OrderingProblem:
             part, unit = divmod(number, self.num_units)
             return self.action((Op.F, Op.I if split[unit] else Op.B, Op.W)[part], unit)
 
-        rows = [row[:length].tolist() for row, length in zip(order.rows, order.lengths, strict=True)]
-        return self.schedule_of([[action(number) for number in row] for row in rows])
+        return self.schedule_of([[action(number) for number in row.tolist()] for row in order.by_rank()])

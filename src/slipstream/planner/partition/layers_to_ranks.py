@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -73,12 +74,11 @@ def evenest_ranks(
         history.append(labels)
     if not len(labels.layers):
         return start if best[0] < inf else None
-    row, counts = 0, []
-    for before, after in zip([None, *history[:-1]][::-1], history[::-1], strict=True):
-        given = int(after.layers[row])
-        row = int(after.parent[row])
-        counts.append(given - (0 if before is None else int(before.layers[row])))
-    return counts[::-1]
+    row, bounds = 0, [0]
+    for labels in reversed(history):
+        bounds.insert(1, int(labels.layers[row]))
+        row = int(labels.parent[row])
+    return [b - a for a, b in pairwise(bounds)]
 
 
 def _value(

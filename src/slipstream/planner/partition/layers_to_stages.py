@@ -50,24 +50,13 @@ def partition_layers(
     stage_costs = _stage_costs(np.array([costs] * num_stages, float))
     stage_costs[0, 0] += embedding
     stage_costs[-1, :, -1] += head
-    if memory is None and memory_limit is None:
-        stage_bytes, limits = np.zeros_like(stage_costs), np.full(max(placement) + 1, inf)
-    else:
-        stage_bytes, limits = _memory(memory, memory_limit, len(costs), num_stages, max(placement) + 1)
-    found = _partition(stage_costs, stage_bytes, limits, placement)
+    stage_bytes, limits = _memory(memory, memory_limit, len(costs), placement)
+    found = _evenest_stages(np.where(stage_bytes <= limits[list(placement), None, None], stage_costs, inf))
+    if len(limits) < num_stages:
+        found = evenest_ranks(stage_costs, stage_bytes, limits, placement, found)
     if found is None:
         raise SlipstreamError(_explain_memory(stage_bytes, limits, placement))
     return found
-
-
-def _partition(
-    stage_costs: Floats, stage_bytes: Floats, limits: Floats, placement: tuple[int, ...]
-) -> list[int] | None:
-    """The best number of layers per stage, or None where no partition fits."""
-    one_stage_a_rank = len(set(placement)) == len(placement)
-    allowed = np.where(stage_bytes <= limits[list(placement), None, None], stage_costs, inf)
-    evenest = _evenest_stages(allowed)
-    return evenest if one_stage_a_rank else evenest_ranks(stage_costs, stage_bytes, limits, placement, evenest)
 
 
 def _check(costs: Sequence[float], num_layers: int, num_stages: int, placement: tuple[int, ...]) -> None:
@@ -93,21 +82,19 @@ def _stage_costs(per_layer: Floats) -> Floats:
 
 
 def _memory(
-    memory: ArrayLike | None,
-    memory_limit: float | Sequence[float] | None,
-    num_layers: int,
-    num_stages: int,
-    num_ranks: int,
+    memory: ArrayLike | None, memory_limit: float | Sequence[float] | None, num_layers: int, placement: tuple[int, ...]
 ) -> tuple[Floats, Floats]:
-    if memory is None or memory_limit is None:
+    """The bytes of layers a to b-1 on stage g at [g, a, b], and of each rank; without a limit every layer fits."""
+    num_stages, num_ranks = len(placement), max(placement) + 1
+    if (memory is None) != (memory_limit is None):
         raise SlipstreamError("give memory and memory_limit together: bytes of each layer, and bytes of a rank.")
-    rows = np.asarray(memory, float)
+    rows = np.asarray(np.zeros(num_layers) if memory is None else memory, float)
     if rows.shape not in ((num_layers,), (num_stages, num_layers)) or not (rows >= 0).all():
         raise SlipstreamError(
             f"memory has shape {rows.shape}: give bytes, 0 or more, for each of {num_layers} layers, or "
             f"{num_stages} such rows, one per stage."
         )
-    limits = np.asarray(memory_limit, float)
+    limits = np.asarray(inf if memory_limit is None else memory_limit, float)
     if limits.shape not in ((), (num_ranks,)) or not (limits > 0).all():
         raise SlipstreamError(
             f"memory_limit={memory_limit!r}: give bytes, above 0, for all ranks, or one number for each of {num_ranks}."
@@ -156,11 +143,11 @@ def _explain_memory(stage_bytes: Floats, limits: Floats, placement: tuple[int, .
             f"{of_stage[stage]:.6g}: {one_layer[layer]:.6g} too few on any stage. Give ranks more memory, or recompute "
             "or offload more."
         )
-    free = np.full_like(limits, inf)
-    if len(set(placement)) == num_stages:
+    if len(limits) == num_stages:
         counts = _least_lack(lack)
     else:
-        counts = evenest_ranks(stage_bytes, np.zeros_like(stage_bytes), free, placement, None, offsets=-limits) or []
+        free, nothing = np.full_like(limits, inf), np.zeros_like(stage_bytes)
+        counts = evenest_ranks(stage_bytes, nothing, free, placement, None, offsets=-limits) or []
     bounds = np.cumsum([0, *counts])
     held = np.array([stage_bytes[g, bounds[g], bounds[g + 1]] for g in range(num_stages)])
     totals = np.bincount(placement, held)

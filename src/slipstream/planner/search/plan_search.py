@@ -145,7 +145,7 @@ class _PlanSearch:
         while True:
             self.simulate_promising()
             before = self.num_simulated, len(self.too_large)
-            best = list(self.predictions(self.space.options.num_best))
+            best = list(islice(self.predictions(), self.space.options.num_best))
             alternatives = list(self.alternatives(best[0])) if best else []
             if before == (self.num_simulated, len(self.too_large)):
                 return best, alternatives
@@ -192,15 +192,9 @@ class _PlanSearch:
         self.num_units += prod(self.space.shape(configuration)[1:])
         return SimulatedConfiguration.of(self.space, configuration)
 
-    def predictions(self, count: int) -> Iterator[Prediction]:
-        """Yields the best `count` of them, best first; those that don't fit with their messages are dropped."""
-        for configuration in sorted(self.seconds, key=self.seconds.__getitem__):
-            prediction = self.prediction(configuration)
-            if prediction is not None:
-                yield prediction
-                count -= 1
-            if count == 0:
-                return
+    def predictions(self) -> Iterator[Prediction]:
+        """Yields the simulated ones, best first; those that don't fit with their messages are dropped."""
+        yield from filter(None, map(self.prediction, sorted(self.seconds, key=self.seconds.__getitem__)))
 
     def prediction(self, configuration: Configuration) -> Prediction | None:
         """Returns what a simulated configuration does; None where it doesn't fit with its messages."""
@@ -223,8 +217,7 @@ class _PlanSearch:
         """Yields for each choice the best configuration with another value of it; other choices may differ as well."""
         for each in fields(Configuration):
             configuration = self._best_with_other(each.name, getattr(best.configuration, each.name))
-            prediction = self.prediction(configuration) if configuration else None
-            if prediction is not None:
+            if configuration and (prediction := self.prediction(configuration)):
                 yield Alternative(each.name, prediction)
 
     def _best_with_other(self, choice: str, value: object) -> Configuration | None:
