@@ -10,7 +10,7 @@ model's parts can't be separated (such as the embedding and the only layer that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -47,9 +47,7 @@ def combine(kinds: Sequence[int], measured: Sequence[range], row: Sequence[float
     return [float(weight) for weight in weights.round(9)]
 
 
-def _candidates(num_layers: int) -> Iterator[range]:
-    """Yields the stages of one and two layers, the model's first and last stages at the end."""
+def _candidates(num_layers: int) -> list[range]:
+    """Returns the stages of one and two layers, the model's first and last stages at the end."""
     stages = [range(a, a + size) for size in (1, 2) for a in range(num_layers - size + 1)]
-    inside = [stage for stage in stages if stage.start > 0 and stage.stop < num_layers]
-    yield from inside
-    yield from (stage for stage in stages if stage not in inside)
+    return sorted(stages, key=lambda stage: stage.start == 0 or stage.stop == num_layers)
