@@ -1,9 +1,10 @@
-"""Describes which part of an unsplit model's parameter a rank holds, for sharding, export and checkpoints."""
+"""Describes how a parameter is cut over ranks, and which part a rank holds, for sharding, export and checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -41,13 +42,9 @@ class ParameterShare:
 
     def put(self, part: Tensor, whole: Tensor) -> None:
         """Copies this rank's tensor to its places in the whole one."""
-        if not self.shape:
-            whole.copy_(part)
-            return
-        position = 0
-        for start, stop in self.ranges:
-            whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, position, stop - start))
-            position += stop - start
+        for offsets, box in self.boxes(part):
+            place = tuple(slice(first, first + size) for first, size in zip(offsets, box.shape, strict=True))
+            whole[place].copy_(box)
 
     def boxes(self, part: Tensor, first_row: int = 0) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Yields the rows of `part` as contiguous boxes: (offsets in the whole parameter, a view of the tensor there).
@@ -71,3 +68,40 @@ class ParameterShare:
                 offsets[0] = first_row
                 yield tuple(offsets), part.narrow(self.dim, position, stop - start)
             position += stop - start
+
+
+@dataclass(frozen=True)
+class ParameterCut:
+    """Cuts each of the matrices that lie one after the other along `dim` into `num_parts`.
+
+    There are as many parts as tensor ranks, or fewer where several neighbouring ranks have the same part: a key and
+    value head that serves the query heads of all of them. Where the division leaves a remainder, the first parts are
+    longer by one, as in torch.tensor_split.
+    """
+
+    shape: tuple[int, ...]  # the whole parameter's
+    dim: int
+    matrices: tuple[int, ...]  # their sizes along dim
+    num_parts: int
+
+    def share(self, rank: int, num_ranks: int) -> ParameterShare:
+        """Returns the share of tensor rank `rank`."""
+        part, copy = divmod(rank, num_ranks // self.num_parts)
+        ranges = []
+        for offset, size in zip(accumulate(self.matrices, initial=0), self.matrices, strict=False):
+            start, stop = part_bounds(size, self.num_parts, part)
+            ranges.append((offset + start, offset + stop))
+        return ParameterShare(self.shape, self.dim, tuple(ranges), copy)
+
+    def holders(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """Returns the tensor ranks that have the same part as `rank`, including itself."""
+        copies = num_ranks // self.num_parts
+        first = rank // copies * copies
+        return tuple(range(first, first + copies))
+
+
+def part_bounds(size: int, num_parts: int, part: int) -> tuple[int, int]:
+    """Returns the [start, stop) of one part."""
+    each, rest = divmod(size, num_parts)
+    start = part * each + min(part, rest)
+    return start, start + each + (part < rest)

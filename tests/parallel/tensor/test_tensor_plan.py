@@ -15,9 +15,10 @@ from slipstream import SlipstreamError
 from slipstream.model import LayerRange, find_anatomy
 from slipstream.model.model_cutting import keep_layers
 from slipstream.parallel import RankGroup
+from slipstream.parallel.parameter_share import ParameterCut
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.parallel.tensor.parameter_cut import ParameterCut
-from slipstream.parallel.tensor.tensor_plan import TensorPlan, TensorStyle, find_tensor_plan
+from slipstream.parallel.tensor.tensor_plan import TensorPlan, find_tensor_plan
+from slipstream.parallel.tensor.weight_cutting import TensorStyle
 from support.architectures import ARCHITECTURES, build, llama
 from support.examples import examples
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.parallel.tensor import part_bounds
+from slipstream.parallel.parameter_share import part_bounds
 
 BUCKET_BYTES = 25 * 2**20
 NamedParameter = tuple[str, nn.Parameter]

@@ -1,6 +1,5 @@
 """Tensor parallelism: which weights are split over ranks, and the collectives around them."""
 
-from slipstream.parallel.tensor.parameter_cut import part_bounds
 from slipstream.parallel.tensor.tensor_parallel import TensorParallel
 from slipstream.parallel.tensor.tensor_plan import TensorPlan, find_tensor_plan
 from slipstream.parallel.tensor.vocabulary_parallel import vocabulary_cross_entropy

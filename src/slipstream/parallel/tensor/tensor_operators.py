@@ -8,27 +8,26 @@ the tokens are spread: then each rank has its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from slipstream.parallel.rank_group import RankGroup
 
 
 def copy_to_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
     """Applies f: what all ranks have is used by each separately; the gradients of these uses are summed. Collective."""
-    copied: Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return copied
+    return _apply(tensor, lambda whole: whole.view_as(whole), lambda gradient: _sum(gradient, group))
 
 
 def sum_over_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
     """Applies g: returns the sum of the ranks' tensors, on all ranks. Collective."""
-    total: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return total
+    return _apply(tensor, lambda part: _sum(part, group), lambda gradient: gradient)
 
 
 def gather(tensor: Tensor, group: RankGroup, dim: int, length: int, is_partial: bool = False) -> Tensor:
@@ -37,20 +36,25 @@ def gather(tensor: Tensor, group: RankGroup, dim: int, length: int, is_partial: 
     Backward returns this rank's part of the gradient, where all have the whole one, or, if `is_partial`, of the sum of
     the ranks' gradients (a reduce-scatter: f with sequence parallelism).
     """
-    whole: Tensor = _Gather.apply(tensor, group, dim, length, is_partial)  # type: ignore[no-untyped-call]
-    return whole
+    return _apply(
+        tensor,
+        lambda part: _join(group.all_gather(part), dim, length),
+        lambda gradient: _part(gradient, group, dim, is_partial),
+    )
 
 
-def split(tensor: Tensor, group: RankGroup, dim: int) -> Tensor:
-    """Returns this rank's part along `dim`, padded with zeros to equal lengths; backward gathers. Collective."""
-    part: Tensor = _Split.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
-    return part
+def split(tensor: Tensor, group: RankGroup, dim: int, is_partial: bool = False) -> Tensor:
+    """Returns this rank's part along `dim`, padded with zeros to equal lengths; backward gathers. Collective.
 
-
-def sum_and_split(tensor: Tensor, group: RankGroup, dim: int) -> Tensor:
-    """Applies g with sequence parallelism: returns this rank's part along `dim` of the ranks' sum; backward gathers."""
-    part: Tensor = _SumAndSplit.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
-    return part
+    It is the part of the tensor that all ranks have or, if `is_partial`, of the sum of the ranks' tensors (a
+    reduce-scatter: g with sequence parallelism).
+    """
+    length = tensor.shape[dim]
+    return _apply(
+        tensor,
+        lambda whole: _part(whole, group, dim, is_partial),
+        lambda gradient: _join(group.all_gather(gradient), dim, length),
+    )
 
 
 def part_length(length: int, num_parts: int) -> int:
@@ -58,60 +62,25 @@ def part_length(length: int, num_parts: int) -> int:
     return ceil(length / num_parts)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+class _Operator(torch.autograd.Function):
+    """One function of a tensor forward, another one of its gradient backward."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradient, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: RankGroup) -> Tensor:
-        return _sum(tensor, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: RankGroup, dim: int, length: int, is_partial: bool) -> Tensor:
-        ctx.group, ctx.dim, ctx.is_partial = group, dim, is_partial
-        return _join(group.all_gather(tensor), dim, length)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        parts = _cut(gradient, ctx.dim, ctx.group.size)
-        mine = ctx.group.reduce_scatter(parts) if ctx.is_partial else parts[ctx.group.rank].contiguous()
-        return mine, None, None, None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: RankGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.length = group, dim, tensor.shape[dim]
-        return _cut(tensor, dim, group.size)[group.rank].clone(memory_format=torch.contiguous_format)
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _join(ctx.group.all_gather(gradient), ctx.dim, ctx.length), None, None
+        return ctx.of_gradient(gradient), None, None
 
 
-class _SumAndSplit(_Split):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: RankGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.length = group, dim, tensor.shape[dim]
-        return group.reduce_scatter(_cut(tensor, dim, group.size))
+def _apply(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    result: Tensor = _Operator.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _sum(tensor: Tensor, group: RankGroup) -> Tensor:
@@ -119,19 +88,21 @@ def _sum(tensor: Tensor, group: RankGroup) -> Tensor:
     return group.sum(tensor.clone(memory_format=torch.contiguous_format))
 
 
+def _part(tensor: Tensor, group: RankGroup, dim: int, is_partial: bool) -> Tensor:
+    """Returns this rank's part along `dim`, in new memory: of the tensor or, if it `is_partial`, of the ranks' sum."""
+    parts = _cut(tensor, dim, group.size)
+    return group.reduce_scatter(parts) if is_partial else parts[group.rank].clone(memory_format=torch.contiguous_format)
+
+
 def _cut(tensor: Tensor, dim: int, num_parts: int) -> Tensor:
     """Turns (..., length, ...) into (num_parts, ..., part_length, ...), the end padded with zeros."""
     length = part_length(tensor.shape[dim], num_parts)
     missing = num_parts * length - tensor.shape[dim]
     if missing:
-        padding = tensor.new_zeros((*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]))
-        tensor = torch.cat([tensor, padding], dim)
-    shape = (*tensor.shape[:dim], num_parts, length, *tensor.shape[dim + 1 :])
-    return tensor.reshape(shape).movedim(dim, 0)
+        tensor = functional.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, missing))
+    return tensor.reshape(*tensor.shape[:dim], num_parts, length, *tensor.shape[dim + 1 :]).movedim(dim, 0)
 
 
 def _join(parts: Tensor, dim: int, length: int) -> Tensor:
     """Undoes `_cut`, in new memory, since models may change the result in place."""
-    each = parts.shape[dim + 1]
-    lengths: Sequence[int] = [min(each, max(0, length - index * each)) for index in range(len(parts))]
-    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
+    return torch.cat([*parts], dim).narrow(dim, 0, length).contiguous()

@@ -10,32 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.parameter_share import ParameterCut
 from slipstream.parallel.tensor.attention_heads import AttentionHeads, is_attention
-from slipstream.parallel.tensor.parameter_cut import ParameterCut
-from slipstream.parallel.tensor.weight_cutting import cut_experts, cut_linear, cut_vocabulary
+from slipstream.parallel.tensor.weight_cutting import ROWS, TensorStyle, cut_experts, cut_linear, cut_vocabulary
 
-
-class TensorStyle(Enum):
-    """The way a module is spread, by transformers' names."""
-
-    COLUMN = "colwise"  # f before it; each rank has different output features
-    PACKED_COLUMN = "packed_colwise"  # the same for several matrices in one weight
-    GATHERED_COLUMN = "colwise_gather_output"  # the same, and its output is gathered
-    ROW = "rowwise"  # each rank has different input features; g after it
-    SPLIT_ROW = "rowwise_split_input"  # the same, with an input that all ranks have and that is split first
-    EXPERTS = "moe_tp_experts"  # f before all experts together, g after them
-    PER_HEAD = "replicated_with_grad_allreduce"  # whole, but each rank applies it to different heads
-
-
-COLUMNS = (TensorStyle.COLUMN, TensorStyle.PACKED_COLUMN, TensorStyle.GATHERED_COLUMN)
-ROWS = (TensorStyle.ROW, TensorStyle.SPLIT_ROW)
 _ALSO_CALLED = {"colwise_rep": TensorStyle.GATHERED_COLUMN, "rowwise_rep": TensorStyle.SPLIT_ROW}
 _WITHOUT_STYLE = {"replicate"}
 _VOCABULARY_STYLES = {"embedding_rowwise", "colwise", "colwise_gather_output", "colwise_rep"}
@@ -56,10 +40,6 @@ class TensorRegion:
     name: str  # "model.layers.0.mlp"
     styles: Mapping[str, TensorStyle]  # of the modules in it, by their names in the model
     is_direct: bool  # from its input only to columns, and to its output only from a row: nothing else has parameters
-
-    @property
-    def has_columns(self) -> bool:
-        return any(style in COLUMNS for style in self.styles.values())
 
 
 @dataclass(frozen=True)
@@ -115,34 +95,24 @@ def find_tensor_plan(
     layers = _common_list(styles)
     cuts = cut_vocabulary(model, (embedding, head), tensor_ranks)
     attributes: dict[str, Mapping[str, int]] = {}
-    for name, style in styles.items():
-        found, sizes = _cut(model, config, name, style, tensor_ranks, styles)
+    for name in styles:
+        found, sizes = _cut(model, config, name, styles, tensor_ranks)
         cuts |= found
         attributes |= sizes
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
     per_head = frozenset(
-        name for name in parameters if styles.get(name, styles.get(name.rpartition(".")[0])) is TensorStyle.PER_HEAD
+        name for name in shapes if styles.get(name, styles.get(name.rpartition(".")[0])) is TensorStyle.PER_HEAD
     )
-    return TensorPlan(
-        tensor_ranks,
-        layers,
-        embedding,
-        head,
-        tuple(name for name in after if name != head),
-        _regions(model, layers, styles, cuts, per_head),
-        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
-        cuts,
-        per_head,
-        attributes,
-    )
+    regions = _regions(model, layers, styles, shapes.keys() - cuts.keys() - per_head)
+    after_layers = tuple(name for name in after if name != head)
+    return TensorPlan(tensor_ranks, layers, embedding, head, after_layers, regions, shapes, cuts, per_head, attributes)
 
 
 def _own_plan(model: nn.Module, config: Any) -> Mapping[str, str]:
     """Returns the config's plan, by names within the base model, such as "layers.*.mlp.up_proj"."""
-    plan = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(config.model_type)
+    plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(config.model_type)
     if plan:
-        found: Mapping[str, str] = plan
-        return found
+        return plan
     linear = _linear_layers(model)
     styles = ", ".join(style.value for style in TensorStyle)
     raise SlipstreamError(
@@ -202,44 +172,30 @@ def _common_list(styles: Mapping[str, TensorStyle]) -> str:
 
 
 def _cut(
-    model: nn.Module, config: Any, name: str, style: TensorStyle, tensor_ranks: int, styles: Mapping[str, TensorStyle]
+    model: nn.Module, config: Any, name: str, styles: Mapping[str, TensorStyle], tensor_ranks: int
 ) -> tuple[dict[str, ParameterCut], dict[str, Mapping[str, int]]]:
     """Returns the cuts of one module's parameters, and the attributes to change in the module around it, or in
     itself."""
-    parent = name.rpartition(".")[0]
+    parent, style = name.rpartition(".")[0], styles[name]
     if style is TensorStyle.PER_HEAD or styles.get(parent) is TensorStyle.EXPERTS:
         return {}, {}  # whole; a parameter of experts, which are cut together
-    module = model.get_submodule(name)
+    module, around = model.get_submodule(name), model.get_submodule(parent)
     if style is TensorStyle.EXPERTS:
-        of_styles = {kind: _parameters_of(module, name, kind, styles) for kind in TensorStyle}
-        cuts, sizes = cut_experts(
-            module,
-            name,
-            of_styles[TensorStyle.PACKED_COLUMN],
-            of_styles[TensorStyle.COLUMN],
-            of_styles[TensorStyle.ROW],
-            tensor_ranks,
-        )
+        cuts, sizes = cut_experts(module, name, styles, tensor_ranks)
         return cuts, {name: sizes}
-    around = model.get_submodule(parent)
     keeps_heads = style in (TensorStyle.GATHERED_COLUMN, TensorStyle.SPLIT_ROW)  # the code around uses all of them
     heads = AttentionHeads.of(around, config) if is_attention(around) and not keeps_heads else None
-    cuts = cut_linear(module, name, style in ROWS, tensor_ranks, heads, style is TensorStyle.PACKED_COLUMN)
+    cuts = cut_linear(module, name, style, tensor_ranks, heads)
     return cuts, {} if heads is None else {parent: heads.attributes(around, tensor_ranks)}
 
 
-def _parameters_of(module: nn.Module, name: str, style: TensorStyle, styles: Mapping[str, TensorStyle]) -> set[str]:
-    return {key for key, _ in module.named_parameters() if styles.get(f"{name}.{key}") is style}
-
-
 def _regions(
-    model: nn.Module,
-    layers: str,
-    styles: Mapping[str, TensorStyle],
-    cuts: Mapping[str, ParameterCut],
-    per_head: frozenset[str],
+    model: nn.Module, layers: str, styles: Mapping[str, TensorStyle], whole: set[str]
 ) -> tuple[TensorRegion, ...]:
-    """Returns the regions, including children of layers that attend and have nothing cut, as these need all tokens."""
+    """Returns the regions, including children of layers that attend and have nothing cut, as these need all tokens.
+
+    `whole` names the parameters of which all ranks compute the same gradient where they have the same tokens.
+    """
     depth = layers.count(".") + 3  # the list, a layer's number, its child
     found: dict[str, dict[str, TensorStyle]] = {}
     for name, module in model.named_modules():
@@ -247,22 +203,13 @@ def _regions(
         if is_cut or (name.startswith(f"{layers}.") and name.count(".") >= depth - 1 and is_attention(module)):
             inside = found.setdefault(".".join(name.split(".")[:depth]), {})
             inside |= {name: styles[name]} if is_cut else {}
-    return tuple(
-        TensorRegion(name, inside, _is_direct(model, name, inside, cuts, per_head)) for name, inside in found.items()
-    )
+    return tuple(TensorRegion(name, inside, _is_direct(name, inside, whole)) for name, inside in found.items())
 
 
-def _is_direct(
-    model: nn.Module,
-    region: str,
-    styles: Mapping[str, TensorStyle],
-    cuts: Mapping[str, ParameterCut],
-    per_head: frozenset[str],
-) -> bool:
+def _is_direct(region: str, styles: Mapping[str, TensorStyle], whole: set[str]) -> bool:
     rows = [name for name, style in styles.items() if style in ROWS]
-    parameters = {f"{region}.{name}" for name, _ in model.get_submodule(region).named_parameters()}
-    whole = parameters - set(cuts) - per_head - {f"{name}.bias" for name in rows}
-    return bool(styles) and not whole and len(rows) <= 1 and TensorStyle.EXPERTS not in styles.values()
+    others = [name for name in whole - {f"{name}.bias" for name in rows} if name.startswith(f"{region}.")]
+    return bool(styles) and not others and len(rows) <= 1 and TensorStyle.EXPERTS not in styles.values()
 
 
 def _name_of(model: nn.Module, wanted: Any, names: Sequence[str], role: str) -> str:

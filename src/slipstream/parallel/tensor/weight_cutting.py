@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.parameter_share import ParameterCut
 from slipstream.parallel.tensor.attention_heads import AttentionHeads
-from slipstream.parallel.tensor.parameter_cut import ParameterCut
 
+
+class TensorStyle(Enum):
+    """The way a module is spread, by transformers' names."""
+
+    COLUMN = "colwise"  # f before it; each rank has different output features
+    PACKED_COLUMN = "packed_colwise"  # the same for several matrices in one weight
+    GATHERED_COLUMN = "colwise_gather_output"  # the same, and its output is gathered
+    ROW = "rowwise"  # each rank has different input features; g after it
+    SPLIT_ROW = "rowwise_split_input"  # the same, with an input that all ranks have and that is split first
+    EXPERTS = "moe_tp_experts"  # f before all experts together, g after them
+    PER_HEAD = "replicated_with_grad_allreduce"  # whole, but each rank applies it to different heads
+
+
+COLUMNS = (TensorStyle.COLUMN, TensorStyle.PACKED_COLUMN, TensorStyle.GATHERED_COLUMN)
+ROWS = (TensorStyle.ROW, TensorStyle.SPLIT_ROW)
 _EXPERT_SIZES = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim")
 
 
 def cut_linear(
-    module: nn.Module,
-    name: str,
-    by_rows: bool,
-    tensor_ranks: int,
-    heads: AttentionHeads | None,
-    is_packed: bool = False,
+    module: nn.Module, name: str, style: TensorStyle, tensor_ranks: int, heads: AttentionHeads | None
 ) -> dict[str, ParameterCut]:
-    """Returns the cuts of y = x W^T + b: `by_rows` W's columns, which are x's features, with b whole; else W's rows,
-    and b.
+    """Returns the cuts of y = x W^T + b: of a row W's columns, which are x's features, with b whole; else W's rows, and
+    b.
 
-    (PTD-P cuts A in Y = X A, so that its rows are W's columns.) `heads` are those of the attention module around it;
-    `is_packed` says that several matrices lie in W, one after the other: query, key and value, or gate and up.
+    (PTD-P cuts A in Y = X A, so that its rows are W's columns.) `heads` are those of the attention module around it. A
+    packed column has several matrices in W, one after the other: query, key and value, or gate and up.
     """
     if not isinstance(module, (nn.Linear, Conv1D)):
         raise SlipstreamError(
@@ -34,11 +45,12 @@ def cut_linear(
         )
     if heads is not None:
         heads.check(name.rpartition(".")[0], tensor_ranks)
+    by_rows = style in ROWS
     shape = tuple(module.weight.shape)
     dim = int(by_rows != isinstance(module, Conv1D))  # Conv1D keeps its weight transposed
     size, num_parts = shape[dim], tensor_ranks
     matrices: tuple[int, ...] = (size,)
-    if is_packed:
+    if style is TensorStyle.PACKED_COLUMN:
         matrices = _packed(name, size, heads, tensor_ranks)
     elif heads is not None and not by_rows:
         num_parts = heads.num_parts(size, tensor_ranks)
@@ -51,16 +63,15 @@ def cut_linear(
 
 
 def cut_experts(
-    module: nn.Module,
-    name: str,
-    packed: Collection[str],
-    columns: Collection[str],
-    rows: Collection[str],
-    tensor_ranks: int,
+    module: nn.Module, name: str, styles: Mapping[str, TensorStyle], tensor_ranks: int
 ) -> tuple[dict[str, ParameterCut], dict[str, int]]:
-    """Returns the cuts of experts held as 3-D weights (expert, output, input), and the sizes that their code reads."""
-    parameters = dict(module.named_parameters())
-    without = sorted(set(parameters) - {*packed, *columns, *rows})
+    """Returns the cuts of experts held as 3-D weights (expert, output, input), and the sizes that their code reads.
+
+    `styles` are those of all names, their parameters' among them.
+    """
+    parameters = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
+    cuttable = (TensorStyle.PACKED_COLUMN, TensorStyle.COLUMN, TensorStyle.ROW)
+    without = sorted(key.rpartition(".")[2] for key in parameters if styles.get(key) not in cuttable)
     if without:
         raise SlipstreamError(
             f"the plan cuts the experts {name}, but not their {', '.join(without)}, which every rank would then count. "
@@ -74,10 +85,10 @@ def cut_experts(
     cuts = {}
     for key, parameter in parameters.items():
         shape = tuple(parameter.shape)
-        dim = len(shape) - 1 if key in rows else len(shape) - 2
-        matrices = (shape[dim] // 2,) * 2 if key in packed else (shape[dim],)
-        _check_features(f"{name}.{key}", matrices[0], tensor_ranks)
-        cuts[f"{name}.{key}"] = ParameterCut(shape, dim, matrices, tensor_ranks)
+        dim = len(shape) - (1 if styles[key] is TensorStyle.ROW else 2)
+        matrices = (shape[dim] // 2,) * 2 if styles[key] is TensorStyle.PACKED_COLUMN else (shape[dim],)
+        _check_features(key, matrices[0], tensor_ranks)
+        cuts[key] = ParameterCut(shape, dim, matrices, tensor_ranks)
     sizes = {key: value for key, value in vars(module).items() if key in _EXPERT_SIZES and isinstance(value, int)}
     return cuts, {key: value // tensor_ranks for key, value in sizes.items()}
 
