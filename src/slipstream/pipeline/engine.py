@@ -20,7 +20,7 @@ from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
-from slipstream.pipeline.tuning import TrialResult, make_tuner
+from slipstream.pipeline.tuning import TrialResult, Tuner
 from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
 
@@ -35,7 +35,7 @@ class Engine:
         self.device = self.ranks.device if options.device is None else torch.device(options.device)
         self.family = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
-        self.tuner = make_tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
+        self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
         self.layout = self.family.lay_out(self.tuner.schedule, self.tuner.slices)  # of the next step
         self.stages: Mapping[int, Stage]
         self.stages, tensor = self.family.make_stages(self.layout)

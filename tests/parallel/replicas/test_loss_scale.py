@@ -50,9 +50,3 @@ def test_it_resumes() -> None:
         assert each.num_skipped == 2
         with pytest.raises(SlipstreamError):
             each.update(False)
-
-
-@pytest.mark.parametrize("given", [{"scale": 0.0}, {"growth": 0.5}, {"backoff": 2.0}, {"growth_interval": 0}])
-def test_what_scales_nothing_is_refused(given: dict[str, float]) -> None:
-    with pytest.raises(SlipstreamError, match="give a positive scale"):
-        LossScale(**given)  # type: ignore[arg-type]

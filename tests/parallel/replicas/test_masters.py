@@ -16,9 +16,9 @@ from slipstream.parallel.replicas.buckets import (
     in_buckets,
     pack_rows,
     rows_of,
+    shapes_of_rows,
     take_rows,
     unflatten_tensors,
-    unpack_rows,
 )
 from support.architectures import ARCHITECTURES, build, tokens
 
@@ -132,7 +132,7 @@ def test_rows_come_back_from_their_owners(shapes: list[list[int]], num_owners: i
     packed = pack_rows(tensors, num_owners)
     assert packed.shape[0] == num_owners
     for owner in range(num_owners):
-        pieces = unpack_rows(packed[owner], tensors, owner, num_owners)
+        pieces = unflatten_tensors(packed[owner], shapes_of_rows(tensors, owner, num_owners))
         for piece, tensor in zip(pieces, tensors, strict=True):
             assert torch.equal(piece, take_rows(tensor, rows_of(tensor, owner, num_owners)))
     for tensor in tensors:

@@ -12,8 +12,7 @@ from statistics import median
 import pytest
 
 from slipstream import Op
-from slipstream.pipeline.tuning.fitted_slice_times import SliceTimes
-from slipstream.pipeline.tuning.slicings import growing, promising
+from slipstream.pipeline.tuning.slicings import SliceTimes, growing, promising
 from slipstream.pipeline.tuning.trials import Samples, Trial, TrialRequest, TrialResult, fastest
 from slipstream.schedule import make_schedule, split_backwards
 from slipstream.simulator import TableCost, simulate

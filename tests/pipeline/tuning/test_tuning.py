@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import accumulate
 
 import pytest
 import torch
 
-from slipstream import Op, Pipeline, Runtime, SlipstreamError
+from slipstream import Memory, Op, Pipeline, Runtime, Schedule, SlipstreamError
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import Trial, Tuner
 from slipstream.schedule import COMMUNICATION, one_f_one_b, split_backwards
 from slipstream.simulator import TableCost, simulate
@@ -44,6 +46,20 @@ def run(trial: Trial) -> Timeline:
     return simulate(trial.schedule, TableCost(times))
 
 
+def tuner_of(
+    schedule: str | Schedule,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    slices: int | Sequence[int] | str,
+    num_flushes: int = 1,
+    compiled: Sequence[str] = (),
+) -> Tuner:
+    memory = Memory(num_flushes=num_flushes)
+    options = PipelineOptions(schedule, num_microbatches, slices, stages_per_rank, memory=memory)
+    return Tuner(options, num_ranks, compiled=compiled)
+
+
 def settle(tuner: Tuner, length: int) -> tuple[Trial, int]:
     """Let the tuner learn to the end; how many steps that took."""
     num_steps = 0
@@ -56,45 +72,45 @@ def settle(tuner: Tuner, length: int) -> tuple[Trial, int]:
 
 
 def test_the_order_is_no_slower_than_hand_written_ones() -> None:
-    trial, num_steps = settle(Tuner("auto", 4, 4, 1, 4), 4096)
+    trial, num_steps = settle(tuner_of("auto", 4, 4, 1, 4), 4096)
     assert num_steps == 7
     assert trial.slices == (1024,) * 4
     for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
-        other = split_backwards(Tuner(name, 4, 4, 1, 4).schedule)
+        other = split_backwards(tuner_of(name, 4, 4, 1, 4).schedule)
         assert run(trial).makespan <= run(Trial(other, trial.slices)).makespan + 1e-9
 
 
 def test_the_order_on_a_v_is_no_slower_than_hand_written_ones() -> None:
-    trial, _ = settle(Tuner("auto-v", 3, 2, 2, 4), 4096)
+    trial, _ = settle(tuner_of("auto-v", 3, 2, 2, 4), 4096)
     assert trial.schedule.placement == (0, 1, 2, 2, 1, 0)
     for name in ("zb-v", "v-half", "v-min"):
-        other = split_backwards(Tuner(name, 3, 2, 2, 4).schedule)
+        other = split_backwards(tuner_of(name, 3, 2, 2, 4).schedule)
         assert run(trial).makespan <= run(Trial(other, trial.slices)).makespan + 1e-9
 
 
 def test_a_v_has_two_stages_a_rank() -> None:
     with pytest.raises(SlipstreamError, match=r"'auto-v' has exactly 2"):
-        Tuner("auto-v", 2, 1, 1, 4)
+        tuner_of("auto-v", 2, 1, 1, 4)
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
 def test_slices_are_shorter_first_and_beat_equal_ones(schedule: str) -> None:
-    trial, _ = settle(Tuner(schedule, 2, 1, 1, "auto"), 2048)
+    trial, _ = settle(tuner_of(schedule, 2, 1, 1, "auto"), 2048)
     assert sum(trial.slices) == 2048
     assert all(length % 64 == 0 for length in trial.slices)
     best = run(trial).makespan
     for count in (1, 2, 4, 8, 16):
-        equal = Trial(Tuner("1f1b", 2, 1, 1, count).schedule, (2048 // count,) * count)
+        equal = Trial(tuner_of("1f1b", 2, 1, 1, count).schedule, (2048 // count,) * count)
         assert best < run(equal).makespan
 
 
 def test_a_schedule_brings_its_own_number_of_slices() -> None:
-    tuner = Tuner(one_f_one_b(2, 1, 3), 2, 1, 1, 8)
+    tuner = tuner_of(one_f_one_b(2, 1, 3), 2, 1, 1, 8)
     assert tuner.lengths(64) == [22, 21, 21]
 
 
 def test_tuning_is_for_the_first_length_that_is_learned_from() -> None:
-    tuner = Tuner("1f1b", 2, 1, 1, "auto")
+    tuner = tuner_of("1f1b", 2, 1, 1, "auto")
     tuner.begin(500)  # a step that failed
     schedule = tuner.begin(512)
     assert sum(tuner.lengths(512)) == 512
@@ -106,7 +122,7 @@ def test_tuning_is_for_the_first_length_that_is_learned_from() -> None:
 
 
 def test_without_auto_there_is_nothing_to_learn() -> None:
-    tuner = Tuner("1f1b", 2, 1, 1, [3, 5])
+    tuner = tuner_of("1f1b", 2, 1, 1, [3, 5])
     assert tuner.begin(8) is tuner.schedule
     assert not tuner.is_tuning
     assert not tuner.listens_to(8)
@@ -163,7 +179,7 @@ def unsplit_loss(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("slices", [4, "auto"])
 def test_auto_repeats_what_it_tries_in_every_flush(slices: int | str) -> None:
-    tuner = Tuner("auto", 2, 4, 1, slices, num_flushes=2)
+    tuner = tuner_of("auto", 2, 4, 1, slices, num_flushes=2)
     schedule = tuner.begin(2048)
     for _ in range(40):
         if not tuner.is_tuning:
@@ -179,7 +195,7 @@ def test_auto_repeats_what_it_tries_in_every_flush(slices: int | str) -> None:
 
 @pytest.mark.parametrize("slices", [4, "auto"])
 def test_auto_splits_no_backward_of_a_compiled_module(slices: int | str) -> None:
-    tuner = Tuner("auto", 2, 2, 1, slices, compiled=["layers.0.mlp"])
+    tuner = tuner_of("auto", 2, 2, 1, slices, compiled=["layers.0.mlp"])
     schedule = tuner.begin(2048)
     while tuner.is_tuning:
         assert all(action.op in (Op.F, Op.B) for action in schedule.positions)
@@ -190,8 +206,8 @@ def test_auto_splits_no_backward_of_a_compiled_module(slices: int | str) -> None
 def test_a_given_schedule_that_splits_a_compiled_module_is_refused() -> None:
     split = split_backwards(one_f_one_b(2, 1, 3), everywhere=True)
     with pytest.raises(SlipstreamError, match=r"layers\.0\.mlp is compiled, so its backward is one piece"):
-        Tuner(split, 2, 1, 1, 3, compiled=["layers.0.mlp"])
-    Tuner(one_f_one_b(2, 1, 3), 2, 1, 1, 3, compiled=["layers.0.mlp"])
+        tuner_of(split, 2, 1, 1, 3, compiled=["layers.0.mlp"])
+    tuner_of(one_f_one_b(2, 1, 3), 2, 1, 1, 3, compiled=["layers.0.mlp"])
 
 
 @pytest.mark.parametrize(("given", "near"), [("zbv", "zb-v"), ("atuo", "auto"), ("1f1p", "1f1b")])
@@ -199,9 +215,9 @@ def test_a_mistyped_schedule_is_told_the_nearest_and_that_auto_is_one(given: str
     with pytest.raises(
         SlipstreamError, match=rf"schedule='{given}' is not known; did you mean '{near}'\?.*, auto, auto-v, or"
     ):
-        Tuner(given, 2, 1, 1, 4)
+        tuner_of(given, 2, 1, 1, 4)
 
 
 def test_learning_slices_takes_at_most_29_steps() -> None:
-    _, num_steps = settle(Tuner("1f1b", 2, 1, 1, "auto"), 2048)
+    _, num_steps = settle(tuner_of("1f1b", 2, 1, 1, "auto"), 2048)
     assert 20 <= num_steps <= 29

@@ -60,9 +60,7 @@ class Replica:
         add_weight_gradients_in_place(model)
         self.model, self.data = model, data
         self.masters = MasterParameters([*model.named_parameters()], data, shard, dtype, bucket_bytes)
-        self.gradients = GradientReduction(
-            in_stages(model), data, RankGroup(), none_partial, self.masters, bucket_bytes=bucket_bytes
-        )
+        self.gradients = GradientReduction(in_stages(model), data, RankGroup(), none_partial, self.masters)
 
     def step(self, seed: int, scale: float = 1.0) -> None:
         inputs, labels = batch(seed, self.data.size)

@@ -155,9 +155,9 @@ def partial_gradients_are_summed_over_tensor_ranks() -> None:
         for shard in (False, True):
             model = build(ARCHITECTURES["llama"], seed=3)
             named = [*model.named_parameters()]
-            masters = MasterParameters(named, axes.data, shard)
+            masters = MasterParameters(named, axes.data, shard, bucket_bytes=1000)
             axes.tensor.payload.clear()
-            reduced = GradientReduction({0: named}, axes.data, axes.tensor, added_over, masters, bucket_bytes=1000)
+            reduced = GradientReduction({0: named}, axes.data, axes.tensor, added_over, masters)
             wanted = {name: torch.zeros_like(parameter) for name, parameter in named}
             for seed in range(2):
                 reduced.begin()

@@ -6,7 +6,7 @@ the first replicas have one more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -18,27 +18,38 @@ from slipstream.parallel.parameter_share import part_bounds
 
 BUCKET_BYTES = 25 * 2**20
 NamedParameter = tuple[str, nn.Parameter]
+Bucket = list[NamedParameter]
 
 
 @dataclass(frozen=True)
 class PendingReduction:
     """A running collective over the replicas: what it sends and fills, and the parameters of these gradients."""
 
-    bucket: list[NamedParameter]
-    sent: Tensor
+    bucket: Bucket
+    shapes: Iterable[Sequence[int]]  # of their gradients in the result
+    sent: Tensor  # kept until the collective ends
     result: Tensor  # the whole sum or, of a scatter, this replica's rows
     work: dist.Work | None
 
+    def finish(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Waits for it, and yields the parameters with their gradients: views of the result."""
+        if self.work is not None:
+            self.work.wait()
+        for (name, parameter), gradient in zip(self.bucket, unflatten_tensors(self.result, self.shapes), strict=True):
+            yield name, parameter, gradient
+
 
 def in_buckets(
-    parameters: Iterable[NamedParameter], dtype_of: Callable[[nn.Parameter], torch.dtype], bucket_bytes: int
-) -> list[list[NamedParameter]]:
+    parameters: Iterable[NamedParameter],
+    dtype_of: Callable[[nn.Parameter], torch.dtype],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[Bucket]:
     """Returns the parameters in order, those of each dtype in buckets of at most `bucket_bytes`.
 
     A larger parameter has a bucket for itself.
     """
-    buckets: list[list[NamedParameter]] = []
-    filling: dict[torch.dtype, list[NamedParameter]] = {}
+    buckets: list[Bucket] = []
+    filling: dict[torch.dtype, Bucket] = {}
     for name, parameter in parameters:
         dtype = dtype_of(parameter)
         room = bucket_bytes // dtype.itemsize - parameter.numel()
@@ -65,7 +76,7 @@ def unflatten_tensors(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Ten
     return views
 
 
-def take_gradients(bucket: Sequence[NamedParameter]) -> list[Tensor]:
+def take_gradients(bucket: Bucket) -> list[Tensor]:
     """Moves the gradients of a bucket's parameters out of `.grad` and returns them, zeros where there is none."""
     gradients = []
     for _, parameter in bucket:
@@ -102,10 +113,9 @@ def pack_line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> Tensor:
     return torch.cat(_line(tensors, owner, num_owners))
 
 
-def unpack_rows(line: Tensor, tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:
-    """Undoes `pack_rows` for one owner: returns views of its rows, in the shapes they have in `tensors`."""
-    shapes = [take_rows(tensor, rows_of(tensor, owner, num_owners)).shape for tensor in tensors]
-    return unflatten_tensors(line, shapes)
+def shapes_of_rows(tensors: Iterable[Tensor], owner: int, num_owners: int) -> list[torch.Size]:
+    """Returns the shapes that one owner's rows of each tensor have, by which `unflatten_tensors` undoes `pack_rows`."""
+    return [take_rows(tensor, rows_of(tensor, owner, num_owners)).shape for tensor in tensors]
 
 
 def _line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,29 +11,25 @@ from torch import Tensor, nn
 
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.replicas.buckets import (
-    BUCKET_BYTES,
+    Bucket,
     NamedParameter,
     PendingReduction,
     flatten_tensors,
     in_buckets,
     pack_rows,
+    shapes_of_rows,
     take_gradients,
     unflatten_tensors,
-    unpack_rows,
 )
 from slipstream.parallel.replicas.master_parameters import MasterParameters
 
 
-@dataclass(frozen=True)
-class _StageCollectives:
+class _StageCollectives(NamedTuple):
     """One stage's collectives, in order: buckets to sum over tensor ranks, then to sum or to scatter over replicas."""
 
-    partial: list[tuple[RankGroup, list[NamedParameter]]]
-    summed: list[list[NamedParameter]]
-    scattered: list[list[NamedParameter]]
-
-    def __bool__(self) -> bool:
-        return bool(self.partial or self.summed or self.scattered)
+    partial: list[tuple[RankGroup, Bucket]]
+    summed: list[Bucket]
+    scattered: list[Bucket]
 
 
 class GradientReduction:
@@ -56,7 +52,6 @@ class GradientReduction:
         added_over: Callable[[str], tuple[int, ...]],
         masters: MasterParameters,
         whole: Collection[str] = (),
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Collective.
 
@@ -66,13 +61,12 @@ class GradientReduction:
             data: the replicas.
             tensor: the ranks that share every layer.
             added_over: returns the tensor ranks over which a parameter's gradients are summed first; () for none.
-            masters: receive the gradients, in their dtype.
+            masters: receive the gradients, in their dtype; their buckets are as large as the gradients'.
             whole: names whose gradients `finish` leaves in `.grad`, of this step alone and with all rows, until
                 `deliver` replaces them: tied weights, whose two gradients must be added first.
-            bucket_bytes: about how much one collective exchanges.
         """
         self._stages = _each_once(stages)
-        self._data, self._masters, self._whole, self._bucket_bytes = data, masters, frozenset(whole), bucket_bytes
+        self._data, self._masters, self._whole = data, masters, frozenset(whole)
         names = {name for parameters in self._stages.values() for name, _ in parameters}
         self._added_over = {name: ranks for name in sorted(names) if (ranks := added_over(name))}
         self._groups = {ranks: _subgroup(tensor, ranks) for ranks in sorted({*self._added_over.values()})}
@@ -93,11 +87,9 @@ class GradientReduction:
         parameter was frozen too late.
         """
         self._masters.check_trained()
-        self._scale = scale
-        self._started = []
+        self._scale, self._started, self._earlier = scale, [], {}
         self._plans = {stage: self._plan(parameters) for stage, parameters in self._stages.items()}
-        self._missing = {stage for stage, plan in self._plans.items() if plan}
-        self._earlier = {}
+        self._missing = {stage for stage, plan in self._plans.items() if any(plan)}
         for name, parameter in self._handled():
             if self._masters.updates(name, parameter):
                 self._earlier[id(parameter)] = parameter.grad
@@ -110,15 +102,16 @@ class GradientReduction:
         self._missing.discard(stage)
         for group, bucket in plan.partial:
             flat = group.sum(flatten_tensors(take_gradients(bucket)))
-            totals = unflatten_tensors(flat, (parameter.shape for _, parameter in bucket))
+            totals = unflatten_tensors(flat, [parameter.shape for _, parameter in bucket])
             for (_, parameter), total in zip(bucket, totals, strict=True):
                 parameter.grad = total
         for bucket in plan.summed:
-            flat = flatten_tensors(take_gradients(bucket))
-            self._started.append(PendingReduction(bucket, flat, flat, self._data.start_sum(flat)))
+            flat, shapes = flatten_tensors(take_gradients(bucket)), [parameter.shape for _, parameter in bucket]
+            self._started.append(PendingReduction(bucket, shapes, flat, flat, self._data.start_sum(flat)))
         for bucket in plan.scattered:
             packed = pack_rows(take_gradients(bucket), self._data.size)
-            self._started.append(PendingReduction(bucket, packed, *self._data.start_reduce_scatter(packed)))
+            shapes = shapes_of_rows((parameter for _, parameter in bucket), self._data.rank, self._data.size)
+            self._started.append(PendingReduction(bucket, shapes, packed, *self._data.start_reduce_scatter(packed)))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -150,21 +143,14 @@ class GradientReduction:
             handled = [(name, parameter, parameter.grad) for name, parameter in self._handled()]
             yield from ((name, parameter, gradient) for name, parameter, gradient in handled if gradient is not None)
         for started in self._started:
-            if started.work is not None:
-                started.work.wait()
-            parameters = [parameter for _, parameter in started.bucket]
-            if started.result is started.sent:
-                pieces = unflatten_tensors(started.result, (parameter.shape for parameter in parameters))
-            else:
-                pieces = unpack_rows(started.result, parameters, self._data.rank, self._data.size)
-            yield from ((name, p, piece) for (name, p), piece in zip(started.bucket, pieces, strict=True))
+            yield from started.finish()
         self._started = []
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
         return gradient if self._scale == 1 else gradient.div_(self._scale)
 
     def _plan(self, parameters: Sequence[NamedParameter]) -> _StageCollectives:
-        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        trained = [named for named in parameters if named[1].requires_grad]
         partial = [
             (group, bucket)
             for ranks, group in self._groups.items()
@@ -176,8 +162,8 @@ class GradientReduction:
         rows = [named for named in trained if self._masters.is_sharded and named[0] not in self._whole]
         return _StageCollectives(partial, self._in_buckets(whole), self._in_buckets(rows))
 
-    def _in_buckets(self, parameters: Iterable[NamedParameter]) -> list[list[NamedParameter]]:
-        return in_buckets(parameters, self._masters.dtype_of, self._bucket_bytes)
+    def _in_buckets(self, parameters: Iterable[NamedParameter]) -> list[Bucket]:
+        return in_buckets(parameters, self._masters.dtype_of, self._masters.bucket_bytes)
 
     def _handled(self) -> Iterator[NamedParameter]:
         """Yields the parameters whose gradients don't simply stay where backward leaves them."""
@@ -189,9 +175,9 @@ class GradientReduction:
                     yield name, parameter
 
 
-def _each_once(stages: Mapping[int, Sequence[NamedParameter]]) -> dict[int, list[NamedParameter]]:
+def _each_once(stages: Mapping[int, Sequence[NamedParameter]]) -> dict[int, Bucket]:
     seen: set[int] = set()
-    once: dict[int, list[NamedParameter]] = {}
+    once: dict[int, Bucket] = {}
     for stage in sorted(stages):
         once[stage] = [(name, parameter) for name, parameter in stages[stage] if id(parameter) not in seen]
         seen |= {id(parameter) for _, parameter in once[stage]}

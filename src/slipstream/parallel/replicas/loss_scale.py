@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from dataclasses import dataclass
+from typing import Any
 
 from slipstream.errors import SlipstreamError
 
-
-class LossScaleState(TypedDict):
-    """The state of a LossScale in a checkpoint."""
-
-    scale: float
-    num_good: int
-    num_bad: int
-    num_skipped: int
+_STATE = ("scale", "num_good", "num_bad", "num_skipped")
 
 
+@dataclass
 class LossScale:
     """A factor of the loss that keeps small gradients above float16's smallest number, adjusted during training.
 
@@ -26,31 +21,20 @@ class LossScale:
     bfloat16 and float32 need no scale; there `LossScale.fixed()` still skips and counts.
     """
 
-    def __init__(
-        self,
-        scale: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        growth_interval: int = 2000,
-        max_bad: int = 20,
-    ) -> None:
-        """`max_bad` is the number of bad steps in a row after which training stops with an error."""
-        if not (scale > 0 and growth >= 1 and 0 < backoff <= 1 and growth_interval >= 1 and max_bad >= 1):
-            raise SlipstreamError(
-                f"a loss scale of {scale} that grows by {growth} every {growth_interval} good steps, falls by "
-                f"{backoff} and gives up after {max_bad} bad ones: give a positive scale, growth of at least 1, "
-                "backoff in (0, 1], and counts of at least 1."
-            )
-        self.scale = scale
+    scale: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_interval: int = 2000
+    max_bad: int = 20  # bad steps in a row, after which training stops with an error
+
+    def __post_init__(self) -> None:
         self.num_skipped = 0  # in the whole run
-        self._growth, self._backoff, self._growth_interval, self._max_bad = growth, backoff, growth_interval, max_bad
-        self._num_good = 0  # in a row
-        self._num_bad = 0  # in a row
+        self.num_good = self.num_bad = 0  # in a row
 
     @classmethod
-    def fixed(cls, scale: float = 1.0, max_bad: int = 20) -> LossScale:
-        """Returns a scale that never changes; by default 1."""
-        return cls(scale, growth=1.0, backoff=1.0, max_bad=max_bad)
+    def fixed(cls) -> LossScale:
+        """Returns a scale that is always 1."""
+        return cls(1.0, growth=1.0, backoff=1.0)
 
     def update(self, finite: bool) -> None:
         """Adjusts the scale after a step; `finite` says whether all gradients are finite, the same on every rank.
@@ -59,32 +43,27 @@ class LossScale:
         Raises SlipstreamError after `max_bad` such steps in a row.
         """
         if finite:
-            self._num_bad = 0
-            self._num_good += 1
-            if self._num_good == self._growth_interval:
-                self.scale *= self._growth
-                self._num_good = 0
+            self.num_bad = 0
+            self.num_good += 1
+            if self.num_good == self.growth_interval:
+                self.scale *= self.growth
+                self.num_good = 0
             return
-        self.scale *= self._backoff
-        self._num_good = 0
-        self._num_bad += 1
+        self.scale *= self.backoff
+        self.num_good = 0
+        self.num_bad += 1
         self.num_skipped += 1
-        if self._num_bad >= self._max_bad:
+        if self.num_bad >= self.max_bad:
             raise SlipstreamError(
-                f"{self._num_bad} steps in a row had gradients that are not finite; the loss scale is now "
+                f"{self.num_bad} steps in a row had gradients that are not finite; the loss scale is now "
                 f"{self.scale:g}. Lower the learning rate, lengthen its warm-up, or train in bfloat16."
             )
 
-    def state_dict(self) -> LossScaleState:
+    def state_dict(self) -> dict[str, Any]:
         """Returns what resuming needs, as plain numbers."""
-        return {
-            "scale": self.scale,
-            "num_good": self._num_good,
-            "num_bad": self._num_bad,
-            "num_skipped": self.num_skipped,
-        }
+        return {name: getattr(self, name) for name in _STATE}
 
-    def load_state_dict(self, state: LossScaleState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from the state that `state_dict` returned."""
-        self.scale, self.num_skipped = state["scale"], state["num_skipped"]
-        self._num_good, self._num_bad = state["num_good"], state["num_bad"]
+        for name in _STATE:
+            setattr(self, name, state[name])

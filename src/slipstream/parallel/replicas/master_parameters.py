@@ -11,13 +11,15 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.replicas.buckets import (
     BUCKET_BYTES,
+    Bucket,
     NamedParameter,
     add_gradient,
     in_buckets,
     pack_line,
     rows_of,
+    shapes_of_rows,
     take_rows,
-    unpack_rows,
+    unflatten_tensors,
 )
 
 
@@ -39,24 +41,19 @@ class MasterParameters:
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`parameters` are the rank's, each once; `data` its replicas.
+        """`parameters` are the rank's, each once; `data` its replicas; a collective exchanges about `bucket_bytes`.
 
         Raises SlipstreamError where `dtype` can't hold a parameter's values.
         """
-        self._data = data
-        self._dtype = dtype
+        self._data, self._dtype, self.bucket_bytes = data, dtype, bucket_bytes
         self.is_sharded = shard and data.size > 1
+        self._owner = (data.rank, data.size) if self.is_sharded else (0, 1)
         self._parameters = dict(parameters)
         self._trained = {name for name, parameter in parameters if parameter.requires_grad}
-        for name in self._trained:
-            _check_wider(name, self._parameters[name].dtype, self.dtype_of(self._parameters[name]))
-        made = {name: self._make(parameter) for name, parameter in parameters}
+        made = {name: self._make(name, parameter) for name, parameter in parameters}
         self._masters = {name: master for name, master in made.items() if master is not None}
-        self._buckets = in_buckets(
-            [(name, parameter) for name, parameter in parameters if name in self._trained],
-            lambda parameter: parameter.dtype,
-            bucket_bytes,
-        )
+        trained = [named for named in parameters if named[1].requires_grad]
+        self._buckets = in_buckets(trained, lambda parameter: parameter.dtype, bucket_bytes)
 
     def named_parameters(self) -> Iterator[NamedParameter]:
         """Yields what the optimizer updates, under the parameters' names and with their number of dimensions."""
@@ -64,10 +61,7 @@ class MasterParameters:
 
     def rows(self, name: str) -> range:
         """Returns the rows (dim 0; a scalar is one) of the rank's parameter that this replica updates."""
-        parameter = self._parameters[name]
-        if not self.is_sharded or name not in self._trained:
-            return rows_of(parameter, 0, 1)
-        return rows_of(parameter, self._data.rank, self._data.size)
+        return rows_of(self._parameters[name], *(self._owner if name in self._trained else (0, 1)))
 
     def is_spread(self, name: str) -> bool:
         """Returns whether each replica has different rows of it, as of parameters that aren't frozen."""
@@ -114,16 +108,21 @@ class MasterParameters:
                     "freeze parameters of the model before the Pipeline is made of it."
                 )
 
-    def _make(self, parameter: nn.Parameter) -> nn.Parameter | None:
+    def _make(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         dtype = self.dtype_of(parameter)
         if not parameter.requires_grad or (dtype == parameter.dtype and not self.is_sharded):
             return parameter
-        rows = rows_of(parameter, self._data.rank, self._data.size) if self.is_sharded else rows_of(parameter, 0, 1)
+        if torch.promote_types(parameter.dtype, dtype) != dtype:
+            raise SlipstreamError(
+                f"the masters' dtype {dtype} can't hold the values of {name}, which is {parameter.dtype}. "
+                "Give torch.float32, or none: then the optimizer updates the parameters themselves."
+            )
+        rows = rows_of(parameter, *self._owner)
         # Its separate version counter lets a save that reads the master see changes: `publish` makes none, though it
         # writes to the parameter.
         return nn.Parameter(take_rows(parameter.data, rows).to(dtype)) if rows else None
 
-    def _gather(self, bucket: Sequence[NamedParameter]) -> None:
+    def _gather(self, bucket: Bucket) -> None:
         """Copies every replica's rows to a bucket's parameters, in these parameters' dtype."""
         parameters, size = [parameter for _, parameter in bucket], self._data.size
         for name, parameter in bucket:
@@ -131,14 +130,6 @@ class MasterParameters:
                 take_rows(parameter, self.rows(name)).copy_(self._masters[name])
         mine = pack_line(parameters, self._data.rank, size)
         for owner, line in enumerate(self._data.all_gather(mine)):
-            pieces = unpack_rows(line, parameters, owner, size)
+            pieces = unflatten_tensors(line, shapes_of_rows(parameters, owner, size))
             for parameter, piece in zip(parameters, pieces, strict=True):
                 take_rows(parameter, rows_of(parameter, owner, size)).copy_(piece)
-
-
-def _check_wider(name: str, dtype: torch.dtype, wider: torch.dtype) -> None:
-    if torch.promote_types(dtype, wider) != wider:
-        raise SlipstreamError(
-            f"the masters' dtype {wider} can't hold the values of {name}, which is {dtype}. "
-            "Give torch.float32, or none: then the optimizer updates the parameters themselves."
-        )

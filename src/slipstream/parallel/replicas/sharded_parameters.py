@@ -16,13 +16,11 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import storage_id
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.replicas.buckets import (
-    BUCKET_BYTES,
     NamedParameter,
     PendingReduction,
     add_gradient,
     in_buckets,
     take_gradients,
-    unflatten_tensors,
 )
 
 
@@ -48,26 +46,22 @@ class ShardedParameters:
 
     is_sharded = True
 
-    def __init__(
-        self,
-        stages: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]],
-        data: RankGroup,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
+    def __init__(self, stages: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]], data: RankGroup) -> None:
         """Collective over the replicas, which hold equal parameters. From now on parameters of the modules are DTensors
         between steps.
 
         Args:
             stages: of each of this rank's stages its model and those layers of it that are gathered by themselves.
             data: the replicas, two or more.
-            bucket_bytes: about how much one reduce-scatter exchanges.
 
         Raises SlipstreamError where a parameter has no rows, or is held by two modules.
         """
-        self._data, self._bucket_bytes = data, bucket_bytes
+        self._data = data
         for model, _ in stages.values():
             _check_can_be_sharded(model)
-        mesh = _mesh(data, next(iter(stages.values()))[0])
+        assert data.process_group is not None
+        device = next(next(iter(stages.values()))[0].parameters()).device
+        mesh = DeviceMesh.from_group(data.process_group, device.type, mesh_dim_names=("dp",))
         self._modules = {stage: _shard(*modules, mesh) for stage, modules in stages.items()}
         self._models = {stage: model for stage, (model, _) in stages.items()}
         named = [named for model in self._models.values() for named in model.named_parameters()]
@@ -123,9 +117,10 @@ class ShardedParameters:
         """Starts reducing a stage's gradients, after its last backward, and releases its whole weights. Collective."""
         self._missing.discard(stage)
         trained = [named for named in self._models[stage].named_parameters() if named[0] in self._trained]
-        for bucket in in_buckets(trained, lambda parameter: parameter.dtype, self._bucket_bytes):
+        for bucket in in_buckets(trained, lambda parameter: parameter.dtype):
             packed = torch.cat([_in_parts(gradient, self._data.size) for gradient in take_gradients(bucket)], 1)
-            self._started.append(PendingReduction(bucket, packed, *self._data.start_reduce_scatter(packed)))
+            shapes = [self._padded(name) for name, _ in bucket]
+            self._started.append(PendingReduction(bucket, shapes, packed, *self._data.start_reduce_scatter(packed)))
         _reshard(self._modules[stage])
 
     @torch.no_grad()
@@ -134,17 +129,11 @@ class ShardedParameters:
         if self._missing:
             raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
         for started in self._started:
-            if started.work is not None:
-                started.work.wait()
-            names = [name for name, _ in started.bucket]
-            parts = unflatten_tensors(started.result, (self._padded(name) for name in names))
-            for name, part in zip(names, parts, strict=True):
-                self._add(name, part[: len(self.rows(name))])
+            for name, _, part in started.finish():
+                if name in self._masters:
+                    gradient = part[: len(self.rows(name))]
+                    add_gradient(self._masters[name], gradient if self._scale == 1 else gradient.div_(self._scale))
         self._started = []
-
-    def _add(self, name: str, gradient: Tensor) -> None:
-        if name in self._masters:
-            add_gradient(self._masters[name], gradient if self._scale == 1 else gradient.div_(self._scale))
 
     def _padded(self, name: str) -> tuple[int, ...]:
         """Returns the shape in which a replica's part is sent: that of the largest part."""
@@ -175,17 +164,9 @@ def _check_can_be_sharded(model: nn.Module) -> None:
             )
 
 
-def _mesh(data: RankGroup, model: nn.Module) -> DeviceMesh:
-    assert data.process_group is not None
-    return DeviceMesh.from_group(data.process_group, next(model.parameters()).device.type, mesh_dim_names=("dp",))
-
-
 def _shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> list[FSDPModule]:
     """Returns FSDP2's modules, which neither reduce gradients nor release what they gathered until asked to."""
-    modules = []
-    for module in _units(model, layers):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        modules.append(cast(FSDPModule, module))
+    modules = [fully_shard(module, mesh=mesh, reshard_after_forward=False) for module in _units(model, layers)]
     for sharded in modules:
         sharded.set_requires_gradient_sync(False)
         sharded.set_reshard_after_backward(False)

@@ -1,4 +1,4 @@
 """schedule="auto" and slices="auto": measures the first steps and chooses from them."""
 
 from slipstream.pipeline.tuning.trials import Trial, TrialMemory, TrialRequest, TrialResult, holdings_of
-from slipstream.pipeline.tuning.tuner import Tuner, make_tuner
+from slipstream.pipeline.tuning.tuner import Tuner

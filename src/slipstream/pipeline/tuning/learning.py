@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.tuning.fitted_slice_times import SliceTimes
-from slipstream.pipeline.tuning.order_within_limit import nothing_fits, order_within
-from slipstream.pipeline.tuning.slicings import granularity_for, nearly_equal, promising
-from slipstream.pipeline.tuning.trials import Samples, Trial, TrialRequest, TrialResult, fastest, holdings_of, timed
-from slipstream.schedule import Schedule, split_backwards
+from slipstream.pipeline.tuning.slicings import SliceTimes, granularity_for, nearly_equal, promising
+from slipstream.pipeline.tuning.trials import Inquiry, Samples, Trial, TrialMemory, fastest, holdings_of, timed
+from slipstream.schedule import Schedule, in_flushes, join_backwards, make_schedule, split_backwards
 from slipstream.simulator import TableCost, simulate
 
 COUNTS = (8, 4)  # slices whose times are measured
 _OBSERVED = 2  # steps of each kind
 _QUICK = 2e6  # of find_order's effort, to compare slicings by
-
-Learning = Generator[
-    TrialRequest, TrialResult, Trial
-]  # yields what to run next, takes what came out, returns its choice
-Maker = Callable[[int], Schedule]  # number of slices -> a schedule on the wanted placement
+_ATTEMPTS = 6  # orders that are searched for within a memory limit
+_EFFORT = 5e6  # of find_order, for each of these
+_KINDS = "parameters, gradients, AdamW's state, messages, activations, keys and values"
 
 
 @dataclass(frozen=True)
@@ -28,18 +24,33 @@ class SearchSpace:
     """The schedules and slicings among which may be chosen.
 
     Args:
-        make: the schedule to start from.
-        frugal: the one that holds the least, a microbatch after the other.
+        name: the schedule to start from.
+        num_ranks: the number of the pipeline's ranks.
+        num_microbatches: the number of microbatches in a flush.
+        stages_per_rank: the number of stages on each rank.
         reorders: whether each slicing gets its own best order.
         splits: whether backwards may be I and W.
         limit: bytes of each rank; None: any.
     """
 
-    make: Maker
-    frugal: Maker
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    stages_per_rank: int
     reorders: bool
     splits: bool
     limit: float | None = None
+
+    def make(self, num_slices: int) -> Schedule:
+        """The schedule to start from."""
+        schedule = make_schedule(self.name, self.num_ranks, self.num_microbatches, num_slices, self.stages_per_rank)
+        return join_backwards(schedule) if self.reorders else schedule  # to be split where that pays
+
+    def frugal(self, num_slices: int) -> Schedule:
+        """The one that holds the least, a microbatch after the other."""
+        name = "v-min" if self.name == "zb-v" else "breadth-first"  # of the same placement
+        alone = make_schedule(name, self.num_ranks, 1, num_slices, self.stages_per_rank)
+        return in_flushes(join_backwards(alone), self.num_microbatches)
 
     def start(self, slices: Sequence[int]) -> Schedule:
         start = self.make(len(slices))
@@ -50,7 +61,7 @@ class SearchSpace:
         return _find(self.make(len(slices)), cost, self.splits, _QUICK) if self.reorders else self.start(slices)
 
 
-def learn_order(freedom: SearchSpace, slices: Sequence[int]) -> Learning:
+def learn_order(freedom: SearchSpace, slices: Sequence[int]) -> Inquiry[Trial]:
     """The best order of the given slices."""
     orders = yield from _affordable(freedom, tuple(slices))
     samples = yield from _observe(orders, tuple(slices), warm_up=2)
@@ -59,7 +70,7 @@ def learn_order(freedom: SearchSpace, slices: Sequence[int]) -> Learning:
     return trial
 
 
-def learn_slices(freedom: SearchSpace, length: int) -> Learning:
+def learn_slices(freedom: SearchSpace, length: int) -> Inquiry[Trial]:
     """The best slices of `length` tokens; where that is free, each slicing gets its own best order.
 
     Equal slices are measured, in two numbers, and times are fitted to them: a constant, a part for every token and one
@@ -96,7 +107,7 @@ def learn_slices(freedom: SearchSpace, length: int) -> Learning:
     return (yield from fastest(trials))
 
 
-def _affordable(freedom: SearchSpace, slices: tuple[int, ...]) -> Generator[TrialRequest, TrialResult, list[Schedule]]:
+def _affordable(freedom: SearchSpace, slices: tuple[int, ...]) -> Inquiry[list[Schedule]]:
     """The orders whose times are measured, split backwards first: all that are within the limit.
 
     Raises SlipstreamError where the order is free and even the frugal one is above.
@@ -110,7 +121,7 @@ def _affordable(freedom: SearchSpace, slices: tuple[int, ...]) -> Generator[Tria
     fitting = yield from _fitting(_both(frugal, freedom.splits), slices, freedom.limit)
     if frugal not in fitting:
         assert freedom.limit is not None
-        raise nothing_fits(freedom.limit, (yield from holdings_of(Trial(frugal, slices))).peaks)
+        raise _nothing_fits(freedom.limit, (yield from holdings_of(Trial(frugal, slices))).peaks)
     return fitting
 
 
@@ -118,9 +129,7 @@ def _both(order: Schedule, splits: bool) -> list[Schedule]:
     return [split_backwards(order, everywhere=True), order] if splits else [order]
 
 
-def _fitting(
-    orders: list[Schedule], slices: tuple[int, ...], limit: float | None
-) -> Generator[TrialRequest, TrialResult, list[Schedule]]:
+def _fitting(orders: list[Schedule], slices: tuple[int, ...], limit: float | None) -> Inquiry[list[Schedule]]:
     fitting = []
     for order in orders:
         if limit is None or max((yield from holdings_of(Trial(order, slices))).peaks) <= limit:
@@ -128,9 +137,7 @@ def _fitting(
     return fitting
 
 
-def _observe(
-    orders: Sequence[Schedule], slices: tuple[int, ...], warm_up: int
-) -> Generator[TrialRequest, TrialResult, Samples]:
+def _observe(orders: Sequence[Schedule], slices: tuple[int, ...], warm_up: int) -> Inquiry[Samples]:
     """Run each order some steps, and note how long everything takes."""
     samples = Samples()
     for number, order in enumerate(orders):
@@ -142,22 +149,67 @@ def _observe(
     return samples
 
 
-def _trial(
-    freedom: SearchSpace, slices: tuple[int, ...], cost: TableCost, splits: bool
-) -> Generator[TrialRequest, TrialResult, Trial | None]:
+def _trial(freedom: SearchSpace, slices: tuple[int, ...], cost: TableCost, splits: bool) -> Inquiry[Trial | None]:
     """These slices in the best order there is; None where that is above the limit."""
-    if freedom.reorders and freedom.limit is None:
+    limit = freedom.limit
+    if freedom.reorders and limit is None:
         return Trial(_find(freedom.make(len(slices)), cost, splits), slices)
     wanted = Trial(freedom.frugal(len(slices)) if freedom.reorders else freedom.start(slices), slices)
-    if not (yield from _fitting([wanted.schedule], slices, freedom.limit)):
+    if not (yield from _fitting([wanted.schedule], slices, limit)):
         return None
-    if freedom.reorders:
-        assert freedom.limit is not None
-        return Trial((yield from order_within(freedom.limit, wanted, cost, splits)), slices)
+    if freedom.reorders and limit is not None:
+        return Trial((yield from _order_within(limit, wanted, cost, splits)), slices)
     return wanted
 
 
-def _find(start: Schedule, cost: TableCost, splits: bool, effort: float = 2e7) -> Schedule:
+def _find(
+    start: Schedule, cost: TableCost, splits: bool, effort: float = 2e7, limit: Sequence[float] | None = None
+) -> Schedule:
+    """The best order found; `limit` is the most bytes of activations on each rank."""
     from slipstream.planner.order.best_order import find_order  # its compiled code takes a while to load
 
-    return find_order(start.placement, start.num_microbatches, start.num_slices, cost, split=splits, effort=effort)
+    counts = start.placement, start.num_microbatches, start.num_slices
+    return find_order(*counts, cost, memory_limit=limit, split=splits, effort=effort)
+
+
+def _order_within(limit: float, frugal: Trial, cost: TableCost, splits: bool) -> Inquiry[Schedule]:
+    """The fastest order found, by simulation, of those whose peaks are within the limit, as `frugal` is.
+
+    `find_order` counts activations alone, from their forward to the end of their backward. What is held besides is
+    guessed to be what `frugal` holds besides; the room that this leaves over one microbatch is halved, and halved
+    again towards the most that keeps to the limit.
+    """
+    start = frugal.schedule
+    held = yield from holdings_of(frugal)
+    least = _of_a_microbatch(start, held)
+    sized = replace(cost, activations=held.units)
+    fitting, (low, high), share = [start], (0.0, 1.0), 1.0
+    for _ in range(_ATTEMPTS):
+        room = [size + share * (limit - peak) for size, peak in zip(least, held.peaks, strict=True)]
+        order = _find(start, sized, splits, _EFFORT, room)
+        if max((yield from holdings_of(Trial(order, frugal.slices))).peaks) > limit:
+            high = share
+        elif share == 1:
+            return order
+        else:
+            fitting.append(order)
+            low = share
+        share = (low + high) / 2
+    return min(fitting, key=lambda order: simulate(order, cost).makespan)
+
+
+def _of_a_microbatch(schedule: Schedule, held: TrialMemory) -> list[float]:
+    """Returns the bytes that all slices of one microbatch hold on each rank: the least that any order holds."""
+    sizes = [0.0] * schedule.num_ranks
+    for (stage, _), size in held.units.items():
+        sizes[schedule.placement[stage]] += size
+    return sizes
+
+
+def _nothing_fits(limit: float, peaks: Sequence[float]) -> SlipstreamError:
+    rank = max(range(len(peaks)), key=peaks.__getitem__)
+    return SlipstreamError(
+        f"memory.limit={limit:.6g} bytes, but no order fits: with one microbatch at a time rank {rank} holds "
+        f"{peaks[rank]:.0f} bytes ({_KINDS}). Give memory.limit={peaks[rank]:.0f} or more, or "
+        "memory.recompute='full', memory.offload=0.5, smaller microbatches or more ranks."
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import MeasuredCost, TableCost, simulate
@@ -40,15 +40,17 @@ class TrialMemory(NamedTuple):
 
 
 TrialResult = Timeline | TrialMemory
+Answer = TypeVar("Answer")
+Inquiry = Generator[TrialRequest, TrialResult, Answer]  # yields what to run next, takes what came out
 
 
-def timed(trial: Trial) -> Generator[TrialRequest, TrialResult, Timeline]:
+def timed(trial: Trial) -> Inquiry[Timeline]:
     answer = yield TrialRequest(trial)
     assert isinstance(answer, Timeline)
     return answer
 
 
-def holdings_of(trial: Trial) -> Generator[TrialRequest, TrialResult, TrialMemory]:
+def holdings_of(trial: Trial) -> Inquiry[TrialMemory]:
     answer = yield TrialRequest(trial, holds=True)
     assert isinstance(answer, TrialMemory)
     return answer
@@ -78,7 +80,7 @@ class Samples:
         return TableCost({key: typical(seconds) for key, seconds in self.actions.items()}, latency=self.latency)
 
 
-def fastest(trials: Iterable[Trial]) -> Generator[TrialRequest, TrialResult, Trial]:
+def fastest(trials: Iterable[Trial]) -> Inquiry[Trial]:
     """The trial with the least `undisturbed_seconds`, by successive halving (Jamieson and Talwalkar 2016).
 
     All run some steps, the better half, two at least, run as many again, alternately, and the best is chosen.

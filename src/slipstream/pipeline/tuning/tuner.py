@@ -8,18 +8,9 @@ from typing import NamedTuple
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning.learning import COUNTS, Learning, SearchSpace, learn_order, learn_slices
-from slipstream.pipeline.tuning.trials import TrialRequest, TrialResult
-from slipstream.schedule import (
-    AUTOMATIC,
-    Op,
-    Schedule,
-    check_name,
-    in_flushes,
-    join_backwards,
-    make_schedule,
-    placed_as,
-)
+from slipstream.pipeline.tuning.learning import COUNTS, SearchSpace, learn_order, learn_slices
+from slipstream.pipeline.tuning.trials import Inquiry, Trial, TrialRequest, TrialResult
+from slipstream.schedule import AUTOMATIC, Op, Schedule, check_name, in_flushes, placed_as
 
 
 class Decision(NamedTuple):
@@ -36,46 +27,46 @@ class Tuner:
     """
 
     def __init__(
-        self,
-        schedule: str | Schedule,
-        num_ranks: int,
-        num_microbatches: int,
-        stages_per_rank: int,
-        slices: int | Sequence[int] | str,
-        num_flushes: int = 1,
-        compiled: Sequence[str] = (),
-        memory_limit: float | None = None,
-        splits: bool = True,
+        self, options: PipelineOptions, num_ranks: int, default_slices: int = 1, compiled: Sequence[str] = ()
     ) -> None:
-        """`compiled` names modules whose backward is one piece, so that none is split; `memory_limit` is what an order
-        that is chosen keeps to, in bytes of each rank; `splits` is whether backwards that the schedule has whole may
-        become I and W."""
-        self._reorders = isinstance(schedule, str) and schedule in AUTOMATIC
-        self._reslices = slices == "auto"
+        """`default_slices` is their number where the options have none; `compiled` names modules whose backward is one
+        piece, so that none is split."""
+        schedule, slices = options.schedule, default_slices if options.slices is None else options.slices
+        num_flushes = options.memory.num_flushes
+        self._reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
         _check(schedule, slices)
-        _check_flushes(schedule, num_microbatches, num_flushes)
-        if isinstance(schedule, str):
-            schedule = placed_as(schedule, stages_per_rank)
-        self._counts = (num_ranks, num_microbatches // num_flushes, stages_per_rank)
-        self._num_flushes = num_flushes
-        self._given, self._splits, self._limit = schedule, splits and not compiled, memory_limit
+        _check_flushes(schedule, options.num_microbatches, num_flushes)
         self.slices: int | Sequence[int] = COUNTS[0] if isinstance(slices, str) else slices
-        if isinstance(schedule, Schedule) and isinstance(slices, int):
-            self.slices = schedule.num_slices
-        count = self.slices if isinstance(self.slices, int) else len(self.slices)
-        if not isinstance(schedule, Schedule):
-            schedule = in_flushes(self._freedom.start((0,) * count), num_flushes)
-        self.schedule = schedule
-        _check_whole(schedule, compiled)
+        if isinstance(schedule, Schedule):
+            self.slices = schedule.num_slices if isinstance(slices, int) else self.slices
+            self.schedule = schedule
+        else:
+            self._freedom = SearchSpace(
+                placed_as(schedule, options.stages_per_rank),
+                num_ranks,
+                options.num_microbatches // num_flushes,
+                options.stages_per_rank,
+                self._reorders,
+                options.memory.recompute != "segments" and not compiled,  # W would hold what all segments recompute
+                options.memory.limit,
+            )
+            self.schedule = in_flushes(self._freedom.start((0,) * self._count), num_flushes)
+        self._num_flushes = num_flushes
+        _check_whole(self.schedule, compiled)
+        if self.schedule.num_ranks != num_ranks:
+            raise SlipstreamError(
+                f"the schedule {self.schedule.name!r} is for {self.schedule.num_ranks} ranks, but there are "
+                f"{num_ranks}. Start {self.schedule.num_ranks} processes or make a schedule for {num_ranks}."
+            )
         self._is_settled = False
         self.forget()
 
     def forget(self) -> None:
         """Starts learning again: what was learned so far led nowhere."""
-        self._learning: Learning | None = None
+        self._learning: Inquiry[Trial] | None = None
         self._length = 0  # of the sequences that are tuned for
         self._has_learned = False
-        self._asks_what_it_holds = False
+        self.asks_what_it_holds = False  # rather than to run the schedule: `decide` first needs the ranks' memory in it
 
     @property
     def is_tuning(self) -> bool:
@@ -96,11 +87,6 @@ class Tuner:
             self._take(next(self._learning))
         return self.schedule
 
-    @property
-    def asks_what_it_holds(self) -> bool:
-        """Whether the schedule isn't run, because `decide` first needs the memory that the ranks would hold in it."""
-        return self._asks_what_it_holds
-
     def listens_to(self, length: int) -> bool:
         """Whether the timeline of a step on sequences of `length` tokens is wanted."""
         return self.is_tuning and length == self._length
@@ -119,7 +105,7 @@ class Tuner:
 
     def follow(self, decision: Decision) -> Schedule:
         """Returns the schedule of the step that comes next, or that `asks_what_it_holds`."""
-        self._has_learned = self._has_learned or not self._asks_what_it_holds
+        self._has_learned = self._has_learned or not self.asks_what_it_holds
         self._is_settled = decision.is_last
         self._take(decision.request)
         return self.schedule
@@ -127,51 +113,17 @@ class Tuner:
     def lengths(self, length: int) -> list[int]:
         """The slices of such a sequence; slices found for another length are taken as their number."""
         found_for_another = self._reslices and length != self._length
-        count = self.slices if isinstance(self.slices, int) else len(self.slices)
-        return slice_lengths(count if found_for_another else self.slices, length)
+        return slice_lengths(self._count if found_for_another else self.slices, length)
 
     @property
-    def _freedom(self) -> SearchSpace:
-        return SearchSpace(self._make, self._frugal, self._reorders, self._splits, self._limit)
+    def _count(self) -> int:
+        return self.slices if isinstance(self.slices, int) else len(self.slices)
 
     def _take(self, request: TrialRequest) -> None:
-        trial, self._asks_what_it_holds = request
+        trial, self.asks_what_it_holds = request
         self.schedule = in_flushes(trial.schedule, self._num_flushes)
         if self._reslices:
             self.slices = trial.slices
-
-    def _make(self, num_slices: int) -> Schedule:
-        assert isinstance(self._given, str)
-        num_ranks, num_microbatches, stages_per_rank = self._counts
-        schedule = make_schedule(self._given, num_ranks, num_microbatches, num_slices, stages_per_rank)
-        return join_backwards(schedule) if self._reorders else schedule  # to be split where that pays
-
-    def _frugal(self, num_slices: int) -> Schedule:
-        num_ranks, num_microbatches, stages_per_rank = self._counts
-        name = "v-min" if self._given == "zb-v" else "breadth-first"  # of the same placement
-        alone = make_schedule(name, num_ranks, 1, num_slices, stages_per_rank)
-        return in_flushes(join_backwards(alone), num_microbatches)
-
-
-def make_tuner(options: PipelineOptions, num_ranks: int, default_slices: int, compiled: Sequence[str] = ()) -> Tuner:
-    """Returns the tuner of a pipeline with these options. Raises SlipstreamError where they don't fit together."""
-    tuner = Tuner(
-        options.schedule,
-        num_ranks,
-        options.num_microbatches,
-        options.stages_per_rank,
-        default_slices if options.slices is None else options.slices,
-        options.memory.num_flushes,
-        compiled,
-        options.memory.limit,
-        splits=options.memory.recompute != "segments",  # W would hold what all segments recompute
-    )
-    if tuner.schedule.num_ranks != num_ranks:
-        raise SlipstreamError(
-            f"the schedule {tuner.schedule.name!r} is for {tuner.schedule.num_ranks} ranks, but there are {num_ranks}. "
-            f"Start {tuner.schedule.num_ranks} processes or make a schedule for {num_ranks}."
-        )
-    return tuner
 
 
 def _check(schedule: str | Schedule, slices: object) -> None:
@@ -194,7 +146,7 @@ def _check_flushes(schedule: str | Schedule, num_microbatches: int, num_flushes:
             f"memory.num_flushes={num_flushes} with the schedule {schedule.name!r}: repeat it by "
             f"slipstream.schedule.in_flushes(schedule, {num_flushes}), or give a schedule by its name."
         )
-    if num_flushes < 1 or num_microbatches % num_flushes:
+    if num_microbatches % num_flushes:
         allowed = [count for count in range(1, num_microbatches + 1) if num_microbatches % count == 0]
         raise SlipstreamError(
             f"memory.num_flushes={num_flushes} for {num_microbatches} microbatches: each flush has as many. Choose one "

@@ -13,7 +13,7 @@ from slipstream.model import check_length, check_sliceable, config_from_settings
 from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning import make_tuner
+from slipstream.pipeline.tuning import Tuner
 from slipstream.training.config import Config, ModelSection
 
 
@@ -64,7 +64,7 @@ def check_layers(config: Config, model_config: Any) -> None:
 def _check_layout(config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where options don't fit together, by the functions with which every rank checks them."""
     options = PipelineOptions(**config.pipeline_options())
-    tuner = make_tuner(options, config.pipeline.num_ranks, default_slices=1)
+    tuner = Tuner(options, config.pipeline.num_ranks)
     anatomy, tensor_ranks = find_anatomy(model_config), config.parallel.tensor
     plan_layout(model_config, anatomy, tuner.schedule, tuner.slices, options, tensor_ranks)
 
