@@ -71,7 +71,7 @@ def cut_experts(
     """
     parameters = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
     cuttable = (TensorStyle.PACKED_COLUMN, TensorStyle.COLUMN, TensorStyle.ROW)
-    without = sorted(key.rpartition(".")[2] for key in parameters if styles.get(key) not in cuttable)
+    without = sorted(key.removeprefix(f"{name}.") for key in parameters if styles.get(key) not in cuttable)
     if without:
         raise SlipstreamError(
             f"the plan cuts the experts {name}, but not their {', '.join(without)}, which every rank would then count. "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,31 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from slipstream.model import storage_id
-
-
-class MemoryMeter(Protocol):
-    """Measures the bytes that are alive, within a `with` block."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def peak(self) -> int:
-        """The most since the block began, or since `restart_peak`."""
-        ...
-
-    def restart_peak(self) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> MemoryMeter:
-    """Returns the meter for a device's tensors. On the CPU, whose allocator has no count, give those `present`."""
-    return AllocatedMemory(device) if device.type == "cuda" else LiveMemory(present)
 
 
 class LiveMemory(TorchDispatchMode):
@@ -89,6 +64,7 @@ class AllocatedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.restart_peak()
 
     @property
     def num_bytes(self) -> int:
@@ -101,14 +77,13 @@ class AllocatedMemory:
     def restart_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def __enter__(self) -> Self:
-        self.restart_peak()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return None
+MemoryMeter = LiveMemory | AllocatedMemory  # `num_bytes` now, and their `peak` since `restart_peak` or the beginning
+
+
+def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> AbstractContextManager[MemoryMeter]:
+    """Measures a device's tensors within a block. On the CPU, whose allocator has no count, give those `present`."""
+    return nullcontext(AllocatedMemory(device)) if device.type == "cuda" else LiveMemory(present)
 
 
 def tensors_alive() -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 from slipstream.errors import SlipstreamError
@@ -40,15 +40,17 @@ class MemoryLimit:
         """Returns the bytes that every rank, and every slice on a stage, would hold in the step. Collective."""
         held = self._memory(step)
         table = self._tables[_key(step)]
-        units = {(unit.stage, unit.slice): _held(unit, table) for unit in _units(step.schedule)}
-        return TrialMemory(tuple(rank.peak + _token_bytes(step) for rank in held), units)
+        forwards = (action for action in step.schedule.positions if action.op is Op.F)
+        units = {StageSlice.of(forward, step.schedule) for forward in forwards}
+        peaks = tuple(rank.peak + _token_bytes(step) for rank in held)
+        return TrialMemory(peaks, {(unit.stage, unit.slice): _held(unit, table) for unit in units})
 
     def _memory(self, step: RehearsedStep) -> tuple[RankMemory, ...]:
         key = _key(step)
         table = self._tables.get(key)
         if table is None or not _covers(table, step.schedule):
-            tables = self._ranks.pipeline.gather(rehearse(step))
-            table = self._tables[key] = _merged([*([] if table is None else [table]), *tables])
+            known = [] if table is None else [table]
+            table = self._tables[key] = _merged([*known, *self._ranks.pipeline.gather(rehearse(step))])
         return memory_of(step.schedule, table)
 
 
@@ -59,10 +61,6 @@ def _key(step: RehearsedStep) -> tuple[int, ...]:
 def _token_bytes(step: RehearsedStep) -> int:
     """An upper bound of the bytes of the batch, cut and uncut, which the table leaves out."""
     return _BATCH_TENSORS * step.token_ids.nbytes
-
-
-def _units(schedule: Schedule) -> set[StageSlice]:
-    return {StageSlice.of(action, schedule) for action in schedule.positions if action.op is Op.F}
 
 
 def _covers(table: MemoryTable, schedule: Schedule) -> bool:
@@ -83,14 +81,11 @@ def _held(unit: StageSlice, table: MemoryTable) -> float:
 
 def _merged(tables: Sequence[MemoryTable]) -> MemoryTable:
     """Merges the tables of several ranks, or of several rehearsals."""
-
-    def joined(name: str) -> Any:
-        values = [getattr(table, name) for table in tables]
-        if isinstance(values[0], Mapping):
-            return {key: value for each in values for key, value in each.items()}
-        return values[0]
-
-    return MemoryTable(**{field.name: joined(field.name) for field in fields(MemoryTable)})
+    names = [name for name, value in vars(tables[0]).items() if isinstance(value, Mapping)]
+    joined: dict[str, Any] = {
+        name: {key: value for table in tables for key, value in vars(table)[name].items()} for name in names
+    }
+    return replace(tables[0], **joined)
 
 
 def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) -> str:

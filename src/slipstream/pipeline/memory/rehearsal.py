@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import sub
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.model import CausalLMStage as CausalStage
-from slipstream.model import storage_bytes, storage_id
+from slipstream.model import CausalLMStage, Tensors, TensorSpec, storage_bytes, storage_id
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, StepState, run_together
 from slipstream.pipeline.memory.live_memory import MemoryMeter, memory_meter, tensors_alive
-from slipstream.pipeline.memory.made_up_messages import MadeUpMessages
-from slipstream.pipeline.messages import HEADER_BYTES, Transport, part_size
+from slipstream.pipeline.messages import HEADER_BYTES, Message, Transport, part_size
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
+from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
@@ -45,16 +44,16 @@ class RehearsedStep:
     token_ids: Tensor  # (batch, sequence)
 
 
-def rehearse(step: RehearsedStep, optimizer_states: int = ADAMW_STATES) -> MemoryTable:
+def rehearse(step: RehearsedStep) -> MemoryTable:
     """Measures the bytes of this process's stages in a step, with all that its schedule does.
 
     Every stage runs the first microbatch's slices forward and backward, from a made-up input, without weight gradients
     to begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted,
-    on CUDA what its allocator has allocated. Not for rows of several documents. `optimizer_states` is the number of
-    tensors that the optimizer keeps for every parameter.
+    on CUDA what its allocator has allocated. Not for rows of several documents.
     """
-    rehearsal = _StageRehearsal(step)
-    runs = [run for number in step.stages for run in rehearsal.rehearse(number)]
+    batch, transport = step.batch, step.scatter(_MadeUpMessages(step.device))
+    step = replace(step, batch=SplitBatch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid))
+    runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
     owned = _owned_tensors(step.stages)
     updated = {
         number: step.parameters.bytes_of(t for t in tensors if isinstance(t, torch.nn.Parameter))
@@ -63,33 +62,23 @@ def rehearse(step: RehearsedStep, optimizer_states: int = ADAMW_STATES) -> Memor
     return MemoryTable(
         footprints={key: found for run in runs for key, found in run.footprints().items()},
         first={key: peak for run in runs for key, peak in run.first_peaks().items()},
-        context={run.stage: run.context for run in runs},
-        context_gradients={run.stage: run.context_gradients for run in runs},
-        message_bytes=rehearsal.message_bytes,
+        context={run.like.stage: run.context for run in runs},
+        context_gradients={run.like.stage: run.context_gradients for run in runs},
+        message_bytes=_message_bytes(step),
         header_bytes=HEADER_BYTES,
         parameters={number: storage_bytes(tensors) + updated[number][0] for number, tensors in owned.items()},
         gradients={key: size for run in runs for key, size in run.gradients().items()},
-        optimizer={number: optimizer_states * size for number, (_, size) in updated.items()},
+        optimizer={number: ADAMW_STATES * size for number, (_, size) in updated.items()},
     )
 
 
-@dataclass(frozen=True)
-class _Level:
-    """The bytes that are alive, and how many of them are context and weight gradients."""
+class _Change(NamedTuple):
+    """The change by one action, in bytes."""
 
     total: int
     context: int
     gradients: int
-
-
-@dataclass(frozen=True)
-class _Change:
-    """The change by one action."""
-
-    total: int
     peak: int  # above what was there
-    context: int
-    gradients: int
 
 
 @dataclass(frozen=True)
@@ -101,13 +90,9 @@ class _Run:
     changes: Mapping[Action, _Change]
 
     @property
-    def stage(self) -> int:
-        return self.like.stage
-
-    @property
     def context(self) -> int:
         """The bytes of keys and values after the first forward."""
-        return self.changes[Action(Op.F, self.stage, 1, 0)].context
+        return self.changes[Action(Op.F, self.like.stage, 1, 0)].context
 
     @property
     def context_gradients(self) -> int:
@@ -128,7 +113,7 @@ class _Run:
         return {
             (self._unit(action), action.op): change.peak
             for action, change in self.changes.items()
-            if self._is_first_backward(action, 0) or action == Action(Op.W, self.stage, 0, self.num_slices - 1)
+            if self._is_first_backward(action, 0) or action == Action(Op.W, self.like.stage, 0, self.num_slices - 1)
         }
 
     def gradients(self) -> dict[tuple[int, Op], float]:
@@ -136,7 +121,7 @@ class _Run:
         made: defaultdict[tuple[int, Op], float] = defaultdict(float)
         for action, change in self.changes.items():
             if action.microbatch == 0 and action.op in BACKWARDS:
-                made[self.stage, action.op] += change.gradients
+                made[self.like.stage, action.op] += change.gradients
         return made
 
     def _unit(self, action: Action) -> StageSlice:
@@ -153,46 +138,42 @@ class _Run:
         return 0 if sent is None else sent.total
 
 
-class _StageRehearsal:
-    """Runs stages alone: what other ranks send is made up, what they receive is dropped."""
+def _message_bytes(step: RehearsedStep) -> list[float]:
+    """Returns the bytes of each slice's message."""
+    stage = next(iter(step.stages.values()))
+    assert isinstance(stage, CausalLMStage)
+    pieces: Any = step.batch.slices[0]
+    sizes = [part_size(stage.hidden(piece).shape.numel(), step.num_parts) for piece in pieces]
+    return [size * stage.hidden_dtype.itemsize for size in sizes]
 
-    def __init__(self, step: RehearsedStep) -> None:
-        batch = step.batch
-        self._step = step
-        self._batch = SplitBatch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid)
-        self._schedule = step.schedule
-        self._transport = step.scatter(MadeUpMessages(step.device))
 
-    @property
-    def message_bytes(self) -> list[float]:
-        """The bytes of each slice's message."""
-        stage = next(iter(self._step.stages.values()))
-        assert isinstance(stage, CausalStage)
-        pieces: Any = self._batch.slices[0]
-        sizes = [stage.hidden(piece).shape.numel() for piece in pieces]
-        return [part_size(size, self._step.num_parts) * stage.hidden_dtype.itemsize for size in sizes]
+def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> Iterator[_Run]:
+    """Runs a stage alone: all that is done to some slice of it in the schedule, each of it to all its slices.
 
-    def rehearse(self, number: int) -> Iterator[_Run]:
-        """All that is done to some slice of a stage in the schedule, each of it to all its slices."""
-        actions = [action for action in self._schedule.positions if action.stage == number]
-        ops = {action.op for action in actions}
-        for like in {StageSlice.of(action, self._schedule)._replace(slice=0) for action in actions}:
-            for split in (False, True):
-                if (Op.I if split else Op.B) in ops:
-                    self._run(like, split, [])  # fills what is cached from one step to the next
-                    yield _Run(like, self._schedule.num_slices, self._run(like, split, tensors_alive()))
+    What other ranks send is made up, what they receive is dropped.
+    """
+    actions = [action for action in step.schedule.positions if action.stage == number]
+    ops = {action.op for action in actions}
+    for like in {StageSlice.of(action, step.schedule)._replace(slice=0) for action in actions}:
+        for split in (False, True):
+            if (Op.I if split else Op.B) in ops:
+                _run(step, like, split, transport, [])  # fills what is cached from one step to the next
+                yield _Run(like, step.schedule.num_slices, _run(step, like, split, transport, tensors_alive()))
 
-    def _run(self, like: StageSlice, split: bool, present: list[Tensor]) -> dict[Action, _Change]:
-        """Returns what each action changed: of the `present` tensors, and of those that the run makes."""
-        step, stage = self._step, self._step.stages[like.stage]
-        options = step.loss_function, step.device, step.recompute, step.parameters.reduce
-        executor = Executor(like.stage, {like.stage: stage}, self._transport, *options)
-        with _without_gradients(stage), memory_meter(step.device, present) as memory:
-            watch = _MemoryWatch(stage, memory)
-            executor.observe(watch)
-            run_together([executor], _alone(like, split, self._schedule), self._batch)
-            executor.finish()
-        return watch.changes
+
+def _run(
+    step: RehearsedStep, like: StageSlice, split: bool, transport: Transport, present: list[Tensor]
+) -> dict[Action, _Change]:
+    """Returns what each action changed: of the `present` tensors, and of those that the run makes."""
+    stage = step.stages[like.stage]
+    options = step.loss_function, step.device, step.recompute, step.parameters.reduce
+    executor = Executor(like.stage, {like.stage: stage}, transport, *options)
+    with _without_gradients(stage), memory_meter(step.device, present) as memory:
+        watch = _MemoryWatch(stage, memory)
+        executor.observe(watch)
+        run_together([executor], _alone(like, split, step.schedule), step.batch)
+        executor.finish()
+    return watch.changes
 
 
 def _alone(like: StageSlice, split: bool, schedule: Schedule) -> Schedule:
@@ -233,16 +214,16 @@ class _MemoryWatch:
         self._memory.restart_peak()
 
     def after(self, action: Action, state: StepState) -> None:
-        if action.op in RECEIVES:
-            return
-        peak, before, after = self._memory.peak, self._before, self._level(state)
-        context, gradients = after.context - before.context, after.gradients - before.gradients
-        self.changes[action] = _Change(after.total - before.total, peak - before.total, context, gradients)
+        if action.op not in RECEIVES:
+            peak = self._memory.peak - self._before[0]
+            total, context, gradients = map(sub, self._level(state), self._before)
+            self.changes[action] = _Change(total, context, gradients, peak)
 
-    def _level(self, state: StepState) -> _Level:
+    def _level(self, state: StepState) -> tuple[int, int, int]:
+        """Returns the bytes that are alive, and how many of them are context and weight gradients."""
         context = sum(store.num_bytes for store in state.stores.values())
         gradients = storage_bytes(parameter.grad for parameter in self._parameters if parameter.grad is not None)
-        return _Level(self._memory.num_bytes, context, gradients)
+        return self._memory.num_bytes, context, gradients
 
 
 @contextmanager
@@ -267,3 +248,24 @@ def _owned_tensors(stages: Mapping[int, Stage]) -> dict[int, list[Tensor]]:
                 seen.add(storage_id(tensor))
                 owned[number].append(tensor)
     return owned
+
+
+class _MadeUpMessages(Transport):
+    """Drops what is sent; every receive of a shape and a dtype returns the same numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._posted: dict[Message, Tensors] = {}
+        self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
+        self._posted[message] = tuple(self._numbers(spec.shape, spec.dtype) for spec in specs)
+
+    def receive(self, message: Message) -> Tensors:
+        return self._posted.pop(message)
+
+    def _numbers(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if (shape, dtype) not in self._made:
+            numbers = torch.linspace(-1, 1, shape.numel(), dtype=dtype, device=self._device)
+            self._made[shape, dtype] = numbers.view(shape)
+        return self._made[shape, dtype]
