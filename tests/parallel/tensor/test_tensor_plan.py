@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def plan_of(config: PretrainedConfig, tensor_ranks: int, given: dict[str, str] |
     anatomy = find_anatomy(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    return find_tensor_plan(model, config, tensor_ranks, anatomy.before, anatomy.after, given)
+    return find_tensor_plan(model, config, tensor_ranks, anatomy, given)
 
 
 def ranges(plan: TensorPlan, name: str) -> list[tuple[tuple[int, int], ...]]:
@@ -83,9 +84,9 @@ def test_experts_are_cut_inside_and_routers_stay_whole() -> None:
 def test_what_is_left_of_a_model_has_the_same_plan() -> None:
     config = ARCHITECTURES["mixtral"]
     anatomy, model = find_anatomy(config), build(config)
-    whole = find_tensor_plan(model, config, 2, anatomy.before, anatomy.after)
+    whole = find_tensor_plan(model, config, 2, anatomy)
     keep_layers(model, anatomy, LayerRange(1, 2.0))
-    plan = find_tensor_plan(model, config, 2, anatomy.before, anatomy.after)
+    plan = find_tensor_plan(model, config, 2, anatomy)
     assert [region.name for region in plan.regions] == ["model.layers.1.self_attn", "model.layers.1.mlp"]
     assert plan.cuts == {name: cut for name, cut in whole.cuts.items() if name.startswith("model.layers.1.")}
     assert (plan.embedding, plan.head, plan.layers) == (whole.embedding, whole.head, whole.layers)
@@ -160,17 +161,17 @@ def test_a_head_or_embedding_that_is_none_is_refused() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(llama())
     with pytest.raises(SlipstreamError, match=r"the head of LlamaForCausalLM is not among model.norm"):
-        find_tensor_plan(model, model.config, 2, anatomy.before, ("model.norm",))
+        find_tensor_plan(model, model.config, 2, replace(anatomy, after=("model.norm",)))
     model.model.embed_tokens = nn.Embedding(61, 32, max_norm=1.0, device="meta")
     with pytest.raises(SlipstreamError, match=r"model.embed_tokens has max_norm"):
-        find_tensor_plan(model, model.config, 2, anatomy.before, anatomy.after)
+        find_tensor_plan(model, model.config, 2, anatomy)
 
 
 def test_sequence_parallelism_needs_one_norm_at_the_end() -> None:
     anatomy = find_anatomy(llama())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(llama())
-    plan = find_tensor_plan(model, model.config, 1, anatomy.before, ("model.norm", "model.layers.0", "lm_head"))
+    plan = find_tensor_plan(model, model.config, 1, replace(anatomy, after=("model.norm", "model.layers.0", "lm_head")))
     TensorParallel(plan, RankGroup(), sequence=False)
     with pytest.raises(SlipstreamError, match=r"here run model.norm, model.layers.0"):
         TensorParallel(plan, RankGroup(), sequence=True)

@@ -91,7 +91,7 @@ class Shared:
     ) -> None:
         self.model = copy.deepcopy(whole)
         anatomy = find_anatomy(whole.config)
-        plan = find_tensor_plan(self.model, whole.config, group.size, anatomy.before, anatomy.after, given)
+        plan = find_tensor_plan(self.model, whole.config, group.size, anatomy, given)
         self.parallel = TensorParallel(plan, group, sequence)
         self.parallel.shard(self.model)
         if installs:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.parallel.parameter_share import part_bounds
+from slipstream.parallel.rank_group import RankGroup
 
 BUCKET_BYTES = 25 * 2**20
 NamedParameter = tuple[str, nn.Parameter]
@@ -30,6 +31,21 @@ class PendingReduction:
     sent: Tensor  # kept until the collective ends
     result: Tensor  # the whole sum or, of a scatter, this replica's rows
     work: dist.Work | None
+
+    @classmethod
+    def sum(cls, bucket: Bucket, group: RankGroup) -> PendingReduction:
+        """Starts to sum the gradients of a bucket, which it takes. Collective."""
+        gradients = take_gradients(bucket)
+        flat = flatten_tensors(gradients)
+        return cls(bucket, [gradient.shape for gradient in gradients], flat, flat, group.start_sum(flat))
+
+    @classmethod
+    def scatter(cls, bucket: Bucket, group: RankGroup) -> PendingReduction:
+        """Starts to sum the gradients of a bucket, which it takes, each rank's rows for that rank. Collective."""
+        gradients = take_gradients(bucket)
+        packed = pack_rows(gradients, group.size)
+        shapes = shapes_of_rows(gradients, group.rank, group.size)
+        return cls(bucket, shapes, packed, *group.start_reduce_scatter(packed))
 
     def finish(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Waits for it, and yields the parameters with their gradients: views of the result."""
@@ -108,9 +124,13 @@ def pack_rows(tensors: Sequence[Tensor], num_owners: int) -> Tensor:
     return torch.cat(pieces).view(num_owners, sum(piece.numel() for piece in pieces) // num_owners)
 
 
-def pack_line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> Tensor:
-    """Returns one line of `pack_rows`: (width,)."""
-    return torch.cat(_line(tensors, owner, num_owners))
+def gather_rows(tensors: Sequence[Tensor], data: RankGroup) -> None:
+    """Copies every replica's rows to the tensors, which have its own rows already. Collective."""
+    mine = torch.cat(_line(tensors, data.rank, data.size))
+    for owner, line in enumerate(data.all_gather(mine)):
+        pieces = unflatten_tensors(line, shapes_of_rows(tensors, owner, data.size))
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            take_rows(tensor, rows_of(tensor, owner, data.size)).copy_(piece)
 
 
 def shapes_of_rows(tensors: Iterable[Tensor], owner: int, num_owners: int) -> list[torch.Size]:

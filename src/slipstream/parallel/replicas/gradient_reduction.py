@@ -10,17 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.parallel.rank_group import RankGroup
-from slipstream.parallel.replicas.buckets import (
-    Bucket,
-    NamedParameter,
-    PendingReduction,
-    flatten_tensors,
-    in_buckets,
-    pack_rows,
-    shapes_of_rows,
-    take_gradients,
-    unflatten_tensors,
-)
+from slipstream.parallel.replicas.buckets import Bucket, NamedParameter, PendingReduction, in_buckets
 from slipstream.parallel.replicas.master_parameters import MasterParameters
 
 
@@ -101,17 +91,10 @@ class GradientReduction:
         plan = self._plans[stage]
         self._missing.discard(stage)
         for group, bucket in plan.partial:
-            flat = group.sum(flatten_tensors(take_gradients(bucket)))
-            totals = unflatten_tensors(flat, [parameter.shape for _, parameter in bucket])
-            for (_, parameter), total in zip(bucket, totals, strict=True):
+            for _, parameter, total in PendingReduction.sum(bucket, group).finish():
                 parameter.grad = total
-        for bucket in plan.summed:
-            flat, shapes = flatten_tensors(take_gradients(bucket)), [parameter.shape for _, parameter in bucket]
-            self._started.append(PendingReduction(bucket, shapes, flat, flat, self._data.start_sum(flat)))
-        for bucket in plan.scattered:
-            packed = pack_rows(take_gradients(bucket), self._data.size)
-            shapes = shapes_of_rows((parameter for _, parameter in bucket), self._data.rank, self._data.size)
-            self._started.append(PendingReduction(bucket, shapes, packed, *self._data.start_reduce_scatter(packed)))
+        self._started += [PendingReduction.sum(bucket, self._data) for bucket in plan.summed]
+        self._started += [PendingReduction.scatter(bucket, self._data) for bucket in plan.scattered]
 
     @torch.no_grad()
     def finish(self) -> None:

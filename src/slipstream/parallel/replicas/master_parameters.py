@@ -11,15 +11,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.replicas.buckets import (
     BUCKET_BYTES,
-    Bucket,
     NamedParameter,
     add_gradient,
+    gather_rows,
     in_buckets,
-    pack_line,
     rows_of,
-    shapes_of_rows,
     take_rows,
-    unflatten_tensors,
 )
 
 
@@ -91,7 +88,10 @@ class MasterParameters:
         """Copies the masters to the parameters after an optimizer's step. Collective over the replicas when sharded."""
         if self.is_sharded:
             for bucket in self._buckets:
-                self._gather(bucket)
+                for name, parameter in bucket:
+                    if name in self._masters:
+                        take_rows(parameter, self.rows(name)).copy_(self._masters[name])
+                gather_rows([parameter for _, parameter in bucket], self._data)
         else:
             for name in self._trained:
                 if not self.updates(name, self._parameters[name]):
@@ -121,15 +121,3 @@ class MasterParameters:
         # Its separate version counter lets a save that reads the master see changes: `publish` makes none, though it
         # writes to the parameter.
         return nn.Parameter(take_rows(parameter.data, rows).to(dtype)) if rows else None
-
-    def _gather(self, bucket: Bucket) -> None:
-        """Copies every replica's rows to a bucket's parameters, in these parameters' dtype."""
-        parameters, size = [parameter for _, parameter in bucket], self._data.size
-        for name, parameter in bucket:
-            if name in self._masters:
-                take_rows(parameter, self.rows(name)).copy_(self._masters[name])
-        mine = pack_line(parameters, self._data.rank, size)
-        for owner, line in enumerate(self._data.all_gather(mine)):
-            pieces = unflatten_tensors(line, shapes_of_rows(parameters, owner, size))
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                take_rows(parameter, rows_of(parameter, owner, size)).copy_(piece)

@@ -15,13 +15,7 @@ from torch.nn import functional
 from slipstream.errors import SlipstreamError
 from slipstream.model import storage_id
 from slipstream.parallel.rank_group import RankGroup
-from slipstream.parallel.replicas.buckets import (
-    NamedParameter,
-    PendingReduction,
-    add_gradient,
-    in_buckets,
-    take_gradients,
-)
+from slipstream.parallel.replicas.buckets import PendingReduction, add_gradient, in_buckets, take_gradients
 
 
 class ShardedParameters:
@@ -72,7 +66,7 @@ class ShardedParameters:
         self._started: list[PendingReduction] = []
         self._scale = 1.0
 
-    def named_parameters(self) -> Iterator[NamedParameter]:
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what the optimizer updates, under the parameters' names: this replica's rows, views of FSDP2's shards.
 
         A parameter of fewer rows than replicas has none on some.
@@ -109,8 +103,7 @@ class ShardedParameters:
                 if handle is not None:
                     handle.wait()
         for model in self._models.values():
-            for _, parameter in model.named_parameters():
-                parameter.grad = None
+            model.zero_grad()
 
     @torch.no_grad()
     def reduce(self, stage: int) -> None:

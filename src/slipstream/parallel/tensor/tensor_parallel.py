@@ -40,9 +40,7 @@ class TensorParallel:
                 f"sequence parallelism needs one norm between the layers and the head, and here run "
                 f"{', '.join(plan.after_layers)}. Turn it off for this model."
             )
-        self.plan = plan
-        self.group = group
-        self.sequence = sequence
+        self.plan, self.group, self.sequence = plan, group, sequence
         self._length = 0
 
     @property
@@ -77,12 +75,17 @@ class TensorParallel:
         for region in self.plan.regions:
             if region.name in modules:
                 RegionHooks(region, self.group, self.sequence, lambda: self._length, whose).install(modules)
+        first_layer = f"{self.plan.layers}.0"
+        is_read = first_layer in modules or self.plan.head not in modules  # else the embedding is here for the head
         embedding = modules.get(self.plan.embedding)
         if isinstance(embedding, nn.Embedding):
             first_id = self._first_row(self.plan.embedding)
-            VocabularyEmbedding(self.group, first_id, is_read=self._embeds(modules)).install(embedding)
-        if self.sequence:
-            self._install_ends(every, modules)
+            VocabularyEmbedding(self.group, first_id, is_read).install(embedding)
+        if self.sequence and is_read and self.plan.embedding in modules:
+            every[first_layer].register_forward_pre_hook(self._split_tokens, with_kwargs=True)
+        if self.sequence and self.plan.after_layers:
+            change = self._gather_tokens if self.plan.head in modules else self._as_long_as_gathered
+            every[self.plan.after_layers[0]].register_forward_hook(lambda _module, _args, output: change(output))
         elif self.plan.head in modules:
             modules[self.plan.head].register_forward_pre_hook(self._before_head)
 
@@ -100,13 +103,12 @@ class TensorParallel:
         They are all ranks where a whole parameter is applied to different heads or tokens on each rank, and else those
         that have the same key and value heads.
         """
-        everyone = tuple(range(self.group.size))
-        cut = self.plan.cuts.get(name)
+        cut, ranks = self.plan.cuts.get(name), tuple[int, ...]()
         if cut is not None:
-            holders = cut.holders(self.group.rank, self.group.size)
-            return holders if len(holders) > 1 else ()
-        is_partial = name in self.plan.per_head or (self.sequence and self.plan.is_spread(name))
-        return everyone if is_partial and len(everyone) > 1 else ()
+            ranks = cut.holders(self.group.rank, self.group.size)
+        elif name in self.plan.per_head or (self.sequence and self.plan.is_spread(name)):
+            ranks = tuple(range(self.group.size))
+        return ranks if len(ranks) > 1 else ()
 
     @property
     def first_id(self) -> int:
@@ -116,15 +118,6 @@ class TensorParallel:
     def local_length(self, length: int) -> int:
         """Returns how many of `length` tokens this rank has in the residual stream, including padding."""
         return part_length(length, self.group.size) if self.sequence else length
-
-    @property
-    def _first_layer(self) -> str:
-        return f"{self.plan.layers}.0"
-
-    def _embeds(self, modules: dict[str, nn.Module]) -> bool:
-        """Returns whether the embedding is used, and not only there for a head that has its weight."""
-        is_read = self._first_layer in modules or self.plan.head not in modules
-        return self.plan.embedding in modules and is_read
 
     def _first_row(self, module: str) -> int:
         ((first, _),) = self.share(f"{module}.weight").ranges
@@ -141,21 +134,9 @@ class TensorParallel:
             for attribute, size in sizes.items() if name in modules else ():
                 setattr(modules[name], attribute, size)
 
-    def _install_ends(self, every: dict[str, nn.Module], modules: dict[str, nn.Module]) -> None:
-        """Splits the tokens before the first layer, and gathers them after the norm before the head."""
-        if self._embeds(modules):
-            every[self._first_layer].register_forward_pre_hook(self._split_tokens, with_kwargs=True)
-        has_head = self.plan.head in modules
-        if self.plan.after_layers:
-            change = self._gather_tokens if has_head else self._as_long_as_gathered
-            every[self.plan.after_layers[0]].register_forward_hook(lambda _module, _args, output: change(output))
-        elif has_head:
-            modules[self.plan.head].register_forward_pre_hook(
-                lambda _module, args: (self._gather_tokens(args[0]), *args[1:])
-            )
-
     def _before_head(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (copy_to_ranks(args[0], self.group), *args[1:])
+        whole = self._gather_tokens(args[0]) if self.sequence else copy_to_ranks(args[0], self.group)
+        return (whole, *args[1:])
 
     def _split_tokens(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         return with_hidden_states(args, kwargs, split(hidden_states(args, kwargs), self.group, TOKENS))

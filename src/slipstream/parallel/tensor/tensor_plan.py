@@ -16,12 +16,15 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
+from slipstream.model import ModelAnatomy
 from slipstream.parallel.parameter_share import ParameterCut
 from slipstream.parallel.tensor.attention_heads import AttentionHeads, is_attention
 from slipstream.parallel.tensor.weight_cutting import ROWS, TensorStyle, cut_experts, cut_linear, cut_vocabulary
 
-_ALSO_CALLED = {"colwise_rep": TensorStyle.GATHERED_COLUMN, "rowwise_rep": TensorStyle.SPLIT_ROW}
-_WITHOUT_STYLE = {"replicate"}
+_STYLES = {style.value: style for style in TensorStyle} | {
+    "colwise_rep": TensorStyle.GATHERED_COLUMN,
+    "rowwise_rep": TensorStyle.SPLIT_ROW,
+}
 _VOCABULARY_STYLES = {"embedding_rowwise", "colwise", "colwise_gather_output", "colwise_rep"}
 _OWN_PLANS = {  # for models without one in transformers
     "gpt2": {
@@ -66,12 +69,7 @@ class TensorPlan:
 
 
 def find_tensor_plan(
-    model: nn.Module,
-    config: Any,
-    tensor_ranks: int,
-    before: Sequence[str],
-    after: Sequence[str],
-    given: Mapping[str, str] | None = None,
+    model: nn.Module, config: Any, tensor_ranks: int, anatomy: ModelAnatomy, given: Mapping[str, str] | None = None
 ) -> TensorPlan:
     """Returns the plan of `model`, a causal LM of transformers, for `tensor_ranks` ranks.
 
@@ -79,8 +77,8 @@ def find_tensor_plan(
         model: the whole model, or what is left of it; its parameters may be on the meta device.
         config: the model's config.
         tensor_ranks: the number of ranks that share every layer.
-        before: names of the modules that run before the layers, including the embedding.
-        after: names of the modules that run after the layers, including the head.
+        anatomy: the names of the modules that run before the layers, including the embedding, and after them, including
+            the head.
         given: styles by patterns of names, such as {"model.layers.*.mlp.up_proj": "colwise"}, instead of the model's
             plan.
 
@@ -89,8 +87,8 @@ def find_tensor_plan(
             features or vocabulary.
     """
     config = config.get_text_config()
-    embedding = _name_of(model, model.get_input_embeddings(), before, "embedding")  # type: ignore[operator]
-    head = _name_of(model, model.get_output_embeddings(), after, "head")  # type: ignore[operator]
+    embedding = _name_of(model, model.get_input_embeddings(), anatomy.before, "embedding")  # type: ignore[operator]
+    head = _name_of(model, model.get_output_embeddings(), anatomy.after, "head")  # type: ignore[operator]
     styles = _resolve(model, config, given, embedding, head)
     layers = _common_list(styles)
     cuts = cut_vocabulary(model, (embedding, head), tensor_ranks)
@@ -104,7 +102,7 @@ def find_tensor_plan(
         name for name in shapes if styles.get(name, styles.get(name.rpartition(".")[0])) is TensorStyle.PER_HEAD
     )
     regions = _regions(model, layers, styles, shapes.keys() - cuts.keys() - per_head)
-    after_layers = tuple(name for name in after if name != head)
+    after_layers = tuple(name for name in anatomy.after if name != head)
     return TensorPlan(tensor_ranks, layers, embedding, head, after_layers, regions, shapes, cuts, per_head, attributes)
 
 
@@ -144,19 +142,15 @@ def _resolve(
                 f"{', '.join(_linear_layers(model))}."
             )
         of_vocabulary = style in _VOCABULARY_STYLES and set(matches) <= {embedding, head}
-        if matches and not of_vocabulary and style not in _WITHOUT_STYLE:
-            found |= dict.fromkeys(matches, _style(pattern, style))
+        if matches and not of_vocabulary and style != "replicate":
+            if style not in _STYLES:
+                raise SlipstreamError(
+                    f"the plan spreads {pattern!r} in the style {style!r}, which isn't supported. Supported are "
+                    f"{', '.join(each.value for each in TensorStyle)}: give a tensor_plan with these, or train with "
+                    "tp=1."
+                )
+            found |= dict.fromkeys(matches, _STYLES[style])
     return found
-
-
-def _style(pattern: str, style: str) -> TensorStyle:
-    try:
-        return _ALSO_CALLED.get(style) or TensorStyle(style)
-    except ValueError:
-        raise SlipstreamError(
-            f"the plan spreads {pattern!r} in the style {style!r}, which isn't supported. Supported are "
-            f"{', '.join(known.value for known in TensorStyle)}: give a tensor_plan with these, or train with tp=1."
-        ) from None
 
 
 def _common_list(styles: Mapping[str, TensorStyle]) -> str:

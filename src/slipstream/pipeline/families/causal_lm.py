@@ -159,4 +159,4 @@ def plan_shares(
     config: PretrainedConfig, anatomy: ModelAnatomy, tensor_ranks: int, tensor_plan: Mapping[str, str] | None
 ) -> TensorPlan:
     """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names what can't be."""
-    return find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy.before, anatomy.after, tensor_plan)
+    return find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy, tensor_plan)

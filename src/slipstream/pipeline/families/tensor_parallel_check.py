@@ -62,7 +62,7 @@ def _first_wrong(
     labels = inputs.masked_fill(torch.arange(inputs.shape[1], device=device) % 7 == 3, IGNORED)
     anatomy = find_anatomy(config)
     shared = copy.deepcopy(whole)
-    plan = find_tensor_plan(shared, shared.config, group.size, anatomy.before, anatomy.after, given_plan)
+    plan = find_tensor_plan(shared, shared.config, group.size, anatomy, given_plan)
     parallel = TensorParallel(plan, group, sequence)
     parallel.shard(shared)
     parallel.install(shared, lambda: None, lambda: None)

@@ -240,14 +240,11 @@ def _without_gradients(stage: Stage) -> Iterator[None]:
 
 def _owned_tensors(stages: Mapping[int, Stage]) -> dict[int, list[Tensor]]:
     """Parameters and buffers per stage; what several stages share, with the first of them."""
-    seen: set[int] = set()
-    owned: dict[int, list[Tensor]] = {number: [] for number in stages}
+    owners: dict[int, tuple[int, Tensor]] = {}
     for number, stage in stages.items():
         for tensor in (*stage.model.parameters(), *stage.model.buffers()):
-            if storage_id(tensor) not in seen:
-                seen.add(storage_id(tensor))
-                owned[number].append(tensor)
-    return owned
+            owners.setdefault(storage_id(tensor), (number, tensor))
+    return {number: [tensor for owner, tensor in owners.values() if owner == number] for number in stages}
 
 
 class _MadeUpMessages(Transport):

@@ -102,8 +102,8 @@ def learn_slices(freedom: SearchSpace, length: int) -> Inquiry[Trial]:
         wanted.setdefault(slices, times.cost(slices))
     trials = []
     for slices, cost in wanted.items():
-        trial = yield from _trial(freedom, slices, cost, splits)
-        trials += [] if trial is None else [trial]
+        if trial := (yield from _trial(freedom, slices, cost, splits)):
+            trials.append(trial)
     return (yield from fastest(trials))
 
 

@@ -86,9 +86,8 @@ def promising(start: OrderOfSlices, best: OrderOfSlices, cost: Costs, length: in
 
 
 def _searched(start: OrderOfSlices, cost: Costs, length: int, granularity: int) -> Iterator[Slices]:
-    from slipstream.planner.slicing.schedule_slicing import (
-        slice_for_schedule,  # its compiled code takes a while to load
-    )
+    # Its compiled code takes a while to load.
+    from slipstream.planner.slicing.schedule_slicing import slice_for_schedule
 
     def candidate(slices: Slices) -> tuple[Schedule, TableCost]:
         return start(slices), cost(slices)

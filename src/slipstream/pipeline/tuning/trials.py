@@ -30,6 +30,7 @@ class TrialRequest(NamedTuple):
 
     trial: Trial
     holds: bool = False
+    is_last: bool = False  # whether all later steps run it
 
 
 class TrialMemory(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
@@ -11,13 +10,6 @@ from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.learning import COUNTS, SearchSpace, learn_order, learn_slices
 from slipstream.pipeline.tuning.trials import Inquiry, Trial, TrialRequest, TrialResult
 from slipstream.schedule import AUTOMATIC, Op, Schedule, check_name, in_flushes, placed_as
-
-
-class Decision(NamedTuple):
-    """The next trial, and whether all later steps run it."""
-
-    request: TrialRequest
-    is_last: bool
 
 
 class Tuner:
@@ -34,8 +26,7 @@ class Tuner:
         schedule, slices = options.schedule, default_slices if options.slices is None else options.slices
         num_flushes = options.memory.num_flushes
         self._reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
-        _check(schedule, slices)
-        _check_flushes(schedule, options.num_microbatches, num_flushes)
+        _check(schedule, slices, options.num_microbatches, num_flushes)
         self.slices: int | Sequence[int] = COUNTS[0] if isinstance(slices, str) else slices
         if isinstance(schedule, Schedule):
             self.slices = schedule.num_slices if isinstance(slices, int) else self.slices
@@ -91,7 +82,7 @@ class Tuner:
         """Whether the timeline of a step on sequences of `length` tokens is wanted."""
         return self.is_tuning and length == self._length
 
-    def decide(self, answer: TrialResult) -> Decision:
+    def decide(self, answer: TrialResult) -> TrialRequest:
         """Returns what comes next, given what was measured. One rank calls it, and all ranks `follow` its decision.
 
         Two machines may fit the same times to other last digits, and so choose differently. Raises SlipstreamError
@@ -99,15 +90,14 @@ class Tuner:
         """
         assert self._learning is not None
         try:
-            return Decision(self._learning.send(answer), is_last=False)
+            return self._learning.send(answer)
         except StopIteration as end:
-            return Decision(TrialRequest(end.value), is_last=True)
+            return TrialRequest(end.value, is_last=True)
 
-    def follow(self, decision: Decision) -> Schedule:
+    def follow(self, decision: TrialRequest) -> Schedule:
         """Returns the schedule of the step that comes next, or that `asks_what_it_holds`."""
         self._has_learned = self._has_learned or not self.asks_what_it_holds
-        self._is_settled = decision.is_last
-        self._take(decision.request)
+        self._take(decision)
         return self.schedule
 
     def lengths(self, length: int) -> list[int]:
@@ -120,31 +110,28 @@ class Tuner:
         return self.slices if isinstance(self.slices, int) else len(self.slices)
 
     def _take(self, request: TrialRequest) -> None:
-        trial, self.asks_what_it_holds = request
+        trial, self.asks_what_it_holds, self._is_settled = request
         self.schedule = in_flushes(trial.schedule, self._num_flushes)
         if self._reslices:
             self.slices = trial.slices
 
 
-def _check(schedule: str | Schedule, slices: object) -> None:
+def _check(schedule: str | Schedule, slices: object, num_microbatches: int, num_flushes: int) -> None:
     if isinstance(schedule, str):
         check_name(schedule, besides=AUTOMATIC)
-    if isinstance(schedule, Schedule) and slices == "auto":
+    elif slices == "auto":
         raise SlipstreamError(
             f"slices='auto' with the schedule {schedule.name!r}, which has {schedule.num_slices} slices: give their "
             "lengths, or a schedule by its name."
         )
-    if slices != "auto" and (not isinstance(slices, (int, Sequence)) or isinstance(slices, str)):
-        raise SlipstreamError(
-            f"slices={slices!r}: give a count, such as 8, the token lengths, such as [512, 512], or 'auto'."
-        )
-
-
-def _check_flushes(schedule: str | Schedule, num_microbatches: int, num_flushes: int) -> None:
-    if isinstance(schedule, Schedule) and num_flushes != 1:
+    elif num_flushes != 1:
         raise SlipstreamError(
             f"memory.num_flushes={num_flushes} with the schedule {schedule.name!r}: repeat it by "
             f"slipstream.schedule.in_flushes(schedule, {num_flushes}), or give a schedule by its name."
+        )
+    if slices != "auto" and (not isinstance(slices, (int, Sequence)) or isinstance(slices, str)):
+        raise SlipstreamError(
+            f"slices={slices!r}: give a count, such as 8, the token lengths, such as [512, 512], or 'auto'."
         )
     if num_microbatches % num_flushes:
         allowed = [count for count in range(1, num_microbatches + 1) if num_microbatches % count == 0]
