@@ -108,15 +108,16 @@ class Parameters:
             is_own = self._ranks.data.rank == 0 or self._masters.is_spread(name)
             yield ParameterShard(name, parameter, self.shares[name], rows.start, is_own and not is_copy)
 
-    def bytes_of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-        """Returns the bytes of the optimizer's copies of some parameters, and of all that it updates of them."""
+    def bytes_of(self, tensors: Iterable[Tensor]) -> tuple[int, int]:
+        """Returns the bytes of the optimizer's copies of those tensors that are parameters, and of all that it updates
+        of them."""
         masters, names = dict(self.named()), {id(parameter): name for name, parameter in self._own()}
         copies = updated = 0
-        for parameter in parameters:
-            master = masters.get(names.get(id(parameter), ""))
-            if master is not None and parameter.requires_grad:
+        for tensor in tensors:
+            master = masters.get(names.get(id(tensor), ""))
+            if master is not None and tensor.requires_grad:
                 updated += master.nbytes
-                copies += 0 if storage_id(master) == storage_id(parameter) else master.nbytes
+                copies += 0 if storage_id(master) == storage_id(tensor) else master.nbytes
         return copies, updated
 
     def clip_(self, max_norm: float) -> Tensor:

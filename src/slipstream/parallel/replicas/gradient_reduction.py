@@ -57,13 +57,12 @@ class GradientReduction:
         """
         self._stages = _each_once(stages)
         self._data, self._masters, self._whole = data, masters, frozenset(whole)
-        names = {name for parameters in self._stages.values() for name, _ in parameters}
-        self._added_over = {name: ranks for name in sorted(names) if (ranks := added_over(name))}
+        self._named = [named for parameters in self._stages.values() for named in parameters]
+        self._added_over = {name: ranks for name in sorted(dict(self._named)) if (ranks := added_over(name))}
         self._groups = {ranks: _subgroup(tensor, ranks) for ranks in sorted({*self._added_over.values()})}
-        for parameters in self._stages.values():
-            for _, parameter in parameters:
-                if parameter.requires_grad:
-                    parameter.grad_dtype = masters.dtype_of(parameter)  # in which every slice's gradient is added
+        for _, parameter in self._named:
+            if parameter.requires_grad:
+                parameter.grad_dtype = masters.dtype_of(parameter)  # in which every slice's gradient is added
         self._plans: dict[int, _StageCollectives] = {}
         self._missing: set[int] = set()
         self._earlier: dict[int, Tensor | None] = {}
@@ -151,11 +150,10 @@ class GradientReduction:
     def _handled(self) -> Iterator[NamedParameter]:
         """Yields the parameters whose gradients don't simply stay where backward leaves them."""
         everything = self._data.size > 1 or self._scale != 1
-        for parameters in self._stages.values():
-            for name, parameter in parameters:
-                special = name in self._whole or name in self._added_over or not self._masters.updates(name, parameter)
-                if parameter.requires_grad and (everything or special):
-                    yield name, parameter
+        for name, parameter in self._named:
+            special = name in self._whole or name in self._added_over or not self._masters.updates(name, parameter)
+            if parameter.requires_grad and (everything or special):
+                yield name, parameter
 
 
 def _each_once(stages: Mapping[int, Sequence[NamedParameter]]) -> dict[int, Bucket]:

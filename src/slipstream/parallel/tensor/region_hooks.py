@@ -45,21 +45,16 @@ class ReplicationTracker:
 
 class RegionHooks:
     """Puts f, g and the other operators into one region of one model. `length()` is the number of tokens if they are
-    spread."""
+    `spread`."""
 
     def __init__(
-        self,
-        region: TensorRegion,
-        group: RankGroup,
-        sequence: bool,
-        length: Callable[[], int],
-        whose: ReplicationTracker,
+        self, region: TensorRegion, group: RankGroup, spread: bool, length: Callable[[], int], whose: ReplicationTracker
     ) -> None:
         self._region, self._group, self._length, self._whose = region, group, length, whose
-        self._spreads = sequence
-        self._scatters = sequence and region.is_direct  # at its row, as nothing inside needs the whole sum
+        self._spreads = spread
+        self._scatters = spread and region.is_direct  # at its row, as nothing inside needs the whole sum
         has_columns = any(style in COLUMNS for style in region.styles.values())
-        self._gathers = sequence and (has_columns or not region.is_direct)
+        self._gathers = spread and (has_columns or not region.is_direct)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> the tensor and f of it, in this forward
         self._biases: dict[nn.Module, nn.Parameter] = {}  # of the rows that are running without
 

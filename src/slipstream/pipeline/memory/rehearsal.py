@@ -55,10 +55,7 @@ def rehearse(step: RehearsedStep) -> MemoryTable:
     step = replace(step, batch=SplitBatch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid))
     runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
     owned = _owned_tensors(step.stages)
-    updated = {
-        number: step.parameters.bytes_of(t for t in tensors if isinstance(t, torch.nn.Parameter))
-        for number, tensors in owned.items()
-    }
+    updated = {number: step.parameters.bytes_of(tensors) for number, tensors in owned.items()}
     return MemoryTable(
         footprints={key: found for run in runs for key, found in run.footprints().items()},
         first={key: peak for run in runs for key, peak in run.first_peaks().items()},

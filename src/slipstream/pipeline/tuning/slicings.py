@@ -111,10 +111,8 @@ def growing(length: int, granularity: int) -> Iterator[Slices]:
 
 def _rounded(weights: list[float], length: int, granularity: int) -> Slices | None:
     """Lengths in these proportions, cut at multiples of the granularity; None where a slice would be empty."""
-    total, cuts, so_far = sum(weights), [0], 0.0
-    for weight in weights:
-        so_far += weight
-        cuts.append(round(so_far / total * length / granularity) * granularity)
+    total = sum(weights)
+    cuts = [round(so_far / total * length / granularity) * granularity for so_far in accumulate(weights, initial=0.0)]
     cuts[-1] = length
     slices = tuple(end - begin for begin, end in pairwise(cuts))
     return slices if min(slices) > 0 else None
