@@ -43,12 +43,7 @@ class Tuner:
             )
             self.schedule = in_flushes(self._freedom.start((0,) * self._count), num_flushes)
         self._num_flushes = num_flushes
-        _check_whole(self.schedule, compiled)
-        if self.schedule.num_ranks != num_ranks:
-            raise SlipstreamError(
-                f"the schedule {self.schedule.name!r} is for {self.schedule.num_ranks} ranks, but there are "
-                f"{num_ranks}. Start {self.schedule.num_ranks} processes or make a schedule for {num_ranks}."
-            )
+        _check_fits(self.schedule, num_ranks, compiled)
         self._is_settled = False
         self.forget()
 
@@ -141,10 +136,15 @@ def _check(schedule: str | Schedule, slices: object, num_microbatches: int, num_
         )
 
 
-def _check_whole(schedule: Schedule, compiled: Sequence[str]) -> None:
+def _check_fits(schedule: Schedule, num_ranks: int, compiled: Sequence[str]) -> None:
     if compiled and any(action.op is Op.I for action in schedule.positions):
         raise SlipstreamError(
             f"{compiled[0]} is compiled, so its backward is one piece, but the schedule {schedule.name!r} splits "
             "backwards into input and weight gradients. Compile norms and activations alone, or use a schedule of "
             "whole backwards: gpipe, 1f1b, interleaved-1f1b or breadth-first."
+        )
+    if schedule.num_ranks != num_ranks:
+        raise SlipstreamError(
+            f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but there are {num_ranks}. "
+            f"Start {schedule.num_ranks} processes or make a schedule for {num_ranks}."
         )
