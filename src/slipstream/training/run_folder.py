@@ -44,8 +44,6 @@ class RunFolder:
 
     def find_earlier_run(self) -> Path | None:
         """Returns something that a run made, or a model that somebody put here; None where there is nothing."""
-        if not self.path.is_dir():
-            return None
         model_files = [self.path / "config.json", *sorted(self.path.glob("*.safetensors"))]
         kept = [*self._exports(), *model_files, self.metrics, self.checkpoints, self.inputs]
         return next((path for path in kept if path.exists()), None)

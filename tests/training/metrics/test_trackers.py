@@ -14,7 +14,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.training.metrics import StepRecord, ValidationRecord
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.trackers import NAMES, Trackers, check_trackers, flat, make_trackers
+from slipstream.training.metrics.records import MetricsRecord
+from slipstream.training.metrics.trackers import NAMES, Tracker, check_trackers, flat, make_trackers
 
 RUN = RunFigures(1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
 
@@ -35,6 +36,13 @@ def step(number: int, loss: float) -> StepRecord:
     )
 
 
+def write(trackers: list[Tracker], *records: MetricsRecord) -> None:
+    for tracker in trackers:
+        for record in records:
+            tracker.write(record)
+        tracker.close()
+
+
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Tag -> (step, value) of all event files, as TensorBoard shows them."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -50,12 +58,8 @@ def texts(folder: Path) -> dict[str, str]:
 
 def test_event_files_have_every_number_of_every_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    trackers = make_trackers(["tensorboard"], tmp_path, {"training": {"seq_len": 64}})
-    trackers.write(RUN)
-    trackers.write(step(1, 4.0))
-    trackers.write(step(2, 3.5))
-    trackers.write(ValidationRecord(2, 3.75, math.exp(3.75)))
-    trackers.close()
+    trackers = make_trackers(["tensorboard"], tmp_path, {"training": {"seq_len": 64}}, 0)
+    write(trackers, RUN, step(1, 4.0), step(2, 3.5), ValidationRecord(2, 3.75, math.exp(3.75)))
     found = scalars(tmp_path)
     assert found["loss"] == [(1, 4.0), (2, 3.5)]
     assert found["mfu"] == [(1, 0.25), (2, 0.25)]
@@ -72,26 +76,16 @@ def test_event_files_have_every_number_of_every_step(tmp_path: Path) -> None:
 
 def test_a_resumed_run_shows_what_it_ran_again_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    trackers = make_trackers(["tensorboard"], tmp_path)
-    for number in range(1, 5):
-        trackers.write(step(number, 1.0))
-    trackers.close()
-    trackers = make_trackers(["tensorboard"], tmp_path, resumed_after=2)
-    trackers.write(step(3, 2.0))
-    trackers.close()
+    write(make_trackers(["tensorboard"], tmp_path, {}, 0), *(step(number, 1.0) for number in range(1, 5)))
+    write(make_trackers(["tensorboard"], tmp_path, {}, resumed_after=2), step(3, 2.0))
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 2.0)]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 def test_without_names_there_are_json_lines_alone(tmp_path: Path) -> None:
-    trackers = make_trackers([], tmp_path)
-    trackers.write(step(1, 4.0))
-    trackers.close()
+    write(make_trackers([], tmp_path, {}, 0), step(1, 4.0))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    nowhere = Trackers()
-    nowhere.write(step(1, 4.0))
-    nowhere.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,7 +104,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(name: str, monkeypatc
 
 def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="'tensorbord' isn't known; did you mean 'tensorboard'"):
-        make_trackers(["tensorbord"], tmp_path)
+        make_trackers(["tensorbord"], tmp_path, {}, 0)
     assert not list(tmp_path.iterdir())
 
 
@@ -118,11 +112,8 @@ def test_weights_and_biases_takes_a_run_offline(tmp_path: Path, monkeypatch: pyt
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    trackers = make_trackers(["wandb"], tmp_path, {"training": {"seq_len": 64}})
-    trackers.write(RUN)
-    trackers.write(step(1, 4.0))
-    trackers.write(ValidationRecord(1, 3.75, math.exp(3.75)))
-    trackers.close()
+    trackers = make_trackers(["wandb"], tmp_path, {"training": {"seq_len": 64}}, 0)
+    write(trackers, RUN, step(1, 4.0), ValidationRecord(1, 3.75, math.exp(3.75)))
     (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     data = kept.read_bytes()
     assert b"validation_loss" in data

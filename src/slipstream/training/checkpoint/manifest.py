@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint.metadata as dcp
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.checkpoint.tensor_shard import Box
@@ -26,10 +26,9 @@ class StoredBox(NamedTuple):
     box: Box
 
 
-class StoredTensor(BaseModel):
+class StoredTensor(BaseModel, extra="forbid", frozen=True):
     """A whole tensor, or what one rank writes of it: its dtype's name in torch, its shape, and where its boxes are."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[StoredBox, ...]
@@ -43,10 +42,9 @@ class WrittenFile(NamedTuple):
     entries: Sequence[tuple[str, StoredTensor]]
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, extra="forbid", frozen=True):
     """All of a checkpoint but the elements of its tensors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     format: int
     step: int
     facts: dict[str, Any]

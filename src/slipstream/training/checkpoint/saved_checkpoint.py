@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from os import PathLike
@@ -101,7 +102,9 @@ class CheckpointReader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self._metadata.storage_data[item.storage_index], []).append(item)
         for name, items in by_file.items():
-            self._verify(name)
+            if not self._is_verified:
+                with _damage_refused(self._folder):
+                    verify_file(self._folder / name, self._manifest.files[name])
             with safe_open(self._folder / name, framework="pt") as file:
                 for item in items:
                     target = planner.resolve_tensor(item).detach()
@@ -114,13 +117,6 @@ class CheckpointReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
         return False  # PyTorch takes a path alone for its own format
-
-    def _verify(self, name: str) -> None:
-        if not self._is_verified:
-            try:
-                verify_file(self._folder / name, self._manifest.files[name])
-            except DamagedError as error:
-                raise _damaged(self._folder, error) from None
 
 
 @dataclass(frozen=True)
@@ -195,14 +191,16 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder} isn't a checkpoint, which has a {MANIFEST}. Give the folder of a step; in this one there "
             f"are: {steps}."
         )
-    try:
+    with _damage_refused(folder):
         return Manifest.read(folder)
+
+
+@contextmanager
+def _damage_refused(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except DamagedError as error:
-        raise _damaged(folder, error) from None
-
-
-def _damaged(folder: Path, error: DamagedError) -> SlipstreamError:
-    return SlipstreamError(f"the checkpoint {folder} is damaged: {error}. Take another one.")
+        raise SlipstreamError(f"the checkpoint {folder} is damaged: {error}. Take another one.") from None
 
 
 def _elements(file: Any, item: ReadItem) -> Any:

@@ -138,7 +138,9 @@ class FlopsMeter:
                     f"{self._seq_len}. Give the lengths of all documents of the whole batch."
                 )
             scores = sum(self._whole.scores(0, length) for length in documents)
-        products_again, scores_again = self._recomputed(layout, slices)
+        if self._counted[0] != (layout, tuple(slices)):
+            self._counted = (layout, tuple(slices)), recomputed_flops(self.count, layout, slices, self._batch_size)
+        products_again, scores_again = self._counted[1]
         model = 3 * (self._products + scores)
         hardware = model + products_again + scores_again * scores / self._scores
         device_seconds = seconds * run.num_devices
@@ -164,14 +166,6 @@ class FlopsMeter:
             ptdp=8 * tokens * run.num_parameters / (run.num_devices * achieved),
         )
 
-    def _recomputed(self, layout: StageLayout | None, slices: Sequence[int]) -> tuple[float, float]:
-        """Returns the recomputed FLOPs of products and of scores; counts again only for a new layout or new slices."""
-        if layout is None:
-            return 0.0, 0.0
-        if self._counted[0] != (layout, tuple(slices)):
-            self._counted = (layout, tuple(slices)), recomputed_flops(self.count, layout, slices, self._batch_size)
-        return self._counted[1]
-
 
 def document_lengths(document_ids: Tensor) -> list[int]:
     """Returns the length of each run of equal ids in a (batch, sequence) tensor, row by row."""
@@ -179,7 +173,7 @@ def document_lengths(document_ids: Tensor) -> list[int]:
 
 
 def recomputed_flops(
-    count: ModelCount, layout: StageLayout, slices: Sequence[int], num_sequences: int
+    count: ModelCount, layout: StageLayout | None, slices: Sequence[int], num_sequences: int
 ) -> tuple[float, float]:
     """Returns the FLOPs that the R actions of a step compute: of matrix products, and of attention's scores.
 
@@ -187,12 +181,12 @@ def recomputed_flops(
     layers that are recomputed; the little that a replay leaves out at its end is not subtracted. Of a layer that is cut
     in half, each half has half of the products, and the half with attention has the scores.
     """
-    what = layout.recompute
-    if what is None or what.keeps_products:
+    if layout is None or layout.recompute is None or layout.recompute.keeps_products:
         return 0.0, 0.0
     ends = [*accumulate(slices, initial=0)]
     rows = [len(part) for part in torch.arange(num_sequences).tensor_split(layout.training.num_microbatches)]
-    forwards = [_Forward.of(_repeated(count, layout.layers, stage, what)) for stage in range(len(layout.layers))]
+    stages, what = layout.layers, layout.recompute
+    forwards = [_Forward.of(_repeated(count, stages, stage, what)) for stage in range(len(stages))]
     products = scores = 0.0
     for action in layout.training.positions:
         if action.op is Op.R:

@@ -18,7 +18,7 @@ from slipstream.training.metrics.device_peak import find_peak
 from slipstream.training.metrics.flops import FlopsMeter, document_lengths
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import MetricsRecord, StepRecord, peak_memory
-from slipstream.training.metrics.trackers import Trackers, make_trackers
+from slipstream.training.metrics.trackers import Tracker, make_trackers
 from slipstream.training.metrics.traffic import Traffic
 from slipstream.training.training_step import StepResult, compute_dtype
 
@@ -39,7 +39,7 @@ class Reporter:
             self._figures = FlopsMeter(pipe.config, training.seq_len, training.batch_size, self._world.size, peak)
         except SlipstreamError as error:
             progress.say(f"FLOPs are not shown: {error}")
-        self._trackers = Trackers()
+        self._trackers: list[Tracker] = []  # none on ranks other than the first
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
             settings = config.model_dump(mode="json")
@@ -49,7 +49,8 @@ class Reporter:
 
     def write(self, record: MetricsRecord) -> None:
         """Writes a record to the metrics file and to every tracker."""
-        self._trackers.write(record)
+        for tracker in self._trackers:
+            tracker.write(record)
 
     def report(
         self, step: int, result: StepResult, data_seconds: float, batch: TokenBatch, timeline: Timeline, trial: bool
@@ -99,4 +100,5 @@ class Reporter:
             tokens = self._config.tracking.tokens or num_steps * self._figures.run.tokens_per_step
             time = self._figures.time_to_train(tokens, statistics.median(seconds))
             self._progress.say(time.describe(tokens))
-        self._trackers.close()
+        for tracker in self._trackers:
+            tracker.close()

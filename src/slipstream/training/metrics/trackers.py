@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.training.metrics.records import MetricsFile, MetricsRecord, as_dictionary
@@ -70,23 +69,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-@dataclass(frozen=True)
-class Trackers:
-    """Some trackers that get every record; none on ranks other than the first."""
-
-    trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases] = ()
-
-    def write(self, record: MetricsRecord) -> None:
-        """Writes to every tracker."""
-        for tracker in self.trackers:
-            tracker.write(record)
-
-    def close(self) -> None:
-        """Closes every tracker."""
-        for tracker in self.trackers:
-            tracker.close()
-
-
+Tracker: TypeAlias = MetricsFile | TensorBoard | WeightsAndBiases
 _TRACKERS: Mapping[str, type[TensorBoard | WeightsAndBiases]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 NAMES = tuple(_TRACKERS)
 """The names of trackers. Each is a package, and an extra of Slipstream that installs it."""
@@ -105,23 +88,21 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def make_trackers(
-    names: Sequence[str], folder: Path, settings: Mapping[str, Any] | None = None, resumed_after: int = 0
-) -> Trackers:
+def make_trackers(names: Sequence[str], folder: Path, settings: Mapping[str, Any], resumed_after: int) -> list[Tracker]:
     """Returns the trackers of the first rank: `folder`/metrics.jsonl, and those that are named.
 
     Args:
         names: some of NAMES.
         folder: the run's folder; event files go to its `tensorboard`.
         settings: the run's settings by section, shown next to its figures.
-        resumed_after: the step that the run is resumed from; what was written of later steps is dropped.
+        resumed_after: the step that the run is resumed from, or 0; what was written of later steps is dropped.
 
     Raises:
         SlipstreamError: for the same reasons as `check_trackers`.
     """
     check_trackers(names)
-    others = [_TRACKERS[name](folder, settings or {}, resumed_after) for name in dict.fromkeys(names)]
-    return Trackers([MetricsFile(folder / "metrics.jsonl", resumed_after), *others])
+    others = [_TRACKERS[name](folder, settings, resumed_after) for name in dict.fromkeys(names)]
+    return [MetricsFile(folder / "metrics.jsonl", resumed_after), *others]
 
 
 def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -60,8 +60,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     check_model(config, model_config, progress)
     tokenizer, text = prepare_text(config, model_config, progress)
     check_vocabulary(int(text.tokens.max()), model_config)
-    train, validation = split_text(config, text)
-    return RunInputs(config, model_config, tokenizer, train, validation)
+    return RunInputs(config, model_config, tokenizer, *split_text(config, text))
 
 
 def _check_run_folder(config: Config) -> None:
