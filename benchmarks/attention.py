@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
-from slipstream.attention import ContextStore, KeyRanges, attend
+from slipstream.attention import AttentionSite, ContextStore, KeyRanges, attend
 from slipstream.pipeline.batch import slice_lengths
 
 CASES = [  # heads, key heads, dtype, layout in memory: models give (batch, tokens, heads, width) transposed
@@ -62,8 +62,7 @@ def sliced(inputs: list[Tensor], grad: Tensor, num_slices: int, layout: str) -> 
         began = time.perf_counter()
         store = ContextStore(length)
         outputs = [
-            attend(*tensors, store=store, call=0, ranges=each, scale=scale)
-            for tensors, each in zip(slices, ranges, strict=True)
+            attend(*tensors, AttentionSite(store, 0, each, scale)) for tensors, each in zip(slices, ranges, strict=True)
         ]
         for index in reversed(range(num_slices)):
             torch.autograd.grad(outputs[index], slices[index], grads[index])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.attention import (
+    AttentionSite,
     ContextStore,
     KeyRanges,
     attend,
@@ -41,8 +42,8 @@ def small_tiles() -> Iterator[None]:
 
 
 def only_masked_math(patch: pytest.MonkeyPatch) -> None:
-    def backend(_q: Tensor, _v: Tensor, scale: float, cap: float | None, p: float, seed: int) -> MaskedMath:
-        return MaskedMath(scale, cap, p, seed)
+    def backend(_query: Tensor, _value: Tensor, site: AttentionSite) -> MaskedMath:
+        return MaskedMath(site)
 
     patch.setattr(slice_attention, "_backend", backend)
 
@@ -158,13 +159,7 @@ def test_frozen_inputs_leave_the_other_gradients_alone(frozen: list[str]) -> Non
         }
         store = ContextStore(20)
         outputs = [
-            attend(
-                *(t[:, :, a:b] for t in inputs.values()),
-                store=store,
-                call=0,
-                ranges=KeyRanges.causal(a, b),
-                scale=1.0,
-            )
+            attend(*(t[:, :, a:b] for t in inputs.values()), AttentionSite(store, 0, KeyRanges.causal(a, b), scale=1.0))
             for a, b in ((0, 8), (8, 20))
         ]
         for output in reversed(outputs):
@@ -181,16 +176,8 @@ def test_autocast_computes_in_its_dtype() -> None:
     query, key = (torch.randn(1, 2, 12, 4, requires_grad=True) for _ in range(2))
     value = torch.randn(1, 2, 12, 4, dtype=torch.bfloat16, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        output = attend(
-            query,
-            key,
-            value,
-            store=ContextStore(12),
-            call=0,
-            ranges=KeyRanges.causal(0, 12),
-            scale=1.0,
-            softcap=5.0,
-        )
+        site = AttentionSite(ContextStore(12), 0, KeyRanges.causal(0, 12), scale=1.0, softcap=5.0)
+        output = attend(query, key, value, site)
         assert output.dtype == torch.bfloat16
         output.sum().backward()
     assert [t.grad.dtype for t in (query, key, value)] == [torch.float32, torch.float32, torch.bfloat16]
@@ -203,12 +190,7 @@ class TestDropout:
         return [
             attend(
                 *(t[:, :, a:b] for t in (query, key, value)),
-                store=store,
-                call=0,
-                ranges=KeyRanges.causal(a, b),
-                scale=0.5,
-                dropout=0.25,
-                seed=seed + a,
+                AttentionSite(store, 0, KeyRanges.causal(a, b), scale=0.5, dropout=0.25, seed=seed + a),
             )
             for a, b in ((0, length // 3), (length // 3, length))
         ]
@@ -274,13 +256,12 @@ def test_no_prefix_is_copied(first_key: Tensor, key_heads: int) -> None:
         for s in spans
     ]
     keys = [KeyRanges(first_key[:, s], s.start) for s in spans]
-    run = {"store": store, "call": 0, "scale": 0.25}
     for inputs, seen in zip(slices[:2], keys[:2], strict=True):
-        attend(*inputs, ranges=seen, **run)
+        attend(*inputs, AttentionSite(store, 0, seen, scale=0.25))
     context = store._contexts[0]
     one_slice = slices[2][0].nbytes
-    with LargestStorage([context.key, context.value, first_key]) as forward:
-        output = attend(*slices[2], ranges=keys[2], **run)
+    with LargestStorage([*context.buffers, first_key]) as forward:
+        output = attend(*slices[2], AttentionSite(store, 0, keys[2], scale=0.25))
     assert forward.bytes <= 2 * one_slice  # the prefix has 128 slices
     grad = torch.ones_like(output)
     with torch.no_grad():
@@ -304,10 +285,10 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, tuple[int, ...]], 
     shapes = {"query": (1, 4, 6, 4), "key": (1, 2, 6, 4), "value": (1, 2, 6, 4)} | change
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     with pytest.raises(SlipstreamError, match=message):
-        attend(**tensors, store=ContextStore(8), call=0, ranges=KeyRanges.causal(2, 8), scale=1.0)
+        attend(**tensors, site=AttentionSite(ContextStore(8), 0, KeyRanges.causal(2, 8), scale=1.0))
 
 
 def test_mixed_dtypes_are_refused() -> None:
     tensors = [torch.zeros(1, 2, 8, 4, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64)]
     with pytest.raises(SlipstreamError, match="give one dtype"):
-        attend(*tensors, store=ContextStore(8), call=0, ranges=KeyRanges.causal(0, 8), scale=1.0)
+        attend(*tensors, AttentionSite(ContextStore(8), 0, KeyRanges.causal(0, 8), scale=1.0))

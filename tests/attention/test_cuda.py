@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention import flash_kernels, slice_attention
+from slipstream.attention import AttentionSite, ContextStore, KeyRanges, flash_kernels, slice_attention
 from support.attention import distance, make_case
 
 pytestmark = [
@@ -30,7 +30,8 @@ MASKS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_flash(first_key: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> None:
     case = make_case((2, 4, 2, LENGTH, *widths), first_key, [0, 1, 20, 350, LENGTH], dtype, "cuda", sinks=True)
-    backend = slice_attention._backend(case.query, case.value, 0.3, None, 0.0, 0)
+    site = AttentionSite(ContextStore(LENGTH), "layer", KeyRanges(first_key, 0), scale=0.3)
+    backend = slice_attention._backend(case.query, case.value, site)
     assert isinstance(backend, flash_kernels.FlashCUDA)
     assert distance(case.sliced(), case.reference()) < (2e-2 if dtype == torch.bfloat16 else 2e-3)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention import ContextError, ContextStore, KeyRanges, attend
+from slipstream.attention import AttentionSite, ContextError, ContextStore, KeyRanges, attend
 
 CUTS = [(0, 4), (4, 9), (9, 12)]
 
@@ -18,7 +18,7 @@ def inputs(start: int, end: int, dtype: torch.dtype = torch.float32) -> list[Ten
 
 def run(store: ContextStore, start: int, end: int, first: int = 0, call: object = "a") -> Tensor:
     ranges = KeyRanges(torch.full((1, end - start), first), start)
-    return attend(*inputs(start, end), store=store, call=call, ranges=ranges, scale=0.5)
+    return attend(*inputs(start, end), AttentionSite(store, call, ranges, scale=0.5))
 
 
 def test_buffers_are_freed_by_the_last_backward() -> None:
@@ -38,7 +38,7 @@ def test_buffers_are_freed_by_the_last_backward() -> None:
 def test_gradient_buffers_are_float32_or_wider() -> None:
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         store = ContextStore(4)
-        attend(*inputs(0, 4, dtype), store=store, call=0, ranges=KeyRanges.causal(0, 4), scale=1.0)
+        attend(*inputs(0, 4, dtype), AttentionSite(store, 0, KeyRanges.causal(0, 4), scale=1.0))
         assert [t.dtype for t in store.context(0, KeyRanges.causal(0, 4))] == [dtype, dtype, wide, wide]
 
 
@@ -49,9 +49,9 @@ def test_it_remembers_calls_and_reads() -> None:
             run(store, *cut, first=min(cut[0], 3), call=call).sum()
     store.free()
     assert not store.num_bytes
-    assert store.calls == ["b", "a"]
-    assert store.reads("a") == [(0, 4), (3, 9), (3, 12)]
-    assert store.reads("c") == []
+    assert [*store.reads] == ["b", "a"]
+    assert store.reads["a"] == [(0, 4), (3, 9), (3, 12)]
+    assert "c" not in store.reads
 
 
 def test_without_gradients_keys_stay_until_freed() -> None:

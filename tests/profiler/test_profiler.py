@@ -93,8 +93,8 @@ def test_slices_run_again_after_any_context() -> None:
         seconds = bench.run(length, context)
         assert set(seconds) == set(OPS)
         assert min(seconds.values()) > 0
-        (call,) = bench._store.calls
-        assert bench._store.reads(call)[-2:] == [(0, context + length)] * 2
+        (reads,) = bench._store.reads.values()
+        assert reads[-2:] == [(0, context + length)] * 2
 
 
 def test_something_else_is_read_before_every_op() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.attention import ContextStore, KeyRanges, attend
+from slipstream.attention import AttentionSite, ContextStore, KeyRanges, attend
 
 
 @dataclass
@@ -50,15 +50,13 @@ class AttentionCase:
         """Output and gradients with every slice on its own, backward in reverse."""
         store = store or ContextStore(self.query.shape[2])
         inputs = [t.detach().requires_grad_() for t in self.inputs]
-        options = self.options | ({"sinks": inputs[3]} if len(inputs) > 3 else {})
+        options = {name: value for name, value in self.options.items() if name != "sinks"}
         spans = [slice(a, b) for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
         outputs = [
             attend(
                 *(t[:, :, span] for t in inputs[:3]),
-                store=store,
-                call="layer",
-                ranges=KeyRanges(self.first_key[:, span], span.start),
-                **options,
+                AttentionSite(store, "layer", KeyRanges(self.first_key[:, span], span.start), **options),
+                *inputs[3:],
             )
             for span in spans
         ]

@@ -1,12 +1,39 @@
-"""The interface of the code that computes one tile of attention: the fused kernels and the masked math."""
+"""What a backend works on, the code that computes attention tile by tile: `FlashCPU`, `FlashCUDA` or `MaskedMath`.
+
+Each computes the attention of one tile: its T queries and its S keys, [tile.first, tile.end). With
+P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the gradients of any rectangle of the
+scores don't depend on the others (Dao 2022, FlashAttention, appendix B.2):
+
+    dV = P^T dO,   dS = P * (dO V^T - rowsum(dO * O)),   dQ = scale * dS K,   dK = scale * dS^T Q
+
+`forward` fills out (B,H,T,Dv) and lse (B,H,T), in float32 or wider; `backward` adds the tile's share to the gradients.
+`width_multiple` is of what number the head dim of queries, keys and values must be a multiple, all padded to the same
+with zeros; None where each keeps its own.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from slipstream.attention.key_ranges import ScoreTile
+from slipstream.attention.context_store import ContextStore
+from slipstream.attention.key_ranges import KeyRanges
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """Everything about one attention of a slice that isn't a tensor with a gradient."""
+
+    store: ContextStore  # the microbatch's on this stage, which keeps key and value for later slices
+    call: Hashable  # identifies this attention within the stage, the same for all slices
+    ranges: KeyRanges  # which keys each query sees
+    scale: float  # multiplies the scores
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    dropout: float = 0.0  # the probability of dropping an attention weight, drawn from `seed`
+    seed: int = 0
 
 
 class QueryState(NamedTuple):
@@ -26,35 +53,9 @@ class QueryState(NamedTuple):
         return QueryState(*(each[:, :, some] for each in self))
 
 
-class AttentionGradients(NamedTuple):
+class TileGradients(NamedTuple):
     """The buffers a backward pass adds to, in float32 or wider."""
 
     query: Tensor  # (B,H,T,D)
     key: Tensor  # (B,Hkv,S,D)
     value: Tensor  # (B,Hkv,S,Dv)
-
-
-class AttentionBackend(Protocol):
-    """Computes the attention of one tile: its T queries and its S keys, [tile.first, tile.end).
-
-    With P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the gradients of any rectangle
-    of the scores don't depend on the others (Dao 2022, FlashAttention, appendix B.2):
-
-        dV = P^T dO,   dS = P * (dO V^T - rowsum(dO * O)),   dQ = scale * dS K,   dK = scale * dS^T Q
-    """
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: ScoreTile
-    ) -> None:
-        """Fills output (B,H,T,Dv) and logsumexp (B,H,T), in float32 or wider."""
-        ...
-
-    def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, gradients: AttentionGradients, tile: ScoreTile
-    ) -> None:
-        """Adds the tile's share to the gradients."""
-        ...
-
-    def width(self, key_width: int, value_width: int) -> int | None:
-        """Returns the head dim to which keys and values are padded with zeros; None where each keeps its own."""
-        ...

@@ -42,15 +42,8 @@ class StoredSlice:
 class _CallBuffers:
     """The buffers of one attention call, and the state of each slice of it."""
 
-    key: Tensor  # (B, Hkv, L, D)
-    value: Tensor  # (B, Hkv, L, Dv)
-    grad_key: Tensor | None = None
-    grad_value: Tensor | None = None
+    buffers: list[Tensor]  # key (B, Hkv, L, D) and value (B, Hkv, L, Dv), in a backward also their gradients
     slices: dict[int, StoredSlice] = field(default_factory=dict)  # by start
-
-    @property
-    def buffers(self) -> Iterator[Tensor]:
-        return (t for t in (self.key, self.value, self.grad_key, self.grad_value) if t is not None)
 
 
 class ContextStore:
@@ -71,19 +64,11 @@ class ContextStore:
     def __init__(self, length: int) -> None:
         self.length = length
         self._contexts: dict[Hashable, _CallBuffers] = {}
-        self._reads: dict[Hashable, list[tuple[int, int]]] = {}
+        # by call, in the order of their first use and including freed ones: the keys [first, end) that each slice read
+        self.reads: dict[Hashable, list[tuple[int, int]]] = {}
         self.shared: SharedState | None = None  # set by the code that runs the slices
-        self._replaying = False
+        self.is_replaying = False
         self._wrapper: AttentionWrapper | None = None
-
-    @property
-    def calls(self) -> list[Hashable]:
-        """The keys of all attention calls so far, in the order of their first use, including freed ones."""
-        return list(self._reads)
-
-    def reads(self, call: Hashable) -> list[tuple[int, int]]:
-        """Returns the keys [first, end) that each slice of a call read, in the order in which they ran."""
-        return list(self._reads.get(call, ()))
 
     @property
     def num_bytes(self) -> int:
@@ -97,18 +82,14 @@ class ContextStore:
         if shared is not None:
             shared.close()
 
-    @property
-    def is_replaying(self) -> bool:
-        return self._replaying
-
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Makes slices run a second time (recomputation, rule 4): K and V are read, never changed."""
-        self._replaying = True
+        self.is_replaying = True
         try:
             yield
         finally:
-            self._replaying = False
+            self.is_replaying = False
 
     @contextmanager
     def wrapped_attention(self, wrapper: AttentionWrapper) -> Iterator[None]:
@@ -126,19 +107,20 @@ class ContextStore:
     def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv); returns the buffers of the whole sequence."""
         context = self._contexts.get(call)
-        if self._replaying:
+        if self.is_replaying:
             if context is None or ranges.start not in context.slices:
                 raise ContextError(f"{_name(call, ranges)} is replayed, but its forward never ran")
         else:
             if context is None:
-                context = self._contexts[call] = _CallBuffers(self._allocate(key), self._allocate(value))
+                buffers = [part.new_empty(*part.shape[:2], self.length, part.shape[3]) for part in (key, value)]
+                context = self._contexts[call] = _CallBuffers(buffers)
             self._check_free(call, context, ranges)
             context.slices[ranges.start] = StoredSlice(ranges.end, ranges.first)
-            context.key[:, :, ranges.start : ranges.end] = key
-            context.value[:, :, ranges.start : ranges.end] = value
-            self._reads.setdefault(call, []).append((ranges.first, ranges.end))
+            for buffer, part in zip(context.buffers[:2], (key, value), strict=True):
+                buffer[:, :, ranges.start : ranges.end] = part
+            self.reads.setdefault(call, []).append((ranges.first, ranges.end))
         self._check_present(call, context, ranges)
-        return context.key, context.value
+        return context.buffers[0], context.buffers[1]
 
     def context(self, call: Hashable, ranges: KeyRanges) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns K, V, dK, dV for a slice whose backward begins; every later slice that attends to it must be done."""
@@ -153,10 +135,11 @@ class ContextStore:
                     f"{_name(call, ranges)} runs backward before the slice [{start}, {later.end}), which "
                     "attends to it: run the slices of a microbatch in reverse order"
                 )
-        if context.grad_key is None or context.grad_value is None:
-            context.grad_key = torch.zeros_like(context.key, dtype=_wide(context.key.dtype))
-            context.grad_value = torch.zeros_like(context.value, dtype=_wide(context.value.dtype))
-        return context.key, context.value, context.grad_key, context.grad_value
+        if len(context.buffers) == 2:
+            wide = torch.promote_types(context.buffers[0].dtype, torch.float32)
+            context.buffers += [torch.zeros_like(buffer, dtype=wide) for buffer in context.buffers]
+        key, value, grad_key, grad_value = context.buffers
+        return key, value, grad_key, grad_value
 
     def finish(self, call: Hashable, ranges: KeyRanges) -> None:
         """Marks a slice's backward as done; frees the call's buffers after the last one (rule 5)."""
@@ -165,10 +148,6 @@ class ContextStore:
         covered = sum(each.end - start for start, each in context.slices.items())
         if covered == self.length and all(each.done for each in context.slices.values()):
             del self._contexts[call]
-
-    def _allocate(self, part: Tensor) -> Tensor:
-        batch, heads, _, width = part.shape
-        return part.new_empty(batch, heads, self.length, width)
 
     def _check_free(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
         if ranges.end > self.length:
@@ -187,10 +166,6 @@ class ContextStore:
                 f"{_name(call, ranges)} attends to the keys from {ranges.first} on, but {position} isn't "
                 "written yet: first run the slices that it attends to"
             )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _name(call: Hashable, ranges: KeyRanges) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from slipstream.attention.attention_backend import AttentionGradients, QueryState
+from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
 from slipstream.attention.key_ranges import ScoreRectangle, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
 
@@ -30,20 +31,15 @@ def merge_(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Te
     logsumexp.copy_(torch.logaddexp(logsumexp, other_logsumexp))
 
 
+@dataclass(frozen=True)
 class FlashCPU:
     """Computes a tile rectangle by rectangle, as the CPU kernel handles causal squares, full rectangles and masks."""
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    site: AttentionSite
+    width_multiple: ClassVar[int] = 1
 
-    def width(self, key_width: int, value_width: int) -> int | None:
-        """See AttentionBackend."""
-        return max(key_width, value_width)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: ScoreTile
-    ) -> None:
-        """See AttentionBackend."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
+        """See `attention_backend`."""
         for part in tile.parts:
             part_out, part_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
                 _fold(query[:, :, part.queries], key, part),
@@ -51,39 +47,37 @@ class FlashCPU:
                 value[:, :, part.keys],
                 is_causal=part.causal,
                 attn_mask=_mask(query, tile, part),
-                scale=self.scale,
+                scale=self.site.scale,
             )
-            out, lse = output[:, :, part.queries], logsumexp[:, :, part.queries]
-            part_out, part_lse = part_out.reshape(out.shape), part_lse.reshape(lse.shape)
+            own_out, own_lse = out[:, :, part.queries], lse[:, :, part.queries]
+            part_out, part_lse = part_out.reshape(own_out.shape), part_lse.reshape(own_lse.shape)
             if part.diagonal:
-                out.copy_(part_out)
-                lse.copy_(part_lse)
+                own_out.copy_(part_out)
+                own_lse.copy_(part_lse)
             else:
-                merge_(out, lse, part_out, part_lse)
+                merge_(own_out, own_lse, part_out, part_lse)
 
-    def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, gradients: AttentionGradients, tile: ScoreTile
-    ) -> None:
-        """See AttentionBackend."""
+    def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
+        """See `attention_backend`."""
         for part in tile.parts:
-            rows = queries.rows(part.queries)
+            mask = _mask(queries.query, tile, part)
             for keys in _pieces(part):
-                piece = gradients.query[:, :, part.queries], gradients.key[:, :, keys], gradients.value[:, :, keys]
-                self._backward(rows, key[:, :, keys], value[:, :, keys], AttentionGradients(*piece), tile, part)
+                total = TileGradients(grads.query[:, :, part.queries], grads.key[:, :, keys], grads.value[:, :, keys])
+                self._backward(queries.rows(part.queries), key[:, :, keys], value[:, :, keys], total, part, mask)
 
     def _backward(
         self,
         queries: QueryState,
         key: Tensor,
         value: Tensor,
-        total: AttentionGradients,
-        tile: ScoreTile,
+        total: TileGradients,
         part: ScoreRectangle,
+        mask: Tensor | None,
     ) -> None:
         """Adds the gradients of some queries and keys; with the merged output and log-sum-exp the parts are
         independent."""
         num_rows, num_heads, num_keys, _ = key.shape
-        group, mask = queries.query.shape[1] // num_heads, _mask(queries.query, tile, part)
+        group = queries.query.shape[1] // num_heads
         at_once = max(1, ROWS_AT_ONCE * torch.get_num_threads() // (num_keys * num_rows))
         for head in range(0, num_heads, at_once):
             heads, key_heads = slice(head * group, (head + at_once) * group), slice(head, head + at_once)
@@ -98,7 +92,7 @@ class FlashCPU:
                 dropout_p=0.0,
                 is_causal=part.causal,
                 attn_mask=mask,
-                scale=self.scale,
+                scale=self.site.scale,
             )
             grad_query = total.query[:, heads]
             grad_query.add_(dq.reshape(grad_query.shape))
@@ -129,47 +123,39 @@ def _mask(query: Tensor, tile: ScoreTile, part: ScoreRectangle) -> Tensor | None
     return query.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
+@dataclass(frozen=True)
 class FlashCUDA:
     """The CUDA kernel aligns causal and sliding windows lower-right, so that most tiles are one call.
 
     Query t of T sees the keys S - T + t - window + 1 .. S - T + t of S. Other masks go to the masked math.
     """
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-        self._math = MaskedMath(scale)
+    site: AttentionSite
+    width_multiple: ClassVar[int] = 8
 
-    def width(self, key_width: int, value_width: int) -> int | None:
-        """See AttentionBackend."""
-        return -(-max(key_width, value_width) // 8) * 8
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: ScoreTile
-    ) -> None:
-        """See AttentionBackend."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
+        """See `attention_backend`."""
         if tile.irregular:
-            self._math.forward(query, key, value, output, logsumexp, tile)
+            MaskedMath(self.site).forward(query, key, value, out, lse, tile)
             return
-        out, lse, *_ = _aten._flash_attention_forward(
+        found_out, found_lse, *_ = _aten._flash_attention_forward(
             query.transpose(1, 2),  # (B,T,H,D)
             key.transpose(1, 2),  # (B,S,Hkv,D)
             value.transpose(1, 2),
             return_debug_mask=False,
             **self._settings(query, key, tile),
         )
-        output.copy_(out.transpose(1, 2))
-        logsumexp.copy_(lse)
+        out.copy_(found_out.transpose(1, 2))
+        lse.copy_(found_lse)
 
-    def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, gradients: AttentionGradients, tile: ScoreTile
-    ) -> None:
-        """See AttentionBackend."""
+    def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
+        """See `attention_backend`."""
         if tile.irregular:
-            self._math.backward(queries, key, value, gradients, tile)
+            MaskedMath(self.site).backward(queries, key, value, grads, tile)
             return
         query, out, lse, grad_out = queries
         no_dropout = query.new_empty(0)  # instead of its random state
-        grads = _aten._flash_attention_backward(
+        found = _aten._flash_attention_backward(
             grad_out.transpose(1, 2),
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -180,7 +166,7 @@ class FlashCUDA:
             unused=no_dropout,
             **self._settings(query, key, tile),
         )
-        for total, grad in zip(gradients, grads, strict=True):
+        for total, grad in zip(grads, found, strict=True):
             total.add_(grad.transpose(1, 2))
 
     def _settings(self, query: Tensor, key: Tensor, tile: ScoreTile) -> dict[str, Any]:
@@ -192,7 +178,7 @@ class FlashCUDA:
             "max_k": key.shape[2],
             "dropout_p": 0.0,
             "is_causal": True,
-            "scale": self.scale,
+            "scale": self.site.scale,
             "window_size_left": None if tile.window is None else tile.window - 1,
             "window_size_right": 0,
         }

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from slipstream.attention.attention_backend import AttentionGradients, QueryState
+from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
 from slipstream.attention.key_ranges import ScoreRectangle, ScoreTile
 
 SCORES_AT_ONCE = 1 << 24  # limits memory: a long tile is computed some queries at a time
 
 
+@dataclass(frozen=True)
 class MaskedMath:
     """Scores s = scale * q.k, or softcap * tanh(scale * q.k / softcap); P = exp(s - lse); O = (keep * P) V.
 
@@ -20,34 +23,22 @@ class MaskedMath:
     In backward dS = P * (keep * dO V^T - rowsum(dO * O)), times 1 - (s / softcap)^2 for tanh.
     """
 
-    def __init__(self, scale: float, softcap: float | None = None, dropout: float = 0.0, seed: int = 0) -> None:
-        self.scale = scale
-        self.softcap = softcap
-        self.dropout = dropout
-        self.seed = seed
+    site: AttentionSite
+    width_multiple: ClassVar[int | None] = None
 
-    def width(self, key_width: int, value_width: int) -> int | None:
-        """See AttentionBackend."""
-        return None
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, tile: ScoreTile
-    ) -> None:
-        """See AttentionBackend."""
-        query, key, value = (each.to(output.dtype) for each in (query, key, value))
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
+        """See `attention_backend`."""
+        query, key, value = (each.to(out.dtype) for each in (query, key, value))
         generator = self._generator(query.device, tile)
         for block, seen in _blocks(query, key, tile):
             scores = self._scores(query[:, :, block], key, seen)  # (B,H,t,S)
-            lse = scores.logsumexp(-1)  # (B,H,t)
-            probs = scores.sub_(lse[..., None]).exp_()
-            output[:, :, block] = _times(self._dropped(probs, generator), value)
-            logsumexp[:, :, block] = lse
+            lse[:, :, block] = scores.logsumexp(-1)  # (B,H,t)
+            probs = scores.sub_(lse[:, :, block, None]).exp_()
+            out[:, :, block] = _times(self._dropped(probs, generator), value)
 
-    def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, gradients: AttentionGradients, tile: ScoreTile
-    ) -> None:
-        """See AttentionBackend."""
-        wide = gradients.query.dtype
+    def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
+        """See `attention_backend`."""
+        wide = grads.query.dtype
         key, value = key.to(wide), value.to(wide)
         generator = self._generator(key.device, tile)
         for block, seen in _blocks(queries.query, key, tile):
@@ -55,28 +46,28 @@ class MaskedMath:
             scores = self._scores(query, key, seen)  # (B,H,t,S)
             probs = (scores - lse[..., None]).exp_()
             keep = self._dropped(torch.ones_like(probs), generator)
-            gradients.value.add_(_transposed_times(probs * keep, grad_out, value))
+            grads.value.add_(_transposed_times(probs * keep, grad_out, value))
             grad_scores = _times(grad_out, value.mT).mul_(keep)
-            grad_scores.sub_((grad_out * out).sum(-1, keepdim=True)).mul_(probs).mul_(self.scale)
-            if self.softcap is not None:
-                grad_scores.mul_(1 - (scores.masked_fill_(~seen, 0) / self.softcap) ** 2)
-            gradients.query[:, :, block] += _times(grad_scores, key)
-            gradients.key.add_(_transposed_times(grad_scores, query, key))
+            grad_scores.sub_((grad_out * out).sum(-1, keepdim=True)).mul_(probs).mul_(self.site.scale)
+            if self.site.softcap is not None:
+                grad_scores.mul_(1 - (scores.masked_fill_(~seen, 0) / self.site.softcap) ** 2)
+            grads.query[:, :, block] += _times(grad_scores, key)
+            grads.key.add_(_transposed_times(grad_scores, query, key))
 
     def _scores(self, query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
-        scores = _times(query, key.mT).mul_(self.scale)
-        if self.softcap is not None:
-            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        scores = _times(query, key.mT).mul_(self.site.scale)
+        if self.site.softcap is not None:
+            scores.div_(self.site.softcap).tanh_().mul_(self.site.softcap)
         return scores.masked_fill_(~seen, -torch.inf)
 
     def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator:
-        return torch.Generator(device).manual_seed((self.seed * 1_000_003 + tile.index) % (1 << 63))
+        return torch.Generator(device).manual_seed((self.site.seed * 1_000_003 + tile.index) % (1 << 63))
 
     def _dropped(self, probs: Tensor, generator: torch.Generator) -> Tensor:
-        if self.dropout == 0.0:
+        if self.site.dropout == 0.0:
             return probs
         draw = torch.rand(probs.shape, generator=generator, device=probs.device, dtype=probs.dtype)
-        return probs.mul_((draw >= self.dropout) / (1 - self.dropout))
+        return probs.mul_((draw >= self.site.dropout) / (1 - self.site.dropout))
 
 
 def _blocks(query: Tensor, key: Tensor, tile: ScoreTile) -> Iterator[tuple[slice, Tensor]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 import torch
@@ -11,28 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.attention.attention_backend import AttentionBackend, AttentionGradients, QueryState
-from slipstream.attention.context_store import AttentionResult, ContextStore
+from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
+from slipstream.attention.context_store import AttentionResult
 from slipstream.attention.flash_kernels import FlashCPU, FlashCUDA
 from slipstream.attention.key_ranges import KeyRanges, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.errors import SlipstreamError
 
+AttentionBackend = FlashCPU | FlashCUDA | MaskedMath
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    store: ContextStore,
-    call: Hashable,
-    ranges: KeyRanges,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-) -> Tensor:
+
+def attend(query: Tensor, key: Tensor, value: Tensor, site: AttentionSite, sinks: Tensor | None = None) -> Tensor:
     """Returns the attention of one slice to every key that its queries see, including those of earlier slices.
 
     It is exact: over all slices, the gradients of query, key, value and sinks are those of unsliced attention. Not
@@ -42,14 +31,8 @@ def attend(
         query: (B, H, T, D), the slice [ranges.start, ranges.end) of the sequence.
         key: (B, Hkv, T, D); Hkv divides H (grouped-query attention).
         value: (B, Hkv, T, Dv).
-        store: the microbatch's context store on this stage, which keeps key and value for later slices.
-        call: a key that identifies this attention within the stage, the same for all slices.
-        ranges: which keys each query sees.
-        scale: multiplies the scores.
-        softcap: scores become softcap * tanh(scores / softcap).
+        site: where the slice's keys and values are kept, which keys each query sees, and how scores are computed.
         sinks: (H,), one logit per head that takes probability and has no value.
-        dropout: probability of dropping an attention weight, drawn from `seed`.
-        seed: the seed of dropout.
 
     Returns:
         (B, H, T, Dv), stored as (B, T, H, Dv).
@@ -59,47 +42,36 @@ def attend(
         ContextError: the slices ran in an order that doesn't allow this one.
     """
     query, key, value = _autocast(query, key, value)
-    _check(query, key, value, sinks, ranges)
-    backend = _backend(query, value, scale, softcap, dropout, seed)
-    width, value_width = backend.width(query.shape[-1], value.shape[-1]), value.shape[-1]
-    query, key, value = (_padded(each, width) for each in (query, key, value))
-    site = _AttentionCall(store, call, ranges, backend)
-    output: Tensor = _SliceAttention.apply(query, key, value, sinks, site)  # type: ignore[no-untyped-call]
+    _check(query, key, value, sinks, site.ranges)
+    backend = _backend(query, value, site)
+    value_width = value.shape[-1]
+    if backend.width_multiple is not None:
+        width = ceil(max(query.shape[-1], value_width) / backend.width_multiple) * backend.width_multiple
+        query, key, value = (_padded(each, width) for each in (query, key, value))
+    output: Tensor = _SliceAttention.apply(query, key, value, sinks, backend)  # type: ignore[no-untyped-call]
     return output if output.shape[-1] == value_width else output[..., :value_width]
 
 
-def _padded(each: Tensor, width: int | None) -> Tensor:
+def _padded(each: Tensor, width: int) -> Tensor:
     """Pads with zeros, which add nothing to a score and append only zeros to an output."""
-    return each if width in (None, each.shape[-1]) else F.pad(each, (0, width - each.shape[-1]))
+    return each if width == each.shape[-1] else F.pad(each, (0, width - each.shape[-1]))
 
 
-def _backend(
-    query: Tensor, value: Tensor, scale: float, softcap: float | None, dropout: float, seed: int
-) -> AttentionBackend:
-    if softcap is None and dropout == 0.0:
+def _backend(query: Tensor, value: Tensor, site: AttentionSite) -> AttentionBackend:
+    if site.softcap is None and site.dropout == 0.0:
         if query.device.type == "cpu":
-            return FlashCPU(scale)
+            return FlashCPU(site)
         narrow = max(query.shape[-1], value.shape[-1]) <= 256  # what the kernel takes
         if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and narrow:
-            return FlashCUDA(scale)
-    return MaskedMath(scale, softcap, dropout, seed)
+            return FlashCUDA(site)
+    return MaskedMath(site)
 
 
-@dataclass(frozen=True)
-class _AttentionCall:
-    """Everything about one attention that isn't a tensor with a gradient."""
-
-    store: ContextStore
-    call: Hashable
-    ranges: KeyRanges
-    backend: AttentionBackend
-
-    def tiles(self) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
-        """Yields each tile with the indices of its queries in the slice and of its keys in the store's buffers."""
-        start = self.ranges.start
-        for tile in self.ranges.tiles:
-            queries, keys = slice(tile.start - start, tile.end - start), slice(tile.first, tile.end)
-            yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
+def _tiles(ranges: KeyRanges) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
+    """Yields each tile with the indices of its queries in the slice and of its keys in the store's buffers."""
+    for tile in ranges.tiles:
+        queries, keys = slice(tile.start - ranges.start, tile.end - ranges.start), slice(tile.first, tile.end)
+        yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
 
 
 class _SliceAttention(torch.autograd.Function):
@@ -111,28 +83,30 @@ class _SliceAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, site: _AttentionCall
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, backend: AttentionBackend
     ) -> Tensor:
+        site = backend.site
         keys, values = site.store.write(site.call, key, value, site.ranges)  # (B,Hkv,L,D)
-        output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, site))
+        output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, backend))
         ctx.save_for_backward(query, output, logsumexp, sinks)
-        ctx.site = site
+        ctx.backend = backend
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, output, logsumexp, sinks = ctx.saved_tensors
-        site: _AttentionCall = ctx.site
+        backend: AttentionBackend = ctx.backend
+        site = backend.site
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
         grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)  # once, not for every rectangle
         grad_query = _empty(query, query.shape[-1], grad_keys.dtype).zero_()
         saved = QueryState(query, output, logsumexp, grad_output)
         with torch.autocast(query.device.type, enabled=False):
-            for tile, own, seen in site.tiles():
-                gradients = AttentionGradients(grad_query[own], grad_keys[seen], grad_values[seen])
+            for tile, own, seen in _tiles(site.ranges):
+                gradients = TileGradients(grad_query[own], grad_keys[seen], grad_values[seen])
                 queries = QueryState(*(each[own] for each in saved))
-                site.backend.backward(queries, keys[seen], values[seen], gradients, tile)
+                backend.backward(queries, keys[seen], values[seen], gradients, tile)
             grad_sinks = None if sinks is None else _sink_gradient(saved, sinks)
         mine = slice(site.ranges.start, site.ranges.end)
         grad_key, grad_value = (_copy(each[:, :, mine], query.dtype) for each in (grad_keys, grad_values))
@@ -140,13 +114,15 @@ class _SliceAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, site: _AttentionCall) -> AttentionResult:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, backend: AttentionBackend
+) -> AttentionResult:
     wide = torch.promote_types(query.dtype, torch.float32)
     output = _empty(query, values.shape[-1], wide)
     logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
     with torch.autocast(query.device.type, enabled=False):
-        for tile, own, seen in site.tiles():
-            site.backend.forward(query[own], keys[seen], values[seen], output[own], logsumexp[own], tile)
+        for tile, own, seen in _tiles(backend.site.ranges):
+            backend.forward(query[own], keys[seen], values[seen], output[own], logsumexp[own], tile)
         if sinks is not None:
             _add_sinks_(output, logsumexp, sinks)
     return output.to(query.dtype), logsumexp

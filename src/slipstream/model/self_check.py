@@ -184,8 +184,8 @@ def _check_attention(stage: CausalLMStage, store: ContextStore, num_slices: int)
     """Raises SlipstreamError where a layer doesn't attend equally often in every slice."""
     for index, layer in zip(stage.layers_here, stage.layers, strict=True):
         inside = set(layer.modules())
-        calls = [call for call in store.calls if call[0] in inside]  # type: ignore[index]
-        if any(len(store.reads(call)) != num_slices for call in calls):
+        calls = [call for call in store.reads if call[0] in inside]  # type: ignore[index]
+        if any(len(store.reads[call]) != num_slices for call in calls):
             raise SlipstreamError(f"layer {index} does not attend equally often in every slice")
 
 

@@ -95,7 +95,7 @@ class StageBench:
         """Returns the first key that the query at a position sees, in every attention call."""
         self._store.rewind(position)
         self._compute(1, position, self._input(1))
-        return [self._store.reads(call)[-1][0] for call in self._store.calls]
+        return [reads[-1][0] for reads in self._store.reads.values()]
 
     def _forward(self, length: int, context: int) -> tuple[float, Callable[[], None]]:
         """Returns the seconds of F, and its backward."""

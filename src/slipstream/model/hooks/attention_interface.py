@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from slipstream.attention import KeyRanges, attend
+from slipstream.attention import AttentionSite, KeyRanges, attend
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.mask_tables import MaskFunction, NotCausalError
 from slipstream.model.hooks.token_slice import current_slice
@@ -47,20 +47,9 @@ def sliced_attention(
             "attend to is unknown. Token slices need causal, sliding-window or blockwise masks."
         )
     context = current_slice()
-    output = attend(
-        query,
-        key,
-        value,
-        store=context.store,
-        call=context.next_call(module),
-        ranges=attention_mask,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout,
-        seed=context.attention_seed(),
-    )
-    return output.transpose(1, 2), None
+    call, scale = context.next_call(module), query.shape[-1] ** -0.5 if scaling is None else scaling
+    site = AttentionSite(context.store, call, attention_mask, scale, softcap, dropout, context.attention_seed())
+    return attend(query, key, value, site, s_aux).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, sliced_attention)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.attention import KeyRanges, attend
+from slipstream.attention import AttentionSite, KeyRanges, attend
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import current_forward
 from slipstream.model.sequential.batch_norm import is_batch_norm
@@ -60,15 +60,9 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float 
             query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
         )
     assert isinstance(context, LayerContext)
-    return attend(
-        query,
-        key,
-        value,
-        store=context.store,
-        call=context.next_call(),
-        ranges=KeyRanges.causal(tokens.start, tokens.stop),
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-    )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    ranges = KeyRanges.causal(tokens.start, tokens.stop)
+    return attend(query, key, value, AttentionSite(context.store, context.next_call(), ranges, scale))
 
 
 def find_cut(layers: Sequence[SequentialLayer]) -> int | None:
