@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -15,12 +15,10 @@ import transformers
 import slipstream
 from slipstream.version import __version__
 
-_ABSENT = "absent"
+_Value = TypeVar("_Value")
 
 
-def describe_process(
-    settings: Mapping[str, Any], device_type: str, texts: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def describe_process(settings: Mapping[str, Any], device_type: str, texts: Mapping[str, str]) -> dict[str, str]:
     """Returns what must be equal on all ranks of a run, by name: versions, sources, kind of device, settings.
 
     Args:
@@ -35,7 +33,7 @@ def describe_process(
         "transformers": str(transformers.__version__),
         "device": device_type,
         **dict(_flatten(dict(settings))),
-        **{name: _hash(text.encode()) for name, text in (texts or {}).items()},
+        **{name: _hash(text.encode()) for name, text in texts.items()},
     }
 
 
@@ -47,16 +45,21 @@ def hash_sources(package: Path) -> str:
 
 def differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
     """Returns a line for each name whose value differs between ranks: the values, and the ranks that have them."""
-    names = {name: None for each in facts for name in each}  # each once, in order
     lines = []
-    for name in names:
-        ranks_with: dict[str, list[int]] = {}
-        for rank, each in enumerate(facts):
-            ranks_with.setdefault(each.get(name, _ABSENT), []).append(rank)
+    for name in dict.fromkeys(chain(*facts)):
+        ranks_with = ranks_by_value([each.get(name, "absent") for each in facts])
         if len(ranks_with) > 1:
             values = (f"{value} on {name_ranks(ranks, hosts)}" for value, ranks in ranks_with.items())
             lines.append(f"{name}: {'; '.join(values)}")
     return lines
+
+
+def ranks_by_value(values: Sequence[_Value]) -> dict[_Value, list[int]]:
+    """Returns the ranks that have each value, where `values` are of rank 0, 1, ..."""
+    ranks: dict[_Value, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -69,9 +72,8 @@ def _ranks_text(numbers: list[int]) -> str:
     first, last = numbers[0], numbers[-1]
     if first == last:
         return f"rank {first}"
-    if numbers == list(range(first, last + 1)):
-        return f"ranks {first}-{last}"
-    return f"ranks {', '.join(map(str, numbers))}"
+    is_gapless = len(numbers) == last + 1 - first
+    return f"ranks {first}-{last}" if is_gapless else f"ranks {', '.join(map(str, numbers))}"
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -46,12 +46,7 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
         KeyboardInterrupt: after Ctrl-C.
     """
     import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        SignalException,
-        SubprocessContext,
-        start_processes,
-    )
+    from torch.distributed.elastic import multiprocessing
 
     # The parent keeps the store, so that the port is free: the system chose it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -59,16 +54,11 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
     with tempfile.TemporaryDirectory(prefix="slipstream-") as logs, _quiet_with_own_signals():
         context: Any = None
         try:
-            context = start_processes(
-                name="slipstream",
-                entrypoint=sys.executable,
-                args=dict.fromkeys(range(num_ranks), tuple(command)),
-                envs=environments,
-                logs_specs=DefaultLogsSpecs(log_dir=logs),
-            )
-            assert isinstance(context, SubprocessContext)
+            arguments = dict.fromkeys(range(num_ranks), tuple(command))
+            specs = multiprocessing.DefaultLogsSpecs(log_dir=logs)
+            context = multiprocessing.start_processes("slipstream", sys.executable, arguments, environments, specs)
             ended = _wait(context)
-        except SignalException as interruption:
+        except multiprocessing.SignalException as interruption:
             if interruption.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + interruption.sigval) from None

@@ -62,23 +62,16 @@ def _measure_as_rank(folder: Path) -> None:
     from slipstream.profiler.link_measurement import measure_link
 
     request = json.loads((folder / _REQUEST).read_text())
-    device = torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if request["device"] == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend)
     is_first = dist.get_rank() == 0
     progress = Progress(make_console() if is_first else None)
     with progress.waiting("measuring the link"):
         link = measure_link(device)
-    with progress.counting("measuring the layers", total=100) as advance:
-        percent = 0
-
-        def show(share: float) -> None:
-            nonlocal percent
-            advance(int(100 * share) - percent)
-            percent = int(100 * share)
-
+    with progress.counting("measuring the layers", total=1) as show:
         config = load_config(str(folder / _MODEL))
         profile = profile_model(config, ProfileSettings(**request["settings"]), device, link, show)
     if is_first:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,21 +28,16 @@ class Progress:
         if self.console is not None:
             self.console.print(text, markup=False)
 
-    @contextmanager
-    def waiting(self, description: str) -> Iterator[None]:
+    def waiting(self, description: str) -> AbstractContextManager[object]:
         """Shows a spinner for work of unknown length."""
-        if self.console is None:
-            yield
-            return
-        with self.console.status(description):
-            yield
+        return nullcontext() if self.console is None else self.console.status(description)
 
     @contextmanager
-    def counting(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Shows a bar; the caller gets a function that advances it."""
+    def counting(self, description: str, total: int) -> Iterator[Callable[[float], None]]:
+        """Shows a bar; the caller gets a function of how much of the total is done."""
         with self._bars("{task.percentage:>3.0f}%") as bars:
             task = bars.add_task(description, total=total)
-            yield lambda amount: bars.advance(task, amount)
+            yield lambda done: bars.update(task, completed=done)
 
     @contextmanager
     def training(self, num_steps: int) -> Iterator[Callable[[int, str], None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.agreement import differences, name_ranks
+from slipstream.launch.agreement import differences, name_ranks, ranks_by_value
 from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
 
 if TYPE_CHECKING:
@@ -43,17 +43,12 @@ class RendezvousPoint:
     def from_environment(cls, environment: Mapping[str, str]) -> RendezvousPoint:
         """Reads the variables that a launcher sets; raises SlipstreamError if one is missing or no number."""
         seconds = time_limit(environment)
+        keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
-            rank = int(environment["RANK"])
-            return cls(
-                rank=rank,
-                world_size=int(environment["WORLD_SIZE"]),
-                address=environment["MASTER_ADDR"],
-                port=int(environment["MASTER_PORT"]),
-                keeps_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-                attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-                seconds=seconds,
-            )
+            rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+            return cls(rank, world_size, address, port, keeps_store and rank == 0, attempt, seconds)
         except KeyError as missing:
             raise SlipstreamError(
                 f"RANK and WORLD_SIZE are set, but {missing} is not; start with torchrun or srun, which set it, or "
@@ -66,19 +61,6 @@ class RendezvousPoint:
 
     def __str__(self) -> str:
         return f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}"
-
-
-@dataclass(frozen=True)
-class ConnectedRanks:
-    """The store for the process group, and the machine that each rank runs on."""
-
-    rank: int
-    world_size: int
-    store: Store
-    hosts: list[str]
-
-    def __str__(self) -> str:
-        return name_ranks(range(self.world_size), self.hosts)
 
 
 def time_limit(environment: Mapping[str, str]) -> float:
@@ -108,24 +90,25 @@ def connect_ranks(facts: Mapping[str, str], problem: str | None = None) -> Conne
             that have connected, if the master doesn't answer or a rank doesn't connect in time.
     """
     place = RendezvousPoint.from_environment(os.environ)
-    exchange = _ValueExchange(place, _connect(place))
+    ranks = ConnectedRanks(place, _connect(place))
     mine = address_towards(place.address, place.port)
-    problem = problem or _check_interface(os.environ.get(_INTERFACE))
-    here = {"host": socket.gethostname(), "address": mine, "facts": dict(facts), "problem": problem}
-    ranks = exchange.gather("ranks", here)
-    hosts = [each["host"] for each in ranks]
-    problems = _describe_problems([each["problem"] for each in ranks], hosts)
-    exchange.end_where(problems or _describe_differences([each["facts"] for each in ranks], hosts))
-    address = _choose_address(mine, [each["address"] for each in ranks])
-    exchange.end_where(_describe_problems(_try_connections(exchange, address, hosts), hosts))
-    return ConnectedRanks(place.rank, place.world_size, exchange.store, hosts)
+    here = [socket.gethostname(), mine, dict(facts), problem or _interface_problem()]
+    ranks.hosts, addresses, all_facts, problems = zip(*ranks.gather("ranks", here), strict=True)
+    ranks.end_where(_describe_problems(problems, ranks.hosts) or _describe_differences(all_facts, ranks.hosts))
+    ranks.end_where(_describe_problems(_try_connections(ranks, _choose_address(mine, addresses)), ranks.hosts))
+    return ranks
 
 
-class _ValueExchange:
-    """Exchanges values between the ranks through the store."""
+@dataclass
+class ConnectedRanks:
+    """The ranks at one store, which exchange values there, and later form the process group."""
 
-    def __init__(self, place: RendezvousPoint, store: Store) -> None:
-        self.place, self.store = place, store
+    place: RendezvousPoint
+    store: Store
+    hosts: Sequence[str] = ()  # the machine that each rank runs on
+
+    def __str__(self) -> str:
+        return name_ranks(range(self.place.world_size), self.hosts)
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all ranks, anything that JSON has; raises SlipstreamError that names missing ranks."""
@@ -199,15 +182,15 @@ def _resolve(place: RendezvousPoint) -> str:
     return " or ".join(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _check_interface(given: str | None) -> str | None:
+def _interface_problem() -> str | None:
     """Returns what is wrong with the interfaces that the user named, if anything is."""
-    known = sorted(name for _, name in socket.if_nameindex())
+    given, known = os.environ.get(_INTERFACE), sorted(name for _, name in socket.if_nameindex())
     if given is None or set(given.split(",")) <= set(known):
         return None
     return f"{_INTERFACE}={given}, but the interfaces here are {', '.join(known)}; remove it, or name one of them"
 
 
-def _choose_address(mine: str, all_addresses: list[str]) -> str:
+def _choose_address(mine: str, all_addresses: Sequence[str]) -> str:
     """Returns the address at which other ranks reach this one, and names its interface to gloo unless the user did.
 
     `mine` is on the route to the master. On the master's machine that can be the loopback interface (Debian's
@@ -226,35 +209,31 @@ def _choose_address(mine: str, all_addresses: list[str]) -> str:
     return mine
 
 
-def _try_connections(exchange: _ValueExchange, address: str, hosts: list[str]) -> list[str | None]:
+def _try_connections(ranks: ConnectedRanks, address: str) -> list[str | None]:
     """Returns the problem of each rank with connecting to the next one directly, as gloo will, if it has any."""
-    place = exchange.place
+    place, problem = ranks.place, None
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listening:
-        places = exchange.gather("listening", listening.getsockname()[:2])
+        places = ranks.gather("listening", listening.getsockname()[:2])
         following = (place.rank + 1) % place.world_size
         host, port = places[following]
-        problem = None
         try:
             socket.create_connection((host, port), timeout=min(_CONNECT_SECONDS, place.seconds / 2)).close()
         except OSError as error:
             problem = (
-                f"no connection to {name_ranks([following], hosts)} at {host}, port {port} ({error}). The ranks "
+                f"no connection to {name_ranks([following], ranks.hosts)} at {host}, port {port} ({error}). The ranks "
                 "communicate directly, at ports that the system chooses: let firewalls pass TCP between the nodes, or "
                 f"name the interface between them in {_INTERFACE} and NCCL_SOCKET_IFNAME on each node"
             )
-        return exchange.gather("connected", problem)
+        return ranks.gather("connected", problem)
 
 
-def _describe_problems(problems: list[str | None], hosts: list[str]) -> str | None:
-    ranks_with: dict[str, list[int]] = {}
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            ranks_with.setdefault(problem, []).append(rank)
-    return "\n".join(f"{name_ranks(ranks, hosts)}: {problem}" for problem, ranks in ranks_with.items()) or None
+def _describe_problems(problems: Sequence[str | None], hosts: Sequence[str]) -> str | None:
+    named = ranks_by_value(problems).items()
+    return "\n".join(f"{name_ranks(ranks, hosts)}: {problem}" for problem, ranks in named if problem) or None
 
 
-def _describe_differences(facts: list[dict[str, str]], hosts: list[str]) -> str | None:
+def _describe_differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str | None:
     different = differences(facts, hosts)
     if not different:
         return None

@@ -47,7 +47,7 @@ def join_run(config: Config) -> None:
     ranks = launch.connect_ranks(_describe(config), problem)
     check_world_size(config)
     ranks.store.set_timeout(_PATIENCE)
-    device = _init_process_group(config, rank=ranks.rank, world_size=ranks.world_size, store=ranks.store)
+    device = _init_process_group(config, rank=ranks.place.rank, world_size=ranks.place.world_size, store=ranks.store)
     try:
         _prepare(config, ranks)
     except SlipstreamError:

@@ -20,8 +20,8 @@ def main() -> None:
         meeting = connect_ranks({"steps": os.environ.get("STEPS", "10")})
     except SlipstreamError as error:
         sys.exit(f"error: {error}")
-    dist.init_process_group("gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.world_size)
-    total = torch.tensor(float(meeting.rank))
+    dist.init_process_group("gloo", store=meeting.store, rank=meeting.place.rank, world_size=meeting.place.world_size)
+    total = torch.tensor(float(meeting.place.rank))
     dist.all_reduce(total)
     print(f"{meeting}; {os.environ['GLOO_SOCKET_IFNAME']}; sum {total.item():g}")
     dist.destroy_process_group()

@@ -53,11 +53,13 @@ def tokenise(tokenizer: Any, documents: Sequence[str], progress: Progress) -> To
     """Returns the tokens of all documents, each ended by the end-of-document token if there is one."""
     end = tokenizer.eos_token_id
     tokens: list[np.ndarray[Any, Any]] = []
-    with progress.counting("tokenising", total=sum(map(len, documents))) as advance:
+    done = 0
+    with progress.counting("tokenising", total=sum(map(len, documents))) as show:
         for first in range(0, len(documents), _GROUP):
             group = documents[first : first + _GROUP]
             for ids in tokenizer(list(group), verbose=False, return_attention_mask=False)["input_ids"]:
                 closed = ids if end is None or ids[-1:] == [end] else [*ids, end]
                 tokens.append(np.asarray(closed, dtype=np.int32))
-            advance(sum(map(len, group)))
+            done += sum(map(len, group))
+            show(done)
     return TokenisedText.join(tokens)
