@@ -97,7 +97,7 @@ def test_schedule_text_round_trips(num_slices: int) -> None:
         ("slices: 2", "slices: 2 3", "needs one whole number"),
         ("placement: 0 1", "placement: 0 x", "needs whole numbers, as in 'placement: 0 1'"),
         ("slices: 2", "slices: 0", "at least one stage, rank, microbatch and slice"),
-        ("placement: 0 1", "placement: 0 2", "Stage 1 is placed on rank 2, but the ranks are 0 to 1"),
+        ("placement: 0 1", "placement: 0 2", "Stage 1 is placed on rank 2; the ranks are 0 to 1"),
         ("rank 1:", "rank 2:", "they must be, in this order"),
         ("rank 1:", "extra: 1\nrank 1:", "they must be, in this order"),
         ("1F0.0", "1F0.0x", "rank 1: '1F0.0x' is not an action"),

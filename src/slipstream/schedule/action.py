@@ -127,15 +127,13 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.name or len(self.name.splitlines()) != 1 or self.name.strip() != self.name:
             raise ScheduleError(f"A schedule's name is one line of text, not {self.name!r}.")
-        if min(self.num_stages, self.num_ranks, self.num_microbatches, self.num_slices) < 1:
-            raise ScheduleError(
-                f"A schedule needs at least one stage, rank, microbatch and slice, but {self.name} has "
-                f"{self.num_stages}, {self.num_ranks}, {self.num_microbatches} and {self.num_slices}."
-            )
+        counts = self.num_stages, self.num_ranks, self.num_microbatches, self.num_slices
+        if min(counts) < 1:
+            rule = "A schedule needs at least one stage, rank, microbatch and slice"
+            raise ScheduleError(f"{rule}, but {self.name} has {', '.join(map(str, counts))}.")
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < self.num_ranks:
-                last = self.num_ranks - 1
-                raise ScheduleError(f"Stage {stage} is placed on rank {rank}, but the ranks are 0 to {last}.")
+                raise ScheduleError(f"Stage {stage} is placed on rank {rank}; the ranks are 0 to {self.num_ranks - 1}.")
         if self.reach is not None:
             self._check_reach(self.reach)
 
@@ -148,10 +146,8 @@ class Schedule:
         for microbatch, row in enumerate(reach):
             for i, first in enumerate(row):
                 if not 0 <= first <= i:
-                    raise ScheduleError(
-                        f"reach[{microbatch}][{i}] is {first}; slice {i} attends to itself and earlier "
-                        f"slices, so it must be 0 to {i}."
-                    )
+                    rule = f"slice {i} attends to itself and earlier slices, so it must be 0 to {i}"
+                    raise ScheduleError(f"reach[{microbatch}][{i}] is {first}; {rule}.")
 
     @property
     def num_stages(self) -> int:

@@ -5,7 +5,7 @@ Validation, lowering, simulation and reports all call `predecessors`; nothing el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
 
@@ -17,7 +17,8 @@ def predecessors(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     F(g,m,i-1) only. Whether a message travels as SEND and RECV, and whether a backward is whole (B) or split
     (I and W), depends on what `schedule` holds.
     """
-    return _RULES[action.op](action, schedule)
+    rule, _ = _RULES[action.op]
+    return rule(action, schedule)
 
 
 def _before_forward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
@@ -39,8 +40,10 @@ def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         before.append(input_gradient(g, m, i + 1, schedule))
     if g + 1 < schedule.num_stages:
         before.append(_input(input_gradient(g + 1, m, i, schedule), action, schedule))
-    helpers = (action.with_op(op) for op in (Op.R, Op.RELOAD) if op in schedule.ops)
-    return (*before, *(helper for helper in helpers if helper in schedule.positions))
+    for op in (Op.R, Op.RELOAD):
+        if op in schedule.ops and (helper := action.with_op(op)) in schedule.positions:
+            before.append(helper)
+    return tuple(before)
 
 
 def _input(producer: Action, user: Action, schedule: Schedule) -> Action:
@@ -60,19 +63,20 @@ def _before_reduction(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return tuple(w if w in schedule.positions else w.with_op(Op.B) for w in weights)
 
 
-_RULES: Mapping[Op, Callable[[Action, Schedule], tuple[Action, ...]]] = {
-    Op.F: _before_forward,
-    Op.B: _before_backward,
-    Op.I: _before_backward,
-    Op.W: lambda action, _: (action.with_op(Op.I),),
-    Op.R: _before_recompute,
-    Op.SEND_F: lambda action, _: (action.with_op(Op.F),),
-    Op.SEND_B: lambda action, schedule: (input_gradient(action.stage, action.microbatch, action.slice, schedule),),
-    Op.RECV_F: lambda action, _: (action.other_end,),
-    Op.RECV_B: lambda action, _: (action.other_end,),
-    Op.REDUCE_GRAD: _before_reduction,
-    Op.OFFLOAD: lambda action, _: (action.with_op(Op.F),),
-    Op.RELOAD: lambda action, _: (action.with_op(Op.OFFLOAD),),
+# Per op, the rule and, for error messages, its reason.
+_RULES: dict[Op, tuple[Callable[[Action, Schedule], tuple[Action, ...]], str]] = {
+    Op.F: (_before_forward, "a forward needs the output of the stage before it"),
+    Op.B: (_before_backward, "a backward needs the gradient from the stage after it"),
+    Op.I: (_before_backward, "a backward needs the gradient from the stage after it"),
+    Op.W: (lambda action, _: (action.with_op(Op.I),), "a weight gradient follows its input gradient"),
+    Op.R: (_before_recompute, "a recomputation follows its own forward"),
+    Op.SEND_F: (lambda action, _: (action.with_op(Op.F),), "a send follows what it sends"),
+    Op.SEND_B: (lambda action, schedule: (input_gradient(*action[1:], schedule),), "a send follows what it sends"),
+    Op.RECV_F: (lambda action, _: (action.other_end,), "a receive is filled by its send"),
+    Op.RECV_B: (lambda action, _: (action.other_end,), "a receive is filled by its send"),
+    Op.REDUCE_GRAD: (_before_reduction, "gradients are reduced when every backward of the stage is done"),
+    Op.OFFLOAD: (lambda action, _: (action.with_op(Op.F),), "what a forward saves is moved after it"),
+    Op.RELOAD: (lambda action, _: (action.with_op(Op.OFFLOAD),), "what comes back must have been moved to the host"),
 }
 
 
@@ -120,32 +124,15 @@ def reason(action: Action, before: Action) -> str:
     """Returns why `before` comes before `action`, in words for an error message."""
     if action.op in SENDS and before.op in RECEIVES:
         return "it can't leave before its receive is posted"
-    if action.op in _REASONS and before.op is not Op.RELOAD:
-        return _REASONS[action.op]
-    if action.op is Op.F:
-        if before.op is Op.F and before.stage == action.stage:
-            return f"slice {action.slice} attends to slice {before.slice}, so its forward comes later"
-        return "a forward needs the output of the stage before it"
     if before.op is Op.RELOAD:
         return "what was moved to the host must be back before it is used"
-    if before.op in (Op.F, Op.R):
+    here = before.stage == action.stage
+    if here and action.op is Op.F and before.op is Op.F:
+        return f"slice {action.slice} attends to slice {before.slice}, so its forward comes later"
+    if here and action.op in (Op.B, Op.I) and before.op in BACKWARDS:
+        leaves = f"slice {before.slice} attends to slice {action.slice} and leaves gradients there"
+        return f"{leaves}, so backwards of a microbatch run last in, first out"
+    if action.op in (Op.B, Op.I) and before.op in (Op.F, Op.R):
         return "a backward follows its own forward and recomputation"
-    if before.op in BACKWARDS and before.stage == action.stage:
-        return (
-            f"slice {before.slice} attends to slice {action.slice} and leaves gradients there, so backwards "
-            "of a microbatch run last in, first out"
-        )
-    return "a backward needs the gradient from the stage after it"
-
-
-_REASONS = {
-    Op.W: "a weight gradient follows its input gradient",
-    Op.R: "a recomputation follows its own forward",
-    Op.OFFLOAD: "what a forward saves is moved after it",
-    Op.RELOAD: "what comes back must have been moved to the host",
-    Op.SEND_F: "a send follows what it sends",
-    Op.SEND_B: "a send follows what it sends",
-    Op.RECV_F: "a receive is filled by its send",
-    Op.RECV_B: "a receive is filled by its send",
-    Op.REDUCE_GRAD: "gradients are reduced when every backward of the stage is done",
-}
+    _, why = _RULES[action.op]
+    return why

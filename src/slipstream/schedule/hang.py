@@ -17,8 +17,7 @@ def report_wait(schedule: Schedule, rank: int, action: Action) -> str:
     Everything that `action` needs, directly or not, is either known to be done or listed as missing under its rank, in
     that rank's order: the first of them is the cause of the wait, or where that rank itself waits.
     """
-    place, row = schedule.positions[action][1], schedule.actions[rank]
-    text = schedule.text
+    text, place, row = schedule.text, schedule.positions[action][1], schedule.actions[rank]
     done = _with_predecessors((each for each in row[:place] if each.op not in RECEIVES), schedule)
     wanted = _with_predecessors([action], schedule) - done - {action}
     missing: defaultdict[int, list[Action]] = defaultdict(list)

@@ -14,6 +14,7 @@ from slipstream.schedule.validation import grid, running_order, validate
 
 NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
 Seconds = Callable[[Action], float]
+Times = dict[Action, float]
 _UNIT_SECONDS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}
 
 
@@ -146,12 +147,10 @@ def unit_seconds(action: Action) -> float:
     return _UNIT_SECONDS.get(action.op, 1)
 
 
-def run_times(
-    schedule: Schedule, seconds: Seconds, order: Sequence[Action]
-) -> tuple[dict[Action, float], dict[Action, float]]:
+def run_times(schedule: Schedule, seconds: Seconds, order: Sequence[Action]) -> tuple[Times, Times]:
     """Returns start and end of every action of a compute-only schedule, run in `order`, if messages take no time."""
-    starts: dict[Action, float] = {}
-    ends: dict[Action, float] = {}
+    starts: Times = {}
+    ends: Times = {}
     free: list[float] = [0] * schedule.num_ranks
     for action in order:
         rank = schedule.placement[action.stage]
@@ -176,12 +175,11 @@ def check_communication(schedule: Schedule) -> None:
     for line, sent in _ends_by_channel(schedule, SENDS).items():
         for send, receive in zip(sent, receives[line], strict=True):
             if receive != send.other_end:
-                marked = [schedule.positions[send], schedule.positions[receive]]
-                raise ScheduleError(
-                    f"{schedule.text(send)} goes out where rank {line.destination} takes "
-                    f"{schedule.text(receive)}: the {line.direction} from rank {line.source} to rank "
-                    f"{line.destination} are first in, first out.\n{grid(schedule, marked)}"
-                )
+                marked = grid(schedule, [schedule.positions[send], schedule.positions[receive]])
+                direction, source, destination, _ = line
+                met = f"goes out where rank {destination} takes {schedule.text(receive)}"
+                rule = f"the {direction} from rank {source} to rank {destination} are first in, first out"
+                raise ScheduleError(f"{schedule.text(send)} {met}: {rule}.\n{marked}")
     try:
         running_order(schedule, rendezvous=True)
     except ScheduleError as error:

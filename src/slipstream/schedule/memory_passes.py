@@ -151,18 +151,16 @@ def in_flushes(schedule: Schedule, num_flushes: int) -> Schedule:
     if schedule.is_lowered:
         raise ScheduleError(f"{schedule.name} has sends and receives already; repeat it before they are added.")
 
+    num_microbatches = num_flushes * schedule.num_microbatches
+
     def row(actions: tuple[Action, ...]) -> tuple[Action, ...]:
         passes = [action for action in actions if action.op is not Op.REDUCE_GRAD]
-        firsts = range(0, num_flushes * schedule.num_microbatches, schedule.num_microbatches)
+        firsts = range(0, num_microbatches, schedule.num_microbatches)
         repeated = (action._replace(microbatch=first + action.microbatch) for first in firsts for action in passes)
         return (*repeated, *(action for action in actions if action.op is Op.REDUCE_GRAD))
 
-    return replace(
-        schedule,
-        actions=tuple(map(row, schedule.actions)),
-        num_microbatches=num_flushes * schedule.num_microbatches,
-        reach=schedule.reach and schedule.reach * num_flushes,
-    )
+    rows, reach = tuple(map(row, schedule.actions)), schedule.reach and schedule.reach * num_flushes
+    return replace(schedule, actions=rows, num_microbatches=num_microbatches, reach=reach)
 
 
 def _check(schedule: Schedule, op: Op) -> list[Action]:

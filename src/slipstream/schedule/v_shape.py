@@ -130,10 +130,8 @@ def _building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: i
     loss = ramp + 1  # F of the last stage
     back = loss + 1 + at_loss  # I of the last stage
     end = back + ramp + 1 + at_turn  # I of stage 0
-    ranks = [
-        _with_limits((down * rank, end - up * rank), (loss - up * rank, back + down * rank))
-        for rank in range(num_ranks)
-    ]
+    passes = [((down * r, end - up * r), (loss - up * r, back + down * r)) for r in range(num_ranks)]
+    ranks = [_with_limits(lower, upper) for lower, upper in passes]
     return [lower for lower, _ in ranks] + [upper for _, upper in reversed(ranks)]
 
 
@@ -183,10 +181,8 @@ def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) 
     at least a microbatch's slices, so all of them reach the last stage and the backwards begin.
     """
     before = {action: frozenset(predecessors(action, passes)) for action in due}
-    waiting = [
-        [deque(kind) for _, kind in groupby(row, key=lambda action: (action.stage, action.op))]
-        for row in passes.actions
-    ]
+    kinds = [groupby(row, key=lambda action: (action.stage, action.op)) for row in passes.actions]
+    waiting = [[deque(kind) for _, kind in row] for row in kinds]
     held = [0] * len(limits)
     takes = {Op.F: 1, Op.I: 0, Op.W: -1}
     done: dict[Action, None] = {}  # in order

@@ -24,8 +24,7 @@ def running_order(schedule: Schedule, rendezvous: bool = False) -> list[Action]:
     Raises:
         ScheduleError: the ranks get stuck; the message names the cycle of ranks that wait for each other.
     """
-    done: set[Action] = set()
-    order: list[Action] = []
+    done: dict[Action, None] = {}  # in order
     reached = [0] * schedule.num_ranks
     stuck: dict[Action, list[int]] = {}  # awaited action -> ranks that wait for it
     ready = deque(range(schedule.num_ranks))
@@ -38,14 +37,13 @@ def running_order(schedule: Schedule, rendezvous: bool = False) -> list[Action]:
             if missing is not None:
                 stuck.setdefault(missing, []).append(rank)
                 break
-            done.add(action)
-            order.append(action)
+            done[action] = None
             reached[rank] += 1
             ready.extend(stuck.pop(action, ()))
     if stuck:
         awaited = {rank: action for action, ranks in stuck.items() for rank in ranks}
         raise ScheduleError(_explain_stuck(schedule, reached, awaited))
-    return order
+    return list(done)
 
 
 def _awaited(action: Action, schedule: Schedule, rendezvous: bool) -> tuple[Action, ...]:
@@ -55,8 +53,6 @@ def _awaited(action: Action, schedule: Schedule, rendezvous: bool) -> tuple[Acti
     before = predecessors(action, schedule)
     if action.op in SENDS:
         return (*before, action.other_end) if rendezvous else before
-    if not schedule.is_lowered:
-        return before
     return before + tuple(a.other_end for a in before if a.op in RECEIVES)
 
 
@@ -105,10 +101,7 @@ def validate(schedule: Schedule) -> list[Action]:
     seen: set[Action] = set()
     for rank, row in enumerate(schedule.actions):
         for step, action in enumerate(row):
-            problem = _misplaced(action, rank, schedule)
-            if action in seen:
-                problem = "comes a second time"
-            if problem:
+            if problem := "comes a second time" if action in seen else _misplaced(action, rank, schedule):
                 raise ScheduleError(f"{schedule.text(action)} {problem}.\n{grid(schedule, [(rank, step)])}")
             seen.add(action)
     units = product(range(schedule.num_stages), range(schedule.num_microbatches), range(schedule.num_slices))
@@ -124,10 +117,11 @@ _FOR_MEMORY = (Op.R, Op.OFFLOAD, Op.RELOAD)
 def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
     """Returns what is wrong with the place of an action; "" if nothing is."""
     _, g, m, i = action
-    counts = schedule.num_stages, schedule.num_microbatches, schedule.num_slices
-    for what, number, count in zip(("stage", "microbatch", "slice"), (g, m, i), counts, strict=True):
-        if not 0 <= number < count:
-            return f"has {what} {number}, but the schedule's are 0 to {count - 1}"
+    stages, microbatches, slices = schedule.num_stages, schedule.num_microbatches, schedule.num_slices
+    if not (0 <= g < stages and 0 <= m < microbatches and 0 <= i < slices):
+        counts = (("stage", g, stages), ("microbatch", m, microbatches), ("slice", i, slices))
+        what, number, count = next(each for each in counts if not 0 <= each[1] < each[2])
+        return f"has {what} {number}, but the schedule's are 0 to {count - 1}"
     if schedule.placement[g] != rank:
         return f"stands on rank {rank}, but stage {g} is placed on rank {schedule.placement[g]}"
     if action.op in COMMUNICATION:
@@ -143,8 +137,8 @@ def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
 
 def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
     """Checks that a slice has exactly one F, and one B or one I and one W, or F alone in a schedule of forwards."""
-    ops = [op for op in _COMPLETE if op in schedule.ops]
-    present = "".join(op for op in ops if Action(op, stage, microbatch, index) in schedule.positions)
+    unit = (Action(op, stage, microbatch, index) for op in _COMPLETE if op in schedule.ops)
+    present = "".join(action.op for action in unit if action in schedule.positions)
     if present in (("FB", "FIW") if schedule.has_backward else ("F",)):
         if not schedule.ops.isdisjoint(_FOR_MEMORY):
             _check_memory_actions(stage, microbatch, index, schedule)
@@ -157,16 +151,17 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
 
 def _check_memory_actions(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
     """Checks that R, OFFLOAD and RELOAD serve a backward, and that what is moved to the host comes back."""
-    unit = {op: Action(op, stage, microbatch, index) for op in _FOR_MEMORY if op in schedule.ops}
-    present = {op for op, action in unit.items() if action in schedule.positions}
+    unit = (Action(op, stage, microbatch, index) for op in _FOR_MEMORY if op in schedule.ops)
+    present = {action.op: action for action in unit if action in schedule.positions}
     if present and not schedule.has_backward:
-        where = ", ".join(schedule.text(unit[op]) for op in sorted(present))
+        where = ", ".join(schedule.text(present[op]) for op in sorted(present))
         raise ScheduleError(f"{where}: the schedule has no backward that needs it; leave it out.\n{grid(schedule, [])}")
     if Op.OFFLOAD in present and Op.RELOAD not in present:
-        offload, reload = (schedule.text(unit[Op.OFFLOAD].with_op(op)) for op in (Op.OFFLOAD, Op.RELOAD))
+        moved = present[Op.OFFLOAD]
+        offload, reload = schedule.text(moved), schedule.text(moved.with_op(Op.RELOAD))
         raise ScheduleError(
             f"{offload} is never undone: add {reload} after it and before the slice's R or backward.\n"
-            f"{grid(schedule, [schedule.positions[unit[Op.OFFLOAD]]])}"
+            f"{grid(schedule, [schedule.positions[moved]])}"
         )
 
 

@@ -37,8 +37,7 @@ def activation_step(span: Span, schedule: Schedule, cost: CostModel) -> tuple[fl
     """Returns when a compute action changes the activations that its rank holds, and by how many bytes, if it does."""
     forward = span.action.with_op(Op.F)
     whole = cost.activation_bytes(forward)
-    recomputed = span.action.with_op(Op.R) in schedule.positions
-    kept = cost.kept_bytes(forward) if recomputed else whole
+    kept = cost.kept_bytes(forward) if span.action.with_op(Op.R) in schedule.positions else whole
     taken = {Op.F: kept, Op.R: whole - kept, Op.RELOAD: kept}
     freed = {Op.B: whole, Op.W: whole, Op.OFFLOAD: kept}
     if span.action.op in taken:

@@ -113,11 +113,11 @@ class _Account:
     """Counts what one rank holds, action by action."""
 
     def __init__(self, schedule: Schedule, rank: int, table: MemoryTable, windows: Windows | None) -> None:
-        self.schedule, self.rank, self.table = schedule, rank, table
-        stages = [stage for stage, there in enumerate(schedule.placement) if there == rank]
+        self.schedule, self.table = schedule, table
+        self.stages = [stage for stage, there in enumerate(schedule.placement) if there == rank]
         self.held: dict[MemoryKind, float] = dict.fromkeys(MemoryKind, 0)
-        self.held[MemoryKind.PARAMETERS] = sum(table.parameters.get(stage, 0) for stage in stages)
-        self.held[MemoryKind.OPTIMIZER] = sum(table.optimizer.get(stage, 0) for stage in stages)
+        self.held[MemoryKind.PARAMETERS] = sum(table.parameters.get(stage, 0) for stage in self.stages)
+        self.held[MemoryKind.OPTIMIZER] = sum(table.optimizer.get(stage, 0) for stage in self.stages)
         self.held[MemoryKind.MESSAGES] = pool_bytes(schedule, rank, table, windows)
         self.ran: set[tuple[int, Op]] = set()  # backwards of which a stage has run one
         self.left: dict[tuple[int, int], int] = {}  # backwards to come, of a stage and microbatch that has context
@@ -179,11 +179,8 @@ class _Account:
         stage, last = action.stage, self.schedule.num_stages - 1
         made = (action.op is Op.F and stage < last) + (action.op in (Op.B, Op.I) and stage > 0)
         taken = 0
-        if stage > 0 and self._is_here(stage - 1):
+        if stage - 1 in self.stages:
             taken += action.op is Op.F if unit.offloaded else action.op in (Op.B, Op.I)
-        if stage < last and self._is_here(stage + 1):
+        if stage + 1 in self.stages:
             taken += action.op in (Op.B, Op.W)
         self.held[MemoryKind.MESSAGES] += (made - taken) * payload
-
-    def _is_here(self, stage: int) -> bool:
-        return self.schedule.placement[stage] == self.rank

@@ -83,10 +83,9 @@ class MemoryTable:
 
     def footprint(self, unit: StageSlice, op: Op) -> Footprint:
         """Returns the bytes of an action; raises SlipstreamError if the table lacks them."""
-        try:
-            return self.footprints[unit, op]
-        except KeyError:
-            raise SlipstreamError(f"No bytes for {op} of {unit}: add footprints[{unit}, Op.{op}].") from None
+        if (unit, op) not in self.footprints:
+            raise SlipstreamError(f"No bytes for {op} of {unit}: add footprints[{unit}, Op.{op}].")
+        return self.footprints[unit, op]
 
     def payload(self, index: int) -> float:
         """Returns the bytes of a slice's message, without its header."""

@@ -129,11 +129,9 @@ def load_trace(path: str | Path) -> tuple[Timeline, ...]:
         SlipstreamError: the file can't be read, is no such trace, or is damaged.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        trace = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SlipstreamError(f"can't read the timeline {path}: {error}") from None
-    try:
-        trace = json.loads(text)
     except json.JSONDecodeError as error:
         raise SlipstreamError(f"{path} is not a timeline: it is not JSON ({error})") from None
     other = trace.get("otherData") if isinstance(trace, dict) else None

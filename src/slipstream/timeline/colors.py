@@ -11,7 +11,7 @@ from slipstream.schedule import Action, Op
 from slipstream.timeline.idle_causes import Cause
 from slipstream.timeline.spans import Timeline
 
-Color = tuple[float, float, float]
+Color = tuple[float, ...]
 
 INK, GREY = "#222222", "#595959"
 
@@ -45,8 +45,7 @@ def mix(light: str, dark: str, share: float) -> Color:
     """Returns the colour at `share` of the way from light to dark."""
     from matplotlib.colors import to_rgb
 
-    red, green, blue = (a + (b - a) * share for a, b in zip(to_rgb(light), to_rgb(dark), strict=True))
-    return red, green, blue
+    return tuple(a + (b - a) * share for a, b in zip(to_rgb(light), to_rgb(dark), strict=True))
 
 
 def color(action: Action, num_slices: int) -> Color:

@@ -113,9 +113,8 @@ def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
         font = min(scale.label_font, width * scale.inches / (0.0088 * len(label) + 0.002))
         if label and font >= _SMALLEST:
             where = start + width / 2, span.rank + (top + _BOTTOM) / 2 + 0.02
-            style = {"ha": "center", "va": "center", "fontsize": font}
             plain = {"boxstyle": "square,pad=0.1", "facecolor": color, "linewidth": 0} if kind == "hatched" else None
-            axes.text(*where, label, color=palette.ink_on(color), bbox=plain, **style)
+            axes.text(*where, label, color=palette.ink_on(color), bbox=plain, ha="center", va="center", fontsize=font)
     edge = 0.6 if len(timeline.compute_spans) < 120 * timeline.num_ranks else 0  # edges would cover narrow boxes
     for kind, hatch in (("plain", None), ("hatched", "////"), ("stripe", None)):
         boxes, colors = [box for box, _ in drawn[kind]], [color for _, color in drawn[kind]]

@@ -76,7 +76,7 @@ def draw_timelines(
     memory = MemoryScale.of([size for timeline in timelines for size in timeline.peak_memory], memory_unit, memory_name)
     axes: list[Any] = []
     for panel in panels:
-        axes += _draw_panel(figure, panel, scale, height, memory, axes)
+        axes += _draw_panel(figure, panel, scale, memory, axes)
     for one in axes:
         one.set_xlim(0, span)
         one.tick_params(axis="x", labelbottom=one is axes[-1], bottom=one is axes[-1], labelsize=_FONT)
@@ -91,18 +91,15 @@ def _stack(timelines: Sequence[Timeline]) -> list[_Panel]:
     num_lanes = sum(timeline.num_ranks for timeline in timelines)
     lane = 0.5 if num_lanes <= 8 else 0.38 if num_lanes <= 16 else 0.29
     panels: list[_Panel] = []
-    top = _EDGE
     for timeline in timelines:
+        top = panels[-1].bottom + _BETWEEN if panels else _EDGE
         panels.append(_Panel(timeline, top, lane))
-        top = panels[-1].bottom + _BETWEEN
     return panels
 
 
-def _draw_panel(
-    figure: Any, panel: _Panel, scale: Scale, height: float, memory: MemoryScale, above: list[Any]
-) -> list[Any]:
+def _draw_panel(figure: Any, panel: _Panel, scale: Scale, memory: MemoryScale, above: list[Any]) -> list[Any]:
     """Draws title, lanes and memory. Returns their axes, which share the time axis of those above."""
-    timeline = panel.timeline
+    timeline, height = panel.timeline, figure.get_figheight()
 
     def place(top: float, inches: float) -> Any:
         corner = (_LEFT, 1 - (top + inches) / height, _RIGHT - _LEFT, inches / height)
@@ -121,8 +118,8 @@ def _draw_panel(
 def _draw_title(figure: Any, timeline: Timeline, y: float) -> None:
     schedule = timeline.schedule
     per_second, unit = duration_unit(float(timeline.makespan))
-    makespan, idle = float(timeline.makespan) * per_second, float(timeline.idle_fraction)
-    title = f"{timeline.title}: {makespan:.4g} {unit}, {idle:.1%} idle"
+    idle = f"{float(timeline.idle_fraction):.1%} idle"
+    title = f"{timeline.title}: {float(timeline.makespan) * per_second:.4g} {unit}, {idle}"
     counts = {
         ("rank", "ranks"): timeline.num_ranks,
         ("stage", "stages"): schedule.num_stages if schedule.num_stages != timeline.num_ranks else 0,
@@ -157,23 +154,20 @@ def _work(timelines: Sequence[Timeline], ops: set[Op]) -> dict[str, Any]:
 
     num_slices = max(timeline.schedule.num_slices for timeline in timelines)
     shades = sorted({k * (num_slices - 1) // 3 for k in range(4)})
-    swatches: dict[str, Any] = {
-        word: tuple(_swatch(op, palette.color(Action(op, 0, 0, i), num_slices)) for i in shades)
-        for op, (word, *_) in palette.WORK.items()
-        if op in ops
-    }
+
+    def swatch(op: Op, shade: int) -> Patch:
+        color = palette.color(Action(op, 0, 0, shade), num_slices)
+        if op in palette.HATCHED:
+            return Patch(facecolor=color, edgecolor="white", hatch="////", linewidth=0)
+        return Patch(color=color)
+
+    shown = [(op, word) for op, (word, *_) in palette.WORK.items() if op in ops]
+    swatches: dict[str, Any] = {word: tuple(swatch(op, shade) for shade in shades) for op, word in shown}
     num_positions = 1 + max(position for t in timelines for position in palette.positions(t).values())
     if num_positions > 1:
         colors = [palette.stage_color(position, num_positions) for position in range(num_positions)]
         swatches["stripe: the rank's stages, in order"] = tuple(Patch(color=color) for color in colors)
     return swatches
-
-
-def _swatch(op: Op, color: palette.Color) -> Any:
-    from matplotlib.patches import Patch
-
-    hatched: dict[str, Any] = {"edgecolor": "white", "hatch": "////", "linewidth": 0}
-    return Patch(facecolor=color, **hatched) if op in palette.HATCHED else Patch(color=color)
 
 
 def _draw_legend(figure: Any, name: str, swatches: dict[str, Any], y: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -124,12 +123,8 @@ class Timeline:
     @cached_property
     def messages(self) -> tuple[Message, ...]:
         """The messages whose two ends are on the timeline."""
-        ends = {span.action: span for span in self.spans if not span.computes}
-        return tuple(
-            Message(span, ends[action.other_end])
-            for action, span in ends.items()
-            if action.op in SENDS and action.other_end in ends
-        )
+        sends = (span for span in self.spans if span.action.op in SENDS and span.action.other_end in self.span_of)
+        return tuple(Message(send, self.span_of[send.action.other_end]) for send in sends)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -137,15 +132,14 @@ class Timeline:
 
         Of several that start at one time, receives come first, then actions that take no time, then sends.
         """
-        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
-        ranks: defaultdict[int, int] = defaultdict(int)
-        for span in self.spans:
-            rows[span.rank].append(span)
-            ranks[span.action.stage] = span.rank
+        rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
+        for span in sorted(self.spans, key=_start_order):
+            rows[span.rank].append(span.action)
+        ranks = {span.action.stage: span.rank for span in self.spans}
         return Schedule(
             name=" ".join(self.name.split()) or "timeline",
-            actions=tuple(tuple(s.action for s in sorted(row, key=_start_order)) for row in rows),
-            placement=tuple(ranks[stage] for stage in range(1 + max(ranks, default=0))),
+            actions=tuple(map(tuple, rows)),
+            placement=tuple(ranks.get(stage, 0) for stage in range(1 + max(ranks, default=0))),
             num_microbatches=1 + max((span.action.microbatch for span in self.spans), default=0),
             num_slices=1 + max((span.action.slice for span in self.spans), default=0),
         )
