@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers import AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from slipstream.errors import SlipstreamError
@@ -24,17 +24,13 @@ def always_build_masks(model: PreTrainedModel) -> None:
     """
     configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
     for config in configs.values():
-        config._attn_implementation_internal = _whole(config)
-
-
-def _whole(config: PretrainedConfig) -> str:
-    name = str(config._attn_implementation or "eager")
-    if "flash" in name or "flex" in name:
-        raise SlipstreamError(
-            f"attn_implementation={name!r} builds masks that aren't tensors of one shape. Use 'sdpa' or 'eager'."
-        )
-    AttentionMaskInterface.register(_PREFIX + name, _never_skipping(ALL_MASK_ATTENTION_FUNCTIONS[name]))
-    return _PREFIX + name
+        name = str(config._attn_implementation or "eager")
+        if "flash" in name or "flex" in name:
+            raise SlipstreamError(
+                f"attn_implementation={name!r} builds masks that aren't tensors of one shape. Use 'sdpa' or 'eager'."
+            )
+        AttentionMaskInterface.register(_PREFIX + name, _never_skipping(ALL_MASK_ATTENTION_FUNCTIONS[name]))
+        config._attn_implementation_internal = _PREFIX + name
 
 
 def _never_skipping(build: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.hf_sequential.stack_connector import LayerStack, StackConnector, StackLayer, main_output
-from slipstream.model.hf_sequential.toy_inputs import toy_inputs, toy_of
 from slipstream.model.model_cutting import copy_with_shared_weights
+from slipstream.model.toy import quiet_transformers, toy_config
 
 PipelinePlan = Mapping[str, Any]  # as base_model_pp_plan: module -> (inputs, outputs), in the order they run
+_TOY_LENGTH = 12  # tokens
 SUPPORTED = (
     "Sequences are pipelined by microbatches only. Plans allow T5Gemma (encoder and decoder), EuroBERT, ESMC, "
     "UltraBERT and the vision encoder of DeepSeek-OCR-2. To a vision model without a plan give one, for ViT "
@@ -95,9 +96,8 @@ def find_stacks(model: PreTrainedModel, plan: PipelinePlan | None) -> list[Layer
     if not parts:
         raise refusal(model, "neither its config nor those of its parts have a base_model_pp_plan")
     if len(parts) > 2:
-        raise refusal(
-            model, f"it has stacks of layers in {', '.join(parts)}; expected one, or an encoder and a decoder"
-        )
+        names = ", ".join(parts)
+        raise refusal(model, f"it has stacks of layers in {names}; expected one, or an encoder and a decoder")
     return [_stack(model, prefix, part_plan) for prefix, part_plan in parts.items()]
 
 
@@ -139,7 +139,7 @@ def _build(
     for place, stack in enumerate(stacks):
         connector = StackConnector(copy_with_shared_weights(model), stacks, place, described, constants, behind)
         with torch.no_grad(), torch.random.fork_rng():
-            tensors = connector.measure(tensors)
+            tensors = connector(tensors)
         behind = connector.layer_calls
         sequence["middle" if place else "begin"] = connector
         name = ("encoder", "decoder")[place] if len(stacks) == 2 else "layer"
@@ -152,3 +152,41 @@ def _build(
 
 def refusal(model: PreTrainedModel, reason: str) -> SlipstreamError:
     return SlipstreamError(f"{type(model).__name__} can't be made a sequence of layers: {reason}. {SUPPORTED}.")
+
+
+def toy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a model of the same class with few small layers and random weights, in float64 and evaluation mode."""
+    config = _shrunk(model.config)
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        torch.manual_seed(0)
+        return type(model)(config).double().eval()
+
+
+def toy_inputs(model: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
+    """Returns a random tensor of two rows for each name; the last tokens of the second row are padding."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: _input(model, name, generator).to(model.device) for name in names}
+
+
+def _input(model: PreTrainedModel, name: str, generator: torch.Generator) -> Tensor:
+    config: Any = model.config
+    if name == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        return torch.randn(2, config.num_channels, height, width, generator=generator).to(model.dtype)
+    if name == "inputs_embeds":
+        return torch.randn(2, _TOY_LENGTH, config.get_text_config().hidden_size, generator=generator).to(model.dtype)
+    if name.endswith("attention_mask"):
+        return (torch.arange(_TOY_LENGTH) < torch.tensor([[_TOY_LENGTH], [_TOY_LENGTH - 3]])).long()
+    return torch.randint(1, config.get_text_config().vocab_size, (2, _TOY_LENGTH), generator=generator)
+
+
+def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
+    toy: Any = toy_config(config)
+    for name, value in list(vars(toy).items()):
+        if isinstance(value, PretrainedConfig):
+            setattr(toy, name, _shrunk(value))
+    encoder = getattr(toy, "encoder", None)
+    if encoder is not None and hasattr(getattr(toy, "decoder", None), "cross_attention_hidden_size"):
+        toy.decoder.cross_attention_hidden_size = encoder.hidden_size
+    return toy

@@ -52,8 +52,8 @@ class StackConnector(nn.Module):
         calls_behind: LayerCalls | None,
     ) -> None:
         """`model` is a copy of the modules that shares the weights, and is cut in place; `inputs` are the names and
-        shapes, without the batch, of the model's inputs; `calls_behind` is the layout of the stack behind. `measure`
-        finds that of the stack ahead."""
+        shapes, without the batch, of the model's inputs; `calls_behind` is the layout of the stack behind. The
+        first forward finds that of the stack ahead."""
         super().__init__()
         self.layer_calls: LayerCalls | None = None
         self._calls_behind = calls_behind
@@ -76,24 +76,12 @@ class StackConnector(nn.Module):
         self.model = model
 
     def forward(self, tensors: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        output, calls, inputs = self._run(tensors if isinstance(tensors, tuple) else (tensors,))
-        if output is not None:
-            return output
-        assert self.layer_calls is not None
-        return (*self.layer_calls.tensors(calls), *inputs)
+        """Returns the model's output or, if there is a stack ahead, its first layer's input.
 
-    def measure(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Finds how the stack ahead is called, by a forward on `tensors`; returns its first layer's input."""
-        _, calls, inputs = self._run(tensors)
-        self.layer_calls, known = LayerCalls.of(calls)
-        return (*known, *inputs)
-
-    def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, list[Arguments], tuple[Tensor, ...]]:
-        """Returns the model's output or, where the layers ahead were reached, their calls, and the inputs that travel
-        on.
-
-        Images and embeddings don't: they are large, and later the model's code reads their shape alone.
+        The inputs travel on, except images and embeddings: they are large, and later the model's code reads their shape
+        alone.
         """
+        tensors = tensors if isinstance(tensors, tuple) else (tensors,)
         if self._calls_behind is None:
             arguments: dict[str, Any] = dict(zip(self._inputs, tensors, strict=True))
             carried = tuple(tensor for tensor in tensors if not tensor.is_floating_point())
@@ -106,11 +94,16 @@ class StackConnector(nn.Module):
                 encoding = hidden.new_zeros(()).expand(*arguments["input_ids"].shape, hidden.shape[-1])
                 arguments["encoder_outputs"] = BaseModelOutput(encoding)
         try:
-            return main_output(self.model(**arguments, **self._constants, use_cache=False)), [], carried
+            return main_output(self.model(**arguments, **self._constants, use_cache=False))
         except LayersReachedError:
-            return None, self._running.calls, carried
+            calls = self._running.calls
         finally:
             self._running.hidden, self._running.calls = None, []
+        if self.layer_calls is None:
+            self.layer_calls, known = LayerCalls.of(calls)
+        else:
+            known = self.layer_calls.tensors(calls)
+        return (*known, *carried)
 
     def _restored(self, carried: Sequence[Tensor], hidden: Tensor) -> dict[str, Any]:
         """Returns all inputs by name; those that didn't travel are replaced by tensors that take no memory."""
@@ -137,6 +130,10 @@ class LayerStack:
     layers: str
     before: tuple[str, ...]
     after: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *self.before, self.layers, *self.after
 
 
 class LayersReachedError(Exception):
@@ -208,19 +205,15 @@ def remove_unused_weights(
 
     Those are the plan's other modules and, unless the forward ends here, all that the plan doesn't name: the head.
     """
-    owned = [*(behind.after if behind else ()), *(ahead.before if ahead else ())]
-    planned = [name for stack in stacks for name in (stack.layers, *stack.before, *stack.after)]
-    skipped = [ahead.layers] if ahead else []
+    planned = [name for stack in stacks for name in stack.names]
+    kept = [*(behind.names if behind else ()), *((*ahead.before, ahead.layers) if ahead else ())]
     for name in planned:
-        if name not in owned + skipped and not (behind and name in (behind.layers, *behind.before)):
+        if name not in kept:
             replace_module(model, name, AbsentModule(name, model.get_submodule(name)))
-    if ahead is None:
-        return
-    for name, module in list(model.named_modules()):
-        inside = any(name == kept or name.startswith(f"{kept}.") for kept in owned + skipped)
-        holds = any(kept.startswith(f"{name}.") for kept in planned) or not name
-        is_behind = behind and name.startswith((behind.layers, *behind.before))
-        if not inside and not holds and not is_behind and has_parameters(module):
+    for name, module in list(model.named_modules()) if ahead else ():
+        is_kept = any(f"{name}.".startswith(f"{each}.") for each in kept)
+        holds = not name or any(each.startswith(f"{name}.") for each in planned)
+        if not is_kept and not holds and has_parameters(module):
             replace_module(model, name, AbsentModule(name, module))
 
 
