@@ -2,7 +2,6 @@
 
 from slipstream.model.causal_lm_stage import CausalLMStage, TiedWeight, uses_randomness
 from slipstream.model.fused_kernels import check_compiler, fuse_kernels
-from slipstream.model.input_limits import check_length, check_token_ids
 from slipstream.model.layer_halves import find_halves
 from slipstream.model.layer_range import (
     ALLOWED_LAYER_COUNTS,
@@ -14,15 +13,9 @@ from slipstream.model.layer_range import (
     are_allowed_layer_counts,
 )
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy
+from slipstream.model.model_config import check_length, check_token_ids, config_from_settings, load_config
 from slipstream.model.model_cutting import copy_with_shared_weights, parts_of
-from slipstream.model.model_loading import (
-    config_from_settings,
-    load_config,
-    meta_model,
-    model_for_timing,
-    pretrained_model,
-    random_model,
-)
+from slipstream.model.model_loading import meta_model, model_for_timing, pretrained_model, random_model
 from slipstream.model.self_check import TOLERANCE, check_sliceable
 from slipstream.model.storages import SavedStorages, model_storages, storage_bytes, storage_id, storage_ids
 from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages

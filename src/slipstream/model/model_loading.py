@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection, Container, Mapping
-from pathlib import Path
+from collections.abc import Collection, Container
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slipstream.errors import SlipstreamError
@@ -166,27 +165,6 @@ def _partial_class(config: PretrainedConfig, anatomy: ModelAnatomy, owned: Colle
         keep_layers(self, anatomy, owned, torch.device("cpu"))
 
     return type(whole.__name__, (whole,), {"__init__": construct, "__module__": whole.__module__})
-
-
-def load_config(path: str) -> PretrainedConfig:
-    """Returns the config of a model folder or hub name; raises SlipstreamError where there is none."""
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        known = "a folder with config.json" if Path(path).exists() else "an existing folder or a hub name"
-        raise SlipstreamError(f"no model at {path!r}: expected {known}. {error}") from error
-
-
-def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedConfig:
-    """Returns a config made of these settings, one of which is `model_type`.
-
-    Raises SlipstreamError, which calls the settings `name`, where transformers doesn't accept them.
-    """
-    values = {"model_type": None, **settings}
-    try:
-        return AutoConfig.for_model(**values)
-    except Exception as error:  # each architecture checks its settings in its own way
-        raise SlipstreamError(f"{name} with model_type={values['model_type']!r} isn't usable: {error}") from error
 
 
 def _construct(config: PretrainedConfig, dtype: torch.dtype | None, **settings: Any) -> PreTrainedModel:

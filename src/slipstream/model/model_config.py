@@ -1,10 +1,35 @@
-"""Reads from a model's config how long a sequence and how large a token id may be, and checks inputs against that."""
+"""Makes models' configs, and checks inputs against what they say: the longest sequence and the largest token id."""
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
 
 from slipstream.errors import SlipstreamError
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """Returns the config of a model folder or hub name; raises SlipstreamError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        known = "a folder with config.json" if Path(path).exists() else "an existing folder or a hub name"
+        raise SlipstreamError(f"no model at {path!r}: expected {known}. {error}") from error
+
+
+def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedConfig:
+    """Returns a config made of these settings, one of which is `model_type`.
+
+    Raises SlipstreamError, which calls the settings `name`, where transformers doesn't accept them.
+    """
+    values = {"model_type": None, **settings}
+    try:
+        return AutoConfig.for_model(**values)
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise SlipstreamError(f"{name} with model_type={values['model_type']!r} isn't usable: {error}") from error
 
 
 def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:
