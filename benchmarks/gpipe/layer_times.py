@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.model import TensorSpec
-from slipstream.model.saving import add_weight_gradients_in_place
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
 from slipstream.model.sequential import (
     BatchSlice,
     LayerBoundary,

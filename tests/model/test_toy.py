@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.model.toy import full_precision
+from slipstream.model.toy_comparison import full_precision
 
 
 def test_float64_stays_float64() -> None:

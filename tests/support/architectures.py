@@ -28,7 +28,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from slipstream.model.toy import REFERENCE_ATTENTION, full_precision
+from slipstream.model.toy_comparison import REFERENCE_ATTENTION, full_precision
 from slipstream.pipeline.families import causal_cross_entropy
 
 VOCABULARY = 61

@@ -13,20 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
-from slipstream.model.hooks import (
-    MaskTables,
-    SliceContext,
-    TokenSlice,
-    active_forward,
-    attention_interface,
-    current_slice,
-    fix_length_dependent_rope,
-)
+from slipstream.model.hooks import attention_interface
+from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
+from slipstream.model.hooks.mask_tables import MaskTables
+from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
 from slipstream.model.layer_arguments import first_output, with_hidden_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
 from slipstream.model.model_cutting import has_end, keep_layers, second_half
-from slipstream.model.saving import add_weight_gradients_in_place
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 
 _SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
@@ -71,8 +66,8 @@ class TensorParallelLayers(Protocol):
 class CausalLMStage:
     """The layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
 
-    What travels between stages has the shape `hidden_shape` and the type `hidden_dtype`. With `shared` the model has
-    this rank's shares of all weights, and every rank runs the stage at the same time.
+    What travels between stages is described by `hidden`. With `shared` the model has this rank's shares of all weights,
+    and every rank runs the stage at the same time.
     """
 
     def __init__(
@@ -91,7 +86,8 @@ class CausalLMStage:
         fix_length_dependent_rope(model)
         self._shared = shared
         if shared is not None:
-            shared.install(model, self._enter_own, self._leave_own)
+            # dropout differs from where the ranks begin to compute different things, to where they compute the same
+            shared.install(model, partial(self._seed_part, "own", shared.rank), self._leave_own)
         add_weight_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
         self.tied = _separate_head(model, anatomy, self.is_last)
@@ -143,9 +139,8 @@ class CausalLMStage:
                 position_ids=token_slice.position_ids,
                 use_cache=False,
             )
-        num_masks = len(self.tables.functions)
-        if context.num_masks != num_masks:
-            raise RuntimeError(f"the model built {context.num_masks} masks, {num_masks} when it was first run")
+        if context.num_masks != (first := len(self.tables.functions)):
+            raise RuntimeError(f"the model built {context.num_masks} masks, {first} when it was first run")
         if self.is_last:
             return output.logits  # type: ignore[no-any-return]
         assert context.output is not None, f"the last of {self.owned} did not run"
@@ -192,10 +187,6 @@ class CausalLMStage:
         """Returns what distinguishes the ranks that share a layer, where each has different tokens of it."""
         is_spread = self._shared is not None and self._shared.sequence and 0 <= layer < self.num_layers
         return ("tokens", self._shared.rank) if is_spread and self._shared is not None else ()
-
-    def _enter_own(self) -> None:
-        """Gives the ranks that share a layer different dropout, where they begin to compute different things."""
-        self._seed_part("own", self._shared.rank if self._shared else 0)
 
     def _leave_own(self) -> None:
         """Gives the ranks equal dropout where all compute the same again, unless each has different tokens."""

@@ -23,15 +23,8 @@ from slipstream.model.layer_arguments import first_output, hidden_states, with_h
 from slipstream.model.layer_range import LayerHalf
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, has_parameters
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, second_half
-from slipstream.model.toy import (
-    full_precision,
-    output_weights,
-    perturb_parameters,
-    recorded_attention,
-    relative_errors,
-    toy_model,
-    toy_tokens,
-)
+from slipstream.model.toy import perturb_parameters, toy_model, toy_tokens
+from slipstream.model.toy_comparison import full_precision, output_weights, recorded_attention, relative_errors
 
 TOLERANCE = 1e-10  # the same products in the same order, so a larger difference is a mistake
 
@@ -45,10 +38,13 @@ def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerP
     try:
         with torch.random.fork_rng(devices=[]), full_precision():
             return _find_halves(toy_model(config), anatomy, toy_tokens(config))
-    except _NotTwoHalvesError as error:
-        raise _refusal(config, str(error)) from error
-    except Exception as error:  # the model's own code
-        raise _refusal(config, f"layers: a toy of it can't be run ({type(error).__name__}: {error})") from error
+    except Exception as error:  # the model's own code may raise any
+        reason = f"layers: a toy of it can't be run ({type(error).__name__}: {error})"
+        if isinstance(error, _NotTwoHalvesError):
+            reason = str(error)
+        raise SlipstreamError(
+            f"model_type {config.model_type!r} can't be cut inside {reason}. Give whole numbers of layers."
+        ) from error
 
 
 def _find_halves(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> tuple[LayerPart, ...]:
@@ -79,12 +75,6 @@ def _check_walk(model: PreTrainedModel, anatomy: ModelAnatomy, parts: Sequence[L
             raise _NotTwoHalvesError(
                 f"layers: without one half of each it fails ({type(error).__name__}: {error})"
             ) from error
-
-
-def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
-    return SlipstreamError(
-        f"model_type {config.model_type!r} can't be cut inside {reason}. Give whole numbers of layers."
-    )
 
 
 class _NotTwoHalvesError(Exception):

@@ -86,11 +86,10 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
 
 def find_layers(model: nn.Module) -> str:
     """Returns the name of the model's list of decoder layers, which is the list with the most parameters."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if not lists:
         raise SlipstreamError(f"{type(model).__name__} has no nn.ModuleList of layers, so it can't be cut into stages.")
-    name, _ = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    return str(name)
+    return str(max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters())))
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:

@@ -22,20 +22,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.causal_lm_stage import CausalLMStage
-from slipstream.model.hooks import TokenSlice
+from slipstream.model.hooks.token_slice import TokenSlice
 from slipstream.model.layer_arguments import first_output, hidden_states
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
 from slipstream.model.model_cutting import copy_with_shared_weights
-from slipstream.model.toy import (
-    TOY_LENGTH,
-    full_precision,
-    output_weights,
-    recorded_attention,
-    relative_errors,
-    toy_model,
-    toy_tokens,
-)
+from slipstream.model.toy import TOY_LENGTH, toy_model, toy_tokens
+from slipstream.model.toy_comparison import full_precision, output_weights, recorded_attention, relative_errors
 
 TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
 _CUTS = (0, 5, 20, 41, TOY_LENGTH)  # unequal slices; the first ends below every threshold of the toy
@@ -69,11 +62,8 @@ def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = Non
     """
     began = time.perf_counter()
     if getattr(config, "output_router_logits", False):  # of mixtures of experts: not a sum over tokens
-        raise _refusal(
-            config,
-            "output_router_logits=True adds a load-balancing loss over the whole batch, which slices don't sum to. "
-            "Set output_router_logits=False",
-        )
+        reason = "output_router_logits=True adds a load-balancing loss over the whole batch, which slices don't sum to"
+        raise _refusal(config, f"{reason}. Set output_router_logits=False")
     try:
         anatomy = anatomy or find_anatomy(config)
         with full_precision():
@@ -85,16 +75,13 @@ def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = Non
     try:
         with full_precision():
             sliced = _run_sliced(toy_model(config), anatomy, toy_tokens(config))
-        output_error = _largest_error(
-            "{} of the sliced model differs from the whole one", relative_errors(sliced.outputs, whole.outputs)
-        )
+        errors = relative_errors(sliced.outputs, whole.outputs)
+        output_error = _largest_error("{} of the sliced model differs from the whole one", errors)
         for name in whole.gradients:
             if name not in sliced.gradients:
                 raise SlipstreamError(f"{name} gets no gradient when the model is sliced")
-        gradient_error = _largest_error(
-            "the gradient of {} differs from the whole model's",
-            relative_errors(sliced.gradients, whole.gradients, floor=1e-6),
-        )
+        errors = relative_errors(sliced.gradients, whole.gradients, floor=1e-6)
+        gradient_error = _largest_error("the gradient of {} differs from the whole model's", errors)
     except SlipstreamError as error:
         raise _refusal(config, whole.without_attention or str(error)) from error
     except Exception as error:

@@ -1,30 +1,17 @@
-"""Builds an architecture at toy size, for the self-checks and to see in which order its parts run.
-
-Its attention is the reference of comparisons: the model's own eager code, without the rounding to float32 inside.
-"""
+"""Builds an architecture at toy size, for the self-checks and to see in which order its parts run."""
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
+
+from slipstream.model.toy_comparison import REFERENCE_ATTENTION
 
 TOY_LENGTH = 48  # tokens; every threshold of the architecture is brought below it
 _NUM_LAYERS = 4
@@ -66,15 +53,15 @@ def toy_config(config: PretrainedConfig) -> PretrainedConfig:
     return toy
 
 
-def toy_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def toy_model(config: PretrainedConfig) -> PreTrainedModel:
     """Returns a reference model of the architecture at toy size."""
-    return reference_model(toy_config(config), seed)
+    return reference_model(toy_config(config))
 
 
-def reference_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def reference_model(config: PretrainedConfig) -> PreTrainedModel:
     """Returns a model in float64 on the CPU, with the model's own eager attention, in evaluation mode."""
     with torch.random.fork_rng(devices=[]), quiet_transformers():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),  # from_config writes the dtype into it
             dtype=torch.float64,  # of the parameters; rope's tables stay float32
@@ -92,20 +79,6 @@ def perturb_parameters(model: nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator), alpha=0.1)
 
 
-def output_weights(output: Tensor) -> Tensor:
-    """Returns fixed random weights of a toy's output, so that each of its numbers counts in the gradients."""
-    return torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
-
-
-def relative_errors(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
-) -> dict[str, float]:
-    """Returns each tensor's largest error over its largest number, or over `floor` of the largest number of all."""
-    largest = {name: each.abs().max() for name, each in expected.items()}
-    least = floor * max(largest.values())
-    return {n: float((found[n] - each).abs().max() / max(largest[n], least)) for n, each in expected.items()}
-
-
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Suppresses transformers' messages and progress bars about steps the user did not ask for."""
@@ -120,9 +93,9 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def toy_tokens(config: PretrainedConfig, seed: int = 0) -> torch.Tensor:
+def toy_tokens(config: PretrainedConfig) -> torch.Tensor:
     """Returns random token ids (2, TOY_LENGTH) for a toy of `config`."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     vocabulary = toy_config(config).get_text_config().vocab_size
     return torch.randint(1, vocabulary, (2, TOY_LENGTH), generator=generator)
 
@@ -173,62 +146,3 @@ def _shrink_positions(toy: PretrainedConfig) -> None:
 
 def _first(config: PretrainedConfig, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(getattr(config, name, None), int)), None)
-
-
-REFERENCE_ATTENTION = "slipstream_reference"
-_attending: ContextVar[list[nn.Module] | None] = ContextVar("slipstream_attending", default=None)
-
-
-@contextmanager
-def recorded_attention() -> Iterator[list[nn.Module]]:
-    """Collects the modules that attend through the interface, in order."""
-    modules: list[nn.Module] = []
-    token = _attending.set(modules)
-    try:
-        yield modules
-    finally:
-        _attending.reset(token)
-
-
-def _reference_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Calls what the model's own file calls eager attention, so that it applies every switch that we might miss."""
-    attending = _attending.get()
-    if attending is not None:
-        attending.append(module)
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
-    with full_precision():
-        return own(module, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-AttentionInterface.register(REFERENCE_ATTENTION, _reference_attention)
-AttentionMaskInterface.register(REFERENCE_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Keeps float64 where models' own code rounds to float32: softmax of attention and router, some norms.
-
-    Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
-    """
-    softmax, to_float, to, matmul = nn.functional.softmax, Tensor.float, Tensor.to, Tensor.__matmul__
-
-    def wide_softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-        return softmax(tensor, dim=dim, dtype=tensor.dtype if tensor.dtype == torch.float64 else dtype)
-
-    def wide_float(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else to_float(tensor)
-
-    def wide_to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if tensor.dtype == torch.float64:
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-            kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
-        return to(tensor, *args, **kwargs)
-
-    def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
-        """Multiplies rotary frequencies that stayed float64 by positions, whole numbers that became float32."""
-        wide = torch.promote_types(left.dtype, right.dtype)
-        return matmul(left.to(wide), right.to(wide))
-
-    methods = patch.multiple(Tensor, float=wide_float, to=wide_to, __matmul__=wide_matmul)
-    with methods, patch.object(nn.functional, "softmax", wide_softmax):
-        yield

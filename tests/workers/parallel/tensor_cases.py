@@ -20,7 +20,7 @@ from slipstream import SlipstreamError
 from slipstream.model import LayerRange, find_anatomy, find_halves
 from slipstream.model.layer_arguments import with_hidden_states
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_layers
-from slipstream.model.saving import add_weight_gradients_in_place, defer_weight_gradients
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED

@@ -33,8 +33,8 @@ def first_keys(mask_function: MaskFunction, length: int, device: torch.device) -
     if mask_function is masking_utils.causal_mask_function:
         return torch.zeros(length, dtype=torch.int64)
     rows = max(1, _PAIRS_AT_ONCE // length)
-    blocks = [(begin, min(begin + rows, length)) for begin in range(0, length, rows)]
-    return torch.cat([_first_keys(mask_function, begin, end, device) for begin, end in blocks])
+    begins = range(0, length, rows)
+    return torch.cat([_first_keys(mask_function, begin, min(begin + rows, length), device) for begin in begins])
 
 
 def _first_keys(mask_function: MaskFunction, begin: int, end: int, device: torch.device) -> Tensor:

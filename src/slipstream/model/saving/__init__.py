@@ -2,10 +2,4 @@
 
 from slipstream.model.saving.recomputation import RecomputePolicy, SliceReplay
 from slipstream.model.saving.saved_tensors import SavedTensors
-from slipstream.model.saving.weight_gradients import (
-    WeightGradient,
-    add_weight_gradients_in_place,
-    compiled_modules,
-    defer_weight_gradients,
-    is_compiled,
-)
+from slipstream.model.saving.weight_gradients import WeightGradient, compiled_modules, defer_weight_gradients

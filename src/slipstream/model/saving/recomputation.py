@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks import current_layer
+from slipstream.model.hooks.token_slice import current_layer
 from slipstream.model.saving.saved_tensors import SavedTensors, SavedTensorSlot
 from slipstream.model.storages import storage_id
 from slipstream.model.tensor_spec import Tensors

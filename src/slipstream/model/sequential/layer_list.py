@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.saving import is_compiled
+from slipstream.model.saving.weight_gradients import is_compiled
 from slipstream.model.sequential.batch_norm import mixes_batch
 from slipstream.model.sequential.skip_connections import Skip, SkipPop, SkipStash
 

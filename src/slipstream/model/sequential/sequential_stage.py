@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from slipstream.attention import ContextStore
 from slipstream.model.causal_lm_stage import TiedWeight
-from slipstream.model.hooks import active_forward
-from slipstream.model.saving import add_weight_gradients_in_place
+from slipstream.model.hooks.token_slice import active_forward
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
 from slipstream.model.sequential.batch_norm import MiniBatchStatistics
 from slipstream.model.sequential.cut_tokens import find_cut
 from slipstream.model.sequential.layer_context import BatchSlice, LayerContext, LayerValue, as_tuple, as_value

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks import active_forward
+from slipstream.model.hooks.token_slice import active_forward
 from slipstream.model.sequential.layer_context import BatchSlice, LayerContext, LayerValue, as_tuple, as_value
 from slipstream.model.sequential.layer_list import SequentialLayer
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash

@@ -16,7 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import TOLERANCE, find_anatomy
-from slipstream.model.toy import full_precision, perturb_parameters, reference_model, toy_config, toy_tokens
+from slipstream.model.toy import perturb_parameters, reference_model, toy_config, toy_tokens
+from slipstream.model.toy_comparison import full_precision
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import IGNORED

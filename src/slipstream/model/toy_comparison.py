@@ -1,0 +1,88 @@
+"""Runs whole toys by their own eager code, without the rounding to float32 inside, and measures others' errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+REFERENCE_ATTENTION = "slipstream_reference"
+_attending: ContextVar[list[nn.Module] | None] = ContextVar("slipstream_attending", default=None)
+
+
+@contextmanager
+def recorded_attention() -> Iterator[list[nn.Module]]:
+    """Collects the modules that attend through the interface, in order."""
+    modules: list[nn.Module] = []
+    token = _attending.set(modules)
+    try:
+        yield modules
+    finally:
+        _attending.reset(token)
+
+
+def _reference_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Calls what the model's own file calls eager attention, so that it applies every switch that we might miss."""
+    attending = _attending.get()
+    if attending is not None:
+        attending.append(module)
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    with full_precision():
+        return own(module, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+AttentionInterface.register(REFERENCE_ATTENTION, _reference_attention)
+AttentionMaskInterface.register(REFERENCE_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Keeps float64 where models' own code rounds to float32: softmax of attention and router, some norms.
+
+    Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
+    """
+    softmax, to_float, to, matmul = nn.functional.softmax, Tensor.float, Tensor.to, Tensor.__matmul__
+
+    def wide_softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return softmax(tensor, dim=dim, dtype=tensor.dtype if tensor.dtype == torch.float64 else dtype)
+
+    def wide_float(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else to_float(tensor)
+
+    def wide_to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype == torch.float64:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
+        return to(tensor, *args, **kwargs)
+
+    def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
+        """Multiplies rotary frequencies that stayed float64 by positions, whole numbers that became float32."""
+        wide = torch.promote_types(left.dtype, right.dtype)
+        return matmul(left.to(wide), right.to(wide))
+
+    methods = patch.multiple(Tensor, float=wide_float, to=wide_to, __matmul__=wide_matmul)
+    with methods, patch.object(nn.functional, "softmax", wide_softmax):
+        yield
+
+
+def output_weights(output: Tensor) -> Tensor:
+    """Returns fixed random weights of a toy's output, so that each of its numbers counts in the gradients."""
+    return torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+
+
+def relative_errors(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
+) -> dict[str, float]:
+    """Returns each tensor's largest error over its largest number, or over `floor` of the largest number of all."""
+    largest = {name: each.abs().max() for name, each in expected.items()}
+    least = floor * max(largest.values())
+    return {n: float((found[n] - each).abs().max() / max(largest[n], least)) for n, each in expected.items()}
