@@ -170,10 +170,9 @@ class _ReplayProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _PRODUCTS and not self._attends:
-            kept = next(self._kept)
-            if kept is not None:
-                return _tensor(kept)
+        is_product = func.overloadpacket in _PRODUCTS and not self._attends
+        if is_product and (kept := next(self._kept)) is not None:
+            return _tensor(kept)
         return func(*args, **kwargs or {})
 
 
