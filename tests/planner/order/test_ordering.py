@@ -138,8 +138,8 @@ def test_annealing_gives_the_best_it_found(seed: int) -> None:
     before = [part.copy() for part in (*order, split)]
     graph = problem.graph(split)
     first = makespan(graph, start_times(graph, order))
-    halves = np.concatenate([problem.seconds[Op.I], problem.seconds[Op.W]])
-    seconds, order_found, split_found = anneal(graph, order, split, problem.seconds[Op.B], halves, 300, 10.0, 0)
+    times = np.stack([problem.seconds[op] for op in (Op.B, Op.I, Op.W)])
+    seconds, order_found, split_found = anneal(graph, order, split, times, 300, 10.0, 0)
     assert seconds <= first
     assert simulate(problem.schedule(order_found, split_found), small.cost).makespan == pytest.approx(seconds)
     assert all(np.array_equal(now, then) for now, then in zip((*order, split), before, strict=True))

@@ -83,21 +83,14 @@ def peak(graph: ActionGraph, order: ActionOrder, rank: int) -> float:
 
 @compiled
 def anneal(
-    graph: ActionGraph,
-    order: ActionOrder,
-    split: Flags,
-    whole: Floats,
-    halves: Floats,
-    num_steps: int,
-    heat: float,
-    seed: int,
+    graph: ActionGraph, order: ActionOrder, split: Flags, times: Floats, num_steps: int, heat: float, seed: int
 ) -> tuple[float, ActionOrder, Flags]:
     """Returns the best makespan found from `order` and `split`, its order and its split.
 
     A step takes two actions that follow each other on the critical path and on their rank, and swaps them,
     moves one of them farther, or splits or merges a backward. It is kept if the makespan grows by at most an
-    exponential draw, whose mean falls from `heat`, a share of the makespan, to 0. `whole` and
-    `halves` are the seconds of B, and of I and W one after the other. The graph's seconds change.
+    exponential draw, whose mean falls from `heat`, a share of the makespan, to 0. `times` are the seconds
+    of B, I and W of each unit, (3, units); infinite for I where no backward may be split. The graph changes.
     """
     np.random.seed(seed)
     num_units = len(split)
@@ -117,12 +110,12 @@ def anneal(
         rank, unit = graph.rank[late], late % num_units
         source, target = _proposal(graph, order, split, late, position[late])
         flips = source < 0 or target < 0
-        if flips and halves[unit] == _NEVER:
+        if flips and times[1, unit] == _NEVER:
             continue
         if not flips and target == source + 1 and _needs(graph, order.rows[rank, target], order.rows[rank, source]):
             continue
         if flips:
-            _flip(graph, split, unit, whole, halves)
+            _flip(graph, split, unit, times)
         _move(order, rank, source, target, unit + 2 * num_units)
         value, trial = _NEVER, start
         if peak(graph, order, rank) <= graph.limits[rank]:
@@ -136,7 +129,7 @@ def anneal(
         else:
             _move(order, rank, target, source, unit + 2 * num_units)
             if flips:
-                _flip(graph, split, unit, whole, halves)
+                _flip(graph, split, unit, times)
     return best, best_order, best_split
 
 
@@ -164,13 +157,13 @@ def _proposal(graph: ActionGraph, order: ActionOrder, split: Flags, late: int, a
 
 
 @compiled
-def _flip(graph: ActionGraph, split: Flags, unit: int, whole: Floats, halves: Floats) -> None:
+def _flip(graph: ActionGraph, split: Flags, unit: int, times: Floats) -> None:
     """Splits the unit's backward, or merges it."""
     num_units = len(split)
     back, weight = unit + num_units, unit + 2 * num_units
     split[unit] = graph.exists[weight] = not split[unit]
-    graph.seconds[back] = halves[unit] if split[unit] else whole[unit]
-    graph.seconds[weight] = halves[unit + num_units] if split[unit] else 0.0
+    graph.seconds[back] = times[1, unit] if split[unit] else times[0, unit]
+    graph.seconds[weight] = times[2, unit] if split[unit] else 0.0
     graph.released[back], graph.released[weight] = graph.released[weight], graph.released[back]
 
 

@@ -22,15 +22,13 @@ _HEATS = (0.005, 0.001)
 
 def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
     """Yields every hand-written schedule for this placement, whole and with its backwards split."""
-    per_rank, rest = divmod(len(problem.placement), problem.num_ranks)
+    per_rank = len(problem.placement) // problem.num_ranks
     counts = (problem.num_ranks, problem.num_microbatches, problem.num_slices, per_rank)
-    for name in GENERATORS:
-        if rest or per_rank not in STAGES_PER_RANK[name]:
-            continue
-        schedule = make_schedule(name, *counts)
+    every = (make_schedule(name, *counts) for name in GENERATORS if per_rank in STAGES_PER_RANK[name])
+    for schedule in every:
         if schedule.placement != problem.placement:
             continue
-        splits = any(action.op is Op.W for row in schedule.actions for action in row)
+        splits = Op.W in schedule.ops
         if problem.split or not splits:
             yield schedule
         if problem.split and not splits:
@@ -161,17 +159,16 @@ class OrderSearch:
 
     def anneal(self) -> None:
         """Improves the best order by local search, each time at a lower temperature."""
-        times = self.problem.seconds
-        halves = np.concatenate([times[Op.I], times[Op.W]])
+        times = np.stack([self.problem.seconds[op] for op in (Op.B, Op.I, Op.W)])
         if not self.problem.split:
-            halves[:] = np.inf
+            times[1:] = np.inf
         for seed, heat in enumerate(_HEATS):
             num_steps = min(int(self.effort / (len(_HEATS) - seed) / self.size * 2), _MAX_STEPS)
             if not self.may_improve() or not num_steps:
                 return
             _, order, split = self.best
             graph = self.problem.graph(split)
-            found = anneal(graph, order, split, times[Op.B], halves, num_steps, heat, seed)
+            found = anneal(graph, order, split, times, num_steps, heat, seed)
             self.effort -= num_steps * self.size / 2
             self._offer(MeasuredOrder(*found))
 

@@ -26,9 +26,10 @@ _NOT_AWAY = 4  # slices of a rank that may be on the device
 
 
 @dataclass(frozen=True)
-class RankActions:
-    """The actions of one rank as arrays."""
+class MarkedActions:
+    """The actions of a schedule as arrays; rank r's are `firsts[r]` up to `firsts[r + 1]`."""
 
+    firsts: Ints
     op: Ints
     stage: Ints
     slice: Ints
@@ -38,9 +39,13 @@ class RankActions:
 
 
 @lru_cache(maxsize=256)
-def rank_actions(shape: ScheduleShape) -> tuple[RankActions, ...]:
-    """Returns the actions of each rank of a named schedule."""
-    return tuple(_row(cached_schedule(shape), rank) for rank in range(shape.num_ranks))
+def marked_actions(shape: ScheduleShape) -> MarkedActions:
+    """Returns the actions of a named schedule, without the schedule itself, which takes more memory."""
+    arrays = cached_schedule(shape)
+    op, stage, chain = arrays.op, arrays.stage, arrays.stage * shape.num_microbatches + arrays.microbatch
+    opens = _firsts(chain, op == _F)
+    closes = _firsts(chain[::-1], ((op == _B) | (op == _I))[::-1])[::-1]
+    return MarkedActions(arrays.firsts, op, stage, arrays.slice, opens, closes, _firsts(stage, (op == _B) | (op == _W)))
 
 
 def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floats:
@@ -65,21 +70,6 @@ def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floa
     return np.array(most) * min(message_bytes)
 
 
-def _row(all_ranks: ActionArrays, rank: int) -> RankActions:
-    here = slice(*all_ranks.firsts[rank : rank + 2])
-    op, stage, chain = all_ranks.op[here], all_ranks.stage[here], all_ranks.microbatch[here]
-    chain = stage * (chain.max() + 1) + chain
-    backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
-    return RankActions(
-        op,
-        stage,
-        all_ranks.slice[here],
-        _firsts(chain, op == _F),
-        _firsts(chain[::-1], backward[::-1])[::-1],
-        _firsts(stage, last),
-    )
-
-
 def _firsts(key: Ints, among: Flags) -> Flags:
     """Marks the first entry of every key, of the entries in `among`."""
     places = np.flatnonzero(among)
@@ -100,7 +90,24 @@ class MemoryBound:
 
     def peaks(self, shape: ScheduleShape) -> Floats:
         """Returns a lower bound of each rank's bytes at its peak."""
-        return np.array([self.peak(row) for row in rank_actions(shape)])
+        actions = marked_actions(shape)
+        op, stage = actions.op, actions.stage
+        whole, kept = self.whole[stage, actions.slice], self.kept[stage, actions.slice]
+        backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
+        if self.offloads:
+            before, after = np.where(op == _I, whole, 0), np.where(op == _W, whole, 0)
+            during = np.where(op == _B, whole, 0)
+        else:
+            before, after = np.where(op == _F, kept, 0), np.where(last, kept, 0)
+            during = np.where(backward, whole - kept, 0)
+        before = before + actions.opens * self.context[stage]
+        # gradients exist once the backward that makes them has freed its activations
+        after = after + actions.closes * self.context[stage] - actions.reduces * self.gradients[stage]
+        most = []
+        for first, end in pairwise(actions.firsts):
+            held = np.cumsum(before[first:end]) - np.concatenate([[0.0], np.cumsum(after[first : end - 1])])
+            most.append((held + during[first:end]).max())
+        return np.array(most)
 
     def away(self, shape: ScheduleShape) -> float:
         """Returns a lower bound of the most bytes on one rank's host.
@@ -110,19 +117,3 @@ class MemoryBound:
         """
         kept = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
         return float(kept.peaks(shape).max() - _NOT_AWAY * self.kept.max())
-
-    def peak(self, row: RankActions) -> float:
-        """Returns a lower bound of one rank's bytes at its peak."""
-        whole, kept = self.whole[row.stage, row.slice], self.kept[row.stage, row.slice]
-        backward, last = (row.op == _B) | (row.op == _I), (row.op == _B) | (row.op == _W)
-        if self.offloads:
-            before, after = np.where(row.op == _I, whole, 0), np.where(row.op == _W, whole, 0)
-            during = np.where(row.op == _B, whole, 0)
-        else:
-            before, after = np.where(row.op == _F, kept, 0), np.where(last, kept, 0)
-            during = np.where(backward, whole - kept, 0)
-        before = before + row.opens * self.context[row.stage]
-        # gradients exist once the backward that makes them has freed its activations
-        after = after + row.closes * self.context[row.stage] - row.reduces * self.gradients[row.stage]
-        held = np.cumsum(before) - np.concatenate([[0.0], np.cumsum(after)[:-1]])
-        return float((held + during).max())

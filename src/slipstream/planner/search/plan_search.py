@@ -14,7 +14,7 @@ from math import inf, prod
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import CostSource
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
-from slipstream.planner.search.memory_bound import rank_actions
+from slipstream.planner.search.memory_bound import marked_actions
 from slipstream.planner.search.memory_shortfall import explain_misfit
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
@@ -46,7 +46,7 @@ def _working_memory() -> Iterator[None]:
         yield
     finally:
         cached_schedule.cache_clear()
-        rank_actions.cache_clear()
+        marked_actions.cache_clear()
         if was_enabled:
             gc.enable()
 

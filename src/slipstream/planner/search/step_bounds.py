@@ -91,30 +91,27 @@ class ConfigurationGroup:
         their first stage's last backward, and the optimizer; or the copies to the host and back, if longer. Where a
         backward is split, what follows overlaps with late weight gradients: the larger counts.
         """
-        ends = float((self._last_action_ends(configuration.recompute) + tail).max())
+        ends = float((self._last_action_ends[configuration.recompute] + tail).max())
         return max(ends, self._copy_seconds(configuration))
 
-    def _last_action_ends(self, recompute: str) -> Floats:
-        """The earliest end of each rank's last action."""
-        if recompute in self._ends:
-            return self._ends[recompute]
+    @cached_property
+    def _last_action_ends(self) -> dict[str, Floats]:
+        """The earliest end of each rank's last action, by kind of recomputation."""
         times, cut = self.times, self.cut
         forward, inputs = times.compute[Op.F], times.compute[Op.I]
-        replay = times.replay[recompute].copy()
-        replay[-1, -1] = 0  # not recomputed where its backward directly follows its forward
         split = (self.splits_all | cut.sends_back)[:, None]
         whole = np.where(split, inputs + times.compute[Op.W], times.compute[Op.B])
         back = np.where(split, inputs, times.compute[Op.B])
         before, after = _sums_before(forward[:, 0]), _sums_before(back[:, 0])
-        critical, everything = (
-            cut.per_rank((forward + replay + each).sum(axis=1)) * self.num_microbatches for each in (back, whole)
-        )
-        self._ends[recompute] = before[cut.firsts] + np.maximum(critical + after[cut.firsts], everything)
-        return self._ends[recompute]
-
-    @cached_property
-    def _ends(self) -> dict[str, Floats]:
-        return {}
+        ends = {}
+        for recompute, seconds in times.replay.items():
+            replay = seconds.copy()
+            replay[-1, -1] = 0  # not recomputed where its backward directly follows its forward
+            critical, everything = (
+                cut.per_rank((forward + replay + each).sum(axis=1)) * self.num_microbatches for each in (back, whole)
+            )
+            ends[recompute] = before[cut.firsts] + np.maximum(critical + after[cut.firsts], everything)
+        return ends
 
     def _copy_seconds(self, configuration: Configuration) -> float:
         """The seconds of a rank's copies to the host; one or two slices of a microbatch may stay on the device."""

@@ -52,8 +52,8 @@ def slice_for_schedule(
     starts = sorted(search.starts(), key=search.seconds)
     for slices in starts[:_STARTS]:
         search.descend(slices)
-    best = min(search.known, key=search.known.__getitem__)
-    return Slicing(best, search.known[best])
+    best = min(search.known, key=search.seconds, default=())
+    return Slicing(best, search.seconds(best))
 
 
 @dataclass

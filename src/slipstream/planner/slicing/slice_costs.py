@@ -32,11 +32,9 @@ def schedule_costs(
         bandwidth: bytes per second; None: messages take only `latency`.
     """
     contexts = list(accumulate(slices, initial=0))
-    actions = (action for row in schedule.actions for action in row)
-    wanted = {(a.stage, a.slice, a.op) for a in actions if a.op not in COMMUNICATION and a.op is not Op.REDUCE_GRAD}
-    times: dict[tuple[int, int, Op], float] = {
-        (stage, i, op): time(stage, op, slices[i], contexts[i]) for stage, i, op in wanted
-    }
+    timed = schedule.ops - COMMUNICATION - {Op.REDUCE_GRAD}
+    wanted = {(action.stage, action.slice, action.op) for action in schedule.positions if action.op in timed}
+    times = {(stage, i, op): time(stage, op, slices[i], contexts[i]) for stage, i, op in wanted}
     return TableCost(times, [bytes_per_token * tokens for tokens in slices], latency, bandwidth)
 
 

@@ -15,6 +15,7 @@ from slipstream.planner.slicing.equal_stage_slicing import Slicing, check_allowe
 from slipstream.planner.slicing.shortest_path import shortest_path
 from slipstream.planner.slicing.time_table import SliceTime, TimeTable, time_table
 
+_Labels = tuple[Floats, Floats, Ints]  # when each stage is done, the bound, and (the cut before, the label there)
 _WORK = 15_000_000  # stage times added up in one search: a second or two
 
 
@@ -112,15 +113,14 @@ class _LabelSearch:
 
     def run(self) -> tuple[float, tuple[int, ...]]:
         stages = self.times.shape[-1]
-        waiting: list[list[tuple[Floats, Floats, Ints]]] = [[] for _ in range(self.n + 1)]
+        none: _Labels = np.zeros((0, stages)), np.zeros(0), np.zeros((0, 2), np.int64)
+        waiting = [[none] for _ in range(self.n + 1)]
         waiting[0] = [(np.zeros((1, stages)), np.zeros(1), np.full((1, 2), -1))]
         parents: list[Ints] = []  # per cut and label: the cut before, and the label there
         for cut in range(self.n):
             labels, parent = self._select(waiting[cut])
             waiting[cut] = []
             parents.append(parent)
-            if not len(labels):
-                continue
             ends = np.arange(cut + 1, self.n + 1)
             reached = _after_slice(labels[None], self.times[ends, cut][:, None])  # (ends, labels, stages)
             bounds = (reached + self.rest[ends][:, None]).max(axis=-1)
@@ -129,28 +129,23 @@ class _LabelSearch:
                 if len(keep):
                     origin = np.stack([np.full(len(keep), cut), keep], axis=1)
                     waiting[end].append((after[keep], bound[keep], origin))
-            if waiting[self.n]:
-                self.best = min(self.best, min(float(after[:, -1].min()) for after, _, _ in waiting[self.n]))
+            self.best = min(self.best, *(float(after[:, -1].min(initial=inf)) for after, _, _ in waiting[self.n]))
         return self._best_cuts(waiting[self.n], parents)
 
-    def _best_cuts(
-        self, arrived: list[tuple[Floats, Floats, Ints]], parents: list[Ints]
-    ) -> tuple[float, tuple[int, ...]]:
-        if not arrived:
+    def _best_cuts(self, arrived: list[_Labels], parents: list[Ints]) -> tuple[float, tuple[int, ...]]:
+        labels, _, origins = (np.concatenate(parts) for parts in zip(*arrived, strict=True))
+        if not len(labels):
             return inf, ()
-        latencies = np.concatenate([after[:, -1] for after, _, _ in arrived])
-        index = int(latencies.argmin())
-        cut, label = np.concatenate([origin for _, _, origin in arrived])[index]
+        index = int(labels[:, -1].argmin())
+        cut, label = origins[index]
         cuts = [self.n]
         while cut >= 0:
             cuts.append(int(cut))
             cut, label = parents[cut][label]
-        return float(latencies[index]), tuple(reversed(cuts))
+        return float(labels[index, -1]), tuple(reversed(cuts))
 
-    def _select(self, waiting: list[tuple[Floats, Floats, Ints]]) -> tuple[Floats, Ints]:
+    def _select(self, waiting: list[_Labels]) -> tuple[Floats, Ints]:
         """The labels at a cut that may still lead to the best slicing: at most `width`, the lowest bounds first."""
-        if not waiting:
-            return np.zeros((0, self.times.shape[-1])), np.zeros((0, 2), np.int64)
         labels, bounds, origins = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
         order = np.lexsort((labels.sum(axis=-1), bounds))
         order = order[bounds[order] < self.best]
