@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -92,13 +93,10 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 @contextmanager
 def _quiet_with_own_signals() -> Iterator[None]:
     """Silences the logs of torch's process API, and restores the signal handlers that it replaces."""
-    import logging
-
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {name: signal.getsignal(name) for name in names}
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     try:
         yield
     finally:

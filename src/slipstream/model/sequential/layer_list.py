@@ -84,41 +84,37 @@ def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:
     """Returns the skip connections. Raises SlipstreamError where one lacks an end, or its ends are reversed or
     repeated."""
     stashed, popped = _ends(layers, SkipStash, "stashed"), _ends(layers, SkipPop, "popped")
-    for name, number in stashed.items():
+    for name, (number, _) in stashed.items():
         if name not in popped:
             raise SlipstreamError(
                 f"{layers[number]}: the skip {name!r} is never consumed. Add a layer skip.pop() after it, or leave it "
                 "out."
             )
-    for name, number in popped.items():
-        if stashed.get(name, number) >= number:
+    for name, (number, skip) in popped.items():
+        begin, other = stashed.get(name, (number, skip))
+        if begin >= number:
             raise SlipstreamError(
                 f"{layers[number]}: the skip {name!r} is popped before it is stashed. Put skip.stash() before it."
             )
-    routes = [SkipRoute(name, stashed[name], popped[name]) for name in stashed]
-    for route in routes:
-        if _skip(layers[route.stash]) is not _skip(layers[route.pop]):
+        if other is not skip:
             raise SlipstreamError(
-                f"{layers[route.pop]}: two skips are called {route.name!r}. Give each its own name, and use one Skip's "
+                f"{layers[number]}: two skips are called {name!r}. Give each its own name, and use one Skip's "
                 "stash() and pop() together."
             )
-    return routes
+    return [SkipRoute(name, number, popped[name][0]) for name, (number, _) in stashed.items()]
 
 
-def _ends(layers: Sequence[SequentialLayer], kind: type[SkipStash] | type[SkipPop], what: str) -> dict[str, int]:
-    """Returns the layer's number by the skip's name."""
-    found: dict[str, int] = {}
+def _ends(
+    layers: Sequence[SequentialLayer], kind: type[SkipStash] | type[SkipPop], what: str
+) -> dict[str, tuple[int, Skip]]:
+    """Returns the layer's number and the skip by the skip's name."""
+    found: dict[str, tuple[int, Skip]] = {}
     for number, layer in enumerate(layers):
         if isinstance(layer.module, kind):
-            name = layer.module.skip.name
-            if name in found:
+            skip = layer.module.skip
+            if skip.name in found:
                 raise SlipstreamError(
-                    f"{layer}: the skip {name!r} is {what} twice. Make a Skip of another name for it."
+                    f"{layer}: the skip {skip.name!r} is {what} twice. Make a Skip of another name for it."
                 )
-            found[name] = number
+            found[skip.name] = number, skip
     return found
-
-
-def _skip(layer: SequentialLayer) -> Skip:
-    assert isinstance(layer.module, (SkipStash, SkipPop))
-    return layer.module.skip

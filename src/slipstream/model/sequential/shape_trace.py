@@ -1,4 +1,4 @@
-"""Runs an nn.Sequential without memory or arithmetic, to learn what every layer takes, returns, changes and draws."""
+"""Runs an nn.Sequential without memory or arithmetic, to learn what every layer takes, returns, changes and does."""
 
 from __future__ import annotations
 
@@ -11,16 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.sequential.batch_norm import is_batch_norm
 from slipstream.model.sequential.cut_tokens import CutTokens
 from slipstream.model.sequential.layer_context import BatchSlice, LayerValue, as_tuple, as_value
 from slipstream.model.sequential.layer_list import SequentialLayer
-from slipstream.model.sequential.layer_work import LayerWork, OperationCounter
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 from slipstream.model.storages import SavedStorages, storage_id
 from slipstream.model.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The operations, bytes moved and bytes saved of a layer's forward of a microbatch."""
+
+    flops: int = 0
+    num_bytes: int = 0  # read and written by all operations
+    saved_bytes: int = 0  # kept for its backward, parameters aside
+    is_random: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,7 @@ class _TraceRun:
 
     def _call(self, layer: SequentialLayer, module: nn.Module, value: LayerValue) -> LayerValue:
         before = _buffers(module) if self._training else {}
-        counter = OperationCounter()
+        counter = _OperationCounter()
         saved = SavedStorages([*module.parameters(), *module.buffers(), *as_tuple(value)])
         try:
             with counter, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
@@ -227,3 +239,41 @@ def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
         if not is_batch_norm(each)
         for key, buffer in each.named_buffers(recurse=False)
     }
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Returns the flops of attention over (rows, heads, tokens, width).
+
+    PyTorch counts none of the CPU kernel's, and up to 2.11 refuses grouped heads.
+    """
+    return query.shape[:-1].numel() * 2 * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+_aten = torch.ops.aten
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+}
+
+
+class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations of a layer, and whether any draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = self.num_bytes = 0
+        self.is_random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
+        op = func.overloadpacket
+        count = _attention_flops if op in _ATTENTION else flop_registry.get(op)
+        if count is not None:
+            self.flops += int(count(*args, **kwargs, out_val=result))
+        if not func.is_view:
+            self.num_bytes += sum(t.nbytes for t in tree_iter((args, kwargs, result)) if isinstance(t, Tensor))
+        return result
