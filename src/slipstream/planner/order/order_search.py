@@ -14,7 +14,7 @@ from slipstream.planner.order.list_scheduling import place
 from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
 from slipstream.planner.order.makespan_bounds import makespan_bound
 from slipstream.planner.order.ordering_problem import ROUNDING, ActionOrder, OrderingProblem
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, make_schedule, sending, split_backwards
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, make_schedule, split_backwards
 
 _MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 600, 15_000, 64  # enough for small problems, whatever effort is left
 _HEATS = (0.005, 0.001)
@@ -204,6 +204,5 @@ def _splittings(problem: OrderingProblem) -> dict[str, Flags]:
     none = np.zeros(problem.num_units, np.bool_)
     if not problem.split:
         return {"none": none}
-    backwards = (problem.action(Op.B, unit) for unit in range(problem.num_units))
-    sent = np.array([sending(action, problem.whole) is not None for action in backwards])
+    sent = problem.graph(none).channel[problem.num_units : 2 * problem.num_units] >= 0
     return {"all": ~none, "sent": sent, "none": none}

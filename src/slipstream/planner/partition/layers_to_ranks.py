@@ -88,10 +88,10 @@ def _value(
     if counts is None:
         return inf, inf
     bounds = np.cumsum([0, *counts])
-    own = [(g, bounds[g], bounds[g + 1]) for g in range(len(counts))]
-    if (np.bincount(placement, [stage_bytes[index] for index in own]) > limits).any():
+    own = np.arange(len(counts)), bounds[:-1], bounds[1:]
+    if (np.bincount(placement, stage_bytes[own]) > limits).any():
         return inf, inf
-    costs = np.bincount(placement, [stage_costs[index] for index in own])
+    costs = np.bincount(placement, stage_costs[own])
     return float(costs.max()), float((costs**2).sum())
 
 

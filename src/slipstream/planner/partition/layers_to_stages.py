@@ -102,25 +102,19 @@ def _memory(
     return _stage_costs(np.broadcast_to(rows, (num_stages, num_layers))), np.broadcast_to(limits, (num_ranks,))
 
 
-def _slowest(stage_costs: Floats) -> Floats:
-    """The least possible largest cost of a stage for layers from a on stages from g, (num_stages, L+1)."""
-    slowest = stage_costs[:, :, -1].copy()  # all remaining layers on one stage: final for the last one
-    for stage in range(len(stage_costs) - 2, -1, -1):
-        slowest[stage] = np.maximum(stage_costs[stage], slowest[stage + 1]).min(axis=1)
-    return slowest
-
-
 def _evenest_stages(stage_costs: Floats) -> list[int] | None:
     """The partition of least sum of squares, hence variance, among those with the least largest stage."""
-    limit = _slowest(stage_costs)[0, 0]
+    slowest = stage_costs[-1, :, -1]  # the least possible largest cost of a stage for the layers from a on
+    for costs in stage_costs[-2::-1]:
+        slowest = np.maximum(costs, slowest).min(axis=1)
+    limit = slowest[0] * (1 + 1e-12)  # sums in another order may round differently
     if limit == inf:
         return None
-    limit *= 1 + 1e-12  # sums in another order may round differently
     squares = np.where(stage_costs <= limit, stage_costs, inf) ** 2
     rest = squares[-1, :, -1]
     cuts: list[Ints] = []
-    for stage in range(len(stage_costs) - 2, -1, -1):
-        sums = squares[stage] + rest
+    for own in squares[-2::-1]:
+        sums = own + rest
         cuts.append(sums.argmin(axis=1))
         rest = sums.min(axis=1)
     bounds = [0]
@@ -144,13 +138,12 @@ def _explain_memory(stage_bytes: Floats, limits: Floats, placement: tuple[int, .
             "or offload more."
         )
     if len(limits) == num_stages:
-        counts = _least_lack(lack)
+        counts = _evenest_stages(np.maximum(lack, 0)) or []
     else:
         free, nothing = np.full_like(limits, inf), np.zeros_like(stage_bytes)
         counts = evenest_ranks(stage_bytes, nothing, free, placement, None, offsets=-limits) or []
     bounds = np.cumsum([0, *counts])
-    held = np.array([stage_bytes[g, bounds[g], bounds[g + 1]] for g in range(num_stages)])
-    totals = np.bincount(placement, held)
+    totals = np.bincount(placement, stage_bytes[np.arange(num_stages), bounds[:-1], bounds[1:]])
     rank = int((totals - limits).argmax())
     stages = [g for g in range(num_stages) if placement[g] == rank]
     layers = " and ".join(f"layers {bounds[g]} to {bounds[g + 1] - 1}" for g in stages)
@@ -160,14 +153,3 @@ def _explain_memory(stage_bytes: Floats, limits: Floats, placement: tuple[int, .
         f"{names}: {layers}) needs {totals[rank]:.6g} bytes and has {limits[rank]:.6g}: "
         f"{totals[rank] - limits[rank]:.6g} too few. Use more ranks, or recompute or offload more."
     )
-
-
-def _least_lack(lack: Floats) -> list[int]:
-    """The partition whose worst lack is smallest."""
-    least = _slowest(lack)
-    first, counts = 0, []
-    for stage in range(len(lack) - 1):
-        cut = int(np.maximum(lack[stage, first], least[stage + 1]).argmin())
-        counts.append(cut - first)
-        first = cut
-    return [*counts, lack.shape[1] - 1 - first]

@@ -94,7 +94,7 @@ def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_sl
 
 def _evaluate(time: SliceTime, bounds: Ints, granularity: int) -> Floats:
     if not callable(time):
-        return _from_array(time, bounds, granularity)
+        time = _lookup(time, bounds, granularity)
     n = len(bounds) - 1
     table = np.full((n + 1, n + 1), np.inf)
     for first in range(0, n, _BLOCK):
@@ -120,7 +120,7 @@ def _seconds(time: Callable[[Any, Any], Any], lengths: Ints, contexts: Ints) -> 
     return np.asarray(seconds, float)
 
 
-def _from_array(values: ArrayLike, bounds: Ints, granularity: int) -> Floats:
+def _lookup(values: ArrayLike, bounds: Ints, granularity: int) -> Callable[[Any, Any], Any]:
     array = np.asarray(values, float)
     n = len(bounds) - 1
     if array.ndim != 2 or min(array.shape) < n or len(array) < n + 1 or bounds[-1] != n * granularity:
@@ -129,5 +129,4 @@ def _from_array(values: ArrayLike, bounds: Ints, granularity: int) -> Floats:
             f"({n + 1}, {n}) or more, entry [i, j] for i·{granularity} tokens after j·{granularity}, and a length "
             f"that is a multiple of {granularity}."
         )
-    end, start = np.indices((n + 1, n + 1))
-    return np.where(start < end, array[np.maximum(end - start, 0), np.minimum(start, n - 1)], np.inf)
+    return lambda tokens, context: array[tokens // granularity, context // granularity]
