@@ -75,7 +75,7 @@ class OrderSearch:
         self.size = 3 * problem.num_units
         self.bound = makespan_bound(problem)
         self.random = np.random.default_rng(0)
-        self.splittings = _splittings(problem)
+        self.splittings = splittings(problem)
         self.graphs = {name: problem.graph(split) for name, split in self.splittings.items()}
         self.best = MeasuredOrder(np.inf, *problem.order(problem.whole))
         self.rules: dict[_PriorityRule, float] = {}
@@ -199,7 +199,7 @@ class OrderSearch:
         return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
 
 
-def _splittings(problem: OrderingProblem) -> dict[str, Flags]:
+def splittings(problem: OrderingProblem) -> dict[str, Flags]:
     """The choices of which backwards list scheduling splits."""
     none = np.zeros(problem.num_units, np.bool_)
     if not problem.split:

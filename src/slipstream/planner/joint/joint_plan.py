@@ -1,0 +1,66 @@
+"""What the joint search chose, against what, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """A cut, a placement, slices and an order that were found together.
+
+    Args:
+        schedule: the compute actions of a step, on its placement.
+        partition: layers of each stage, in halves where layers can be cut; 0 for an end of the model alone.
+        slices: tokens of each slice.
+        seconds: the simulated step.
+        bound: the least that a step can take with this cut, placement and slices, in any order.
+        ideal: all work divided by the ranks: what no cut, slices or order can beat.
+        recompute: whether forwards run again before their backwards, because the memory limit asks for it.
+        exact_slices: the slices that are best for equal stages (`slipstream.slice_tokens`), with the same placement.
+        exact_seconds: the simulated step with them and the best cut for them.
+        rejected: the best that was found with each other placement, best first.
+    """
+
+    schedule: Schedule
+    partition: tuple[float, ...]
+    slices: tuple[int, ...]
+    seconds: float
+    bound: float
+    ideal: float
+    recompute: bool = False
+    exact_slices: tuple[int, ...] = ()
+    exact_seconds: float = 0.0
+    rejected: tuple[JointPlan, ...] = ()
+
+    def table(self) -> str:
+        """Returns one line per placement that was searched to the end, the chosen one first, and what was compared."""
+        rows = [("stages on ranks", "layers", "slices", "step", "over ideal")]
+        rows += [plan._row() for plan in (self, *self.rejected)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        if self.exact_slices and self.exact_slices != self.slices:
+            lines.append(
+                f"The slices of the dynamic program, {_short(self.exact_slices)}, take {self.exact_seconds:.4g} s: "
+                f"{self.exact_seconds / self.seconds - 1:.1%} longer."
+            )
+        if self.recompute:
+            lines.append("Activations are computed again in the backward, as the memory limit asks for it.")
+        return "\n".join(lines)
+
+    def _row(self) -> tuple[str, str, str, str, str]:
+        return (
+            _short(self.schedule.placement),
+            _short(self.partition),
+            _short(self.slices),
+            f"{self.seconds:.4g} s",
+            f"{self.seconds / self.ideal:.3f}",
+        )
+
+
+def _short(numbers: Sequence[float]) -> str:
+    words = [f"{number:g}" for number in numbers]
+    return " ".join(words if len(words) <= 8 else [*words[:4], "...", *words[-3:]])

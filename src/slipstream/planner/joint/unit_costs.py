@@ -1,0 +1,136 @@
+"""The costs of the units between which a model can be cut, and the times of stages that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from slipstream.array_types import Floats, Ints
+from slipstream.schedule import Op
+from slipstream.simulator import TableCost
+
+OPS = (Op.F, Op.B, Op.I, Op.W)
+
+
+class UnitCosts(Protocol):
+    """What each unit of a model costs, for microbatches of one size.
+
+    The units are the embedding, the layers or, where they can be cut, the attention and feed-forward half of each, and
+    the head with the loss. A stage is a run of units; `of a stage` below is what each stage costs besides its units.
+    """
+
+    num_layers: int
+    units_per_layer: int  # 2 where layers can be cut in half, else 1
+    latency: float  # seconds of a message, however short
+    bandwidth: float | None  # bytes per second; None: messages take only their latency
+
+    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
+        """Returns the seconds of F, B, I or W of each unit, (units, slices), and of a stage besides, (slices,)."""
+        ...
+
+    def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
+        """Returns the bytes that F of each unit keeps for its backward, (units, slices), and of a stage, (slices,)."""
+        ...
+
+    def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
+        """Returns the part of them that is kept where forwards are computed again before their backwards."""
+        ...
+
+    def state_bytes(self) -> Floats:
+        """Returns the bytes of each unit's weights, gradients and optimizer state, (units,)."""
+        ...
+
+    def message_bytes(self, lengths: Ints) -> Floats:
+        """Returns the bytes of each slice's message between stages, (slices,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class SlicedUnits:
+    """The times of all units on the slices of a sequence, from which those of any stage follow by two subtractions.
+
+    With `recompute`, a forward keeps its stage's input alone and runs again before its backward, which counts as longer
+    by as much.
+    """
+
+    costs: UnitCosts
+    slices: tuple[int, ...]
+    recompute: bool = False
+
+    @cached_property
+    def _lengths(self) -> Ints:
+        return np.array(self.slices, np.int64)
+
+    @cached_property
+    def message_seconds(self) -> Floats:
+        """The seconds of each slice's message."""
+        costs = self.costs
+        sent = 0.0 if costs.bandwidth is None else costs.message_bytes(self._lengths) / costs.bandwidth
+        return np.full(len(self.slices), costs.latency) + sent
+
+    @cached_property
+    def _prefixes(self) -> Mapping[Op, tuple[Floats, Floats]]:
+        contexts = np.array([0, *accumulate(self.slices)][:-1], np.int64)
+        times = {op: self.costs.seconds(op, self._lengths, contexts) for op in OPS}
+        if self.recompute:
+            units, fixed = times[Op.F]
+            times |= {op: (times[op][0] + units, times[op][1] + fixed) for op in (Op.B, Op.I)}
+        return {op: _prefix(*each) for op, each in times.items()}
+
+    def stage_seconds(self, op: Op, bounds: Sequence[int]) -> Floats:
+        """Returns the seconds of an op, (stages, slices); stage g has the units bounds[g] to bounds[g+1] - 1."""
+        return _of_stages(self._prefixes[op], bounds)
+
+    def stage_activations(self, bounds: Sequence[int]) -> Floats:
+        """Returns the bytes that a forward keeps, (stages, slices)."""
+        return _of_stages(self._held, bounds)
+
+    def computed_again(self, bounds: Sequence[int]) -> Floats:
+        """Returns the most bytes that a stage holds of the slice that it computes again, (stages,)."""
+        if not self.recompute:
+            return np.zeros(len(bounds) - 1)
+        whole = _prefix(*self.costs.activation_bytes(self._lengths))
+        largest: Floats = _of_stages(whole, bounds).max(axis=1)
+        return largest
+
+    @cached_property
+    def _held(self) -> tuple[Floats, Floats]:
+        return _prefix(*(self.costs.kept_bytes if self.recompute else self.costs.activation_bytes)(self._lengths))
+
+    def unit_work(self) -> Floats:
+        """Returns the seconds of a microbatch's forwards and backwards of each unit, (units,)."""
+        sums = self._prefixes[Op.F][0] + self._prefixes[Op.B][0]
+        work: Floats = np.diff(sums.sum(axis=1))
+        return work
+
+    def table(self, bounds: Sequence[int]) -> TableCost:
+        """Returns the simulator's costs of the stages with these bounds."""
+        times: dict[tuple[int, int, Op], float] = {}
+        for op in OPS:
+            for (stage, index), seconds in np.ndenumerate(self.stage_seconds(op, bounds)):
+                times[stage, index, op] = max(float(seconds), 1e-9)
+        return TableCost(
+            times=times,
+            message_bytes=[float(each) for each in self.costs.message_bytes(self._lengths)],
+            latency=self.costs.latency,
+            bandwidth=self.costs.bandwidth,
+            activations={key: float(size) for key, size in np.ndenumerate(self.stage_activations(bounds))},
+        )
+
+
+def _prefix(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:
+    """Returns the sums of the first 0, 1, ... units, (units + 1, slices), and the part of every stage."""
+    return np.concatenate([np.zeros((1, units.shape[1])), np.cumsum(units, axis=0)]), fixed
+
+
+def _of_stages(prefix: tuple[Floats, Floats], bounds: Sequence[int]) -> Floats:
+    """Returns the sums over the units of each stage, (stages, slices)."""
+    sums, fixed = prefix
+    rows = sums[np.array(bounds, np.int64)]
+    total: Floats = rows[1:] - rows[:-1] + fixed
+    return total

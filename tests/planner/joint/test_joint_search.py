@@ -1,0 +1,166 @@
+"""The joint search finds plans that run, that keep to memory limits, and that beat what it chooses from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.array_types import Floats, Ints
+from slipstream.errors import SlipstreamError
+from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
+from slipstream.planner.joint.placements import placements
+from slipstream.planner.joint.quick_order import QuickOrder
+from slipstream.planner.joint.step_estimate import rank_bounds
+from slipstream.planner.joint.unit_costs import SlicedUnits
+from slipstream.planner.order.best_order import find_order
+from slipstream.schedule import Op, validate
+from slipstream.simulator import simulate
+
+SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.8}
+
+
+@dataclass(frozen=True)
+class ToyCosts:
+    """Layers of an attention half, quadratic in the tokens, and a feed-forward half; and a head."""
+
+    num_layers: int = 4
+    head: float = 0.75
+    attention: float = 0.3
+    overhead: float = 2.0
+    units_per_layer: int = 2
+    latency: float = 0.5
+    bandwidth: float | None = None
+
+    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
+        tokens = lengths.astype(float)
+        scores = (tokens * contexts + tokens**2 / 2) / 256
+        halves = [tokens * 0.3 + self.attention * scores, tokens * 0.6] * self.num_layers
+        rows = np.array([tokens * 0.01, *halves, tokens * self.head])
+        return rows * SHARES[op], np.full(len(lengths), self.overhead)
+
+    def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
+        return np.outer(np.full(2 * self.num_layers + 2, 10.0), lengths), lengths * 1.0
+
+    def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
+        return np.outer(np.full(2 * self.num_layers + 2, 1.0), lengths), lengths * 1.0
+
+    def state_bytes(self) -> Floats:
+        return np.full(2 * self.num_layers + 2, 1000.0)
+
+    def message_bytes(self, lengths: Ints) -> Floats:
+        return lengths * 4.0
+
+
+def problem(num_ranks: int = 2, seq_len: int = 512, **settings: object) -> JointProblem:
+    effort = settings.pop("effort", 3e6)
+    costs = settings.pop("costs", ToyCosts())
+    return JointProblem(costs, seq_len, num_ranks, effort=effort, **settings)  # type: ignore[arg-type]
+
+
+def test_the_plan_is_a_valid_schedule_of_the_whole_model_and_sequence() -> None:
+    plan = find_joint_plan(problem())
+    validate(plan.schedule)
+    assert sum(plan.partition) == 4
+    assert sum(plan.slices) == 512
+    assert len(plan.partition) == plan.schedule.num_stages
+    assert plan.schedule.num_slices == len(plan.slices)
+    assert plan.ideal <= plan.bound <= plan.seconds
+
+
+def test_a_heavy_head_gets_fewer_layers_beside_it_than_equal_layers_would() -> None:
+    light, heavy = (find_joint_plan(problem(costs=ToyCosts(head=head))) for head in (0.1, 3.0))
+    assert light.seconds / light.ideal < 1.1
+    by_rank = [0.0, 0.0]
+    for rank, layers in zip(heavy.schedule.placement, heavy.partition, strict=True):
+        by_rank[rank] += layers
+    assert by_rank[heavy.schedule.placement[-1]] < by_rank[heavy.schedule.placement[0]]
+
+
+def test_it_beats_equal_stages_and_slices_in_their_best_order() -> None:
+    task = problem()
+    plan = find_joint_plan(task)
+    equal = SlicedUnits(task.costs, (64,) * 8).table((0, 5, 10))
+    assert plan.seconds < simulate(find_order([0, 1], 1, 8, equal), equal).makespan
+
+
+def test_the_same_problem_gives_the_same_plan() -> None:
+    assert find_joint_plan(problem()) == find_joint_plan(problem())
+
+
+def test_more_ranks_and_microbatches() -> None:
+    plan = find_joint_plan(problem(num_ranks=3, num_microbatches=3))
+    validate(plan.schedule)
+    assert plan.schedule.num_microbatches == 3
+    assert set(plan.schedule.placement) == {0, 1, 2}
+
+
+def test_a_memory_limit_is_kept() -> None:
+    task = problem(num_microbatches=4)
+    free = find_joint_plan(task)
+    peak = max(_peaks(task, free))
+    limited = find_joint_plan(problem(num_microbatches=4, memory_limit=0.6 * peak))
+    assert max(_peaks(task, limited)) <= 0.6 * peak
+    assert limited.seconds >= free.bound
+
+
+def test_forwards_run_again_where_nothing_else_fits() -> None:
+    plan = find_joint_plan(problem(memory_limit=25_000))
+    assert plan.recompute
+    assert "computed again" in plan.table()
+    with pytest.raises(SlipstreamError, match=r"memory.limit=3000 bytes.*more ranks"):
+        find_joint_plan(problem(memory_limit=3000))
+
+
+def _peaks(task: JointProblem, plan: JointPlan) -> list[float]:
+    """The bytes of weights and of activations that each rank holds at most."""
+    stages = len(plan.partition)
+    ends = np.cumsum([2 * count for count in plan.partition]).astype(int) + 1
+    bounds = (0, *ends[: stages - 1].tolist(), task.num_units)
+    timeline = simulate(plan.schedule, SlicedUnits(task.costs, plan.slices).table(bounds))
+    state = np.bincount(plan.schedule.placement, np.diff(bounds) * 1000.0)
+    return [float(a + b) for a, b in zip(timeline.peak_memory, state, strict=True)]
+
+
+def test_the_table_says_what_was_compared() -> None:
+    plan = find_joint_plan(problem())
+    lines = plan.table().splitlines()
+    assert lines[0].split() == ["stages", "on", "ranks", "layers", "slices", "step", "over", "ideal"]
+    assert len(lines) >= 1 + 1 + len(plan.rejected)
+    assert plan.exact_seconds >= plan.seconds
+    assert "dynamic program" in lines[-1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_every_rank_has_a_stage_in_every_placement(num_ranks: int) -> None:
+    for placement in placements(num_ranks, 10):
+        assert set(placement) == set(range(num_ranks))
+        assert len(placement) <= 10
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([(0, 1), (0, 1, 0), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2)]),
+    st.lists(st.sampled_from([64, 128, 192]), min_size=1, max_size=4),
+    st.integers(1, 2),
+    st.data(),
+)
+def test_bounds_and_quick_orders_enclose_the_best_order(
+    placement: tuple[int, ...], slices: list[int], microbatches: int, data: st.DataObject
+) -> None:
+    costs = ToyCosts()
+    inner = data.draw(
+        st.lists(st.integers(1, 9), min_size=len(placement) - 1, max_size=len(placement) - 1, unique=True)
+    )
+    bounds = (0, *sorted(inner), 10)
+    units = SlicedUnits(costs, tuple(slices))
+    table = units.table(bounds)
+    found = find_order(placement, microbatches, len(slices), table, effort=2e5)
+    least = rank_bounds(units, bounds, np.array(placement), microbatches).max()
+    quick = min(QuickOrder(placement, microbatches, len(slices), True).seconds(units, bounds).values())
+    best = simulate(found, table).makespan
+    assert least <= best * (1 + 1e-9)
+    assert least <= quick <= 1.3 * best
