@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -10,10 +9,9 @@ import numpy as np
 
 from slipstream.array_types import Flags, Floats
 from slipstream.planner.joint.unit_costs import SlicedUnits
-from slipstream.planner.order.best_order import ordering_problem
 from slipstream.planner.order.list_scheduling import place
 from slipstream.planner.order.order_search import splittings
-from slipstream.planner.order.ordering_problem import ActionGraph
+from slipstream.planner.order.ordering_problem import ActionGraph, OrderingProblem
 from slipstream.schedule import Op
 from slipstream.simulator import UnitCost
 
@@ -31,12 +29,12 @@ class QuickOrder:
     """The orders of one placement with one number of microbatches and slices, whatever the actions cost."""
 
     def __init__(self, placement: tuple[int, ...], num_microbatches: int, num_slices: int, split: bool) -> None:
-        problem = ordering_problem(placement, num_microbatches, num_slices, UnitCost(), None, None, split)
+        problem = OrderingProblem(placement, num_microbatches, num_slices, UnitCost(), split=split)
         self._ranks = np.array(placement)
         self._shape = (len(placement), num_microbatches, num_slices)
         self._split = splittings(problem)
         self._graphs = {name: problem.graph(flags) for name, flags in self._split.items()}
-        one = replace(problem, num_microbatches=1)
+        one = OrderingProblem(placement, 1, num_slices, UnitCost(), split=split)
         self._one = one.graph(np.full(one.num_units, split))
         lags = (0.0, 0.5, 1.0, 2.0) if num_microbatches > 1 else (0.0,)
         grid = product(self._graphs, lags, (-1.0, 0.0, 0.25, 0.5, 1.0, 2.0), (0.0, 0.5, 1.0))
