@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import RESULTS, destination, restart_in_environment, setting, write
 from benchmarks.peers import NUM_LAYERS, model_config
+from slipstream.model import LayerRange, find_anatomy
 from slipstream.planner.costs import OPS, Profile
 from slipstream.profiler import FIT_TOLERANCE, ProfileSettings, profile_model
 from slipstream.profiler.link_measurement import measure_link
@@ -35,7 +36,7 @@ def held_out(profile: Profile) -> list[dict[str, object]]:
             worst = max(errors, key=errors.__getitem__)
             rows.append(
                 {
-                    "layers": [*stage.layers],
+                    "parts": [*stage.parts],
                     "op": str(op),
                     "mean": statistics.mean(errors.values()),
                     "worst": errors[worst],
@@ -48,7 +49,9 @@ def held_out(profile: Profile) -> list[dict[str, object]]:
 
 def composed(profile: Profile, settings: ProfileSettings, repeats: int) -> list[dict[str, object]]:
     """Compares measured stages of four layers with what the profile composes from fewer layers."""
-    benches = make_benches(model_config(settings.seq_len), settings, CPU, STAGES)
+    config = model_config(settings.seq_len)
+    cuts = [(LayerRange(layers.start, layers.stop), find_anatomy(config)) for layers in STAGES]
+    benches = make_benches(config, settings, CPU, cuts)
     share = settings.seq_len / sum(SLICES)
     lengths = [int(length * share) for length in SLICES]
     points = [(length, sum(lengths[:number])) for number, length in enumerate(lengths)]

@@ -81,7 +81,7 @@ def _table(profile: Profile) -> Table:
     for name in profile.part_names:
         for op in OPS:
             time = profile.part_time(name, op)
-            cells = ["in another part"] if time is None else [f"{time(*point) * 1e3:.3f}" for point in points]
+            cells = [f"{time(*point) * 1e3:.3f}" for point in points]
             table.add_row(name if op is OPS[0] else "", op, *cells)
     return table
 

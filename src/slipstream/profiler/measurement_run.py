@@ -44,7 +44,7 @@ class MeasurementRun:
     """Collects seconds for every stage, point and op until the fits are good or the time is over."""
 
     benches: list[StageBench]
-    layers: Sequence[range]  # of every bench
+    parts: Sequence[range]  # of every bench
     grid: MeasurementGrid
     budget: TimeBudget
     repeats: int
@@ -66,12 +66,12 @@ class MeasurementRun:
         return tuple(self._stage(index) for index in range(len(self.benches)))
 
     def _stage(self, index: int) -> MeasuredStage:
-        bench, layers = self.benches[index], self.layers[index]
+        bench, parts = self.benches[index], self.parts[index]
         lengths = sorted({length for length, _ in self.grid.fitted})
         context_bytes, gradient_bytes = bench.context_bytes()
         return MeasuredStage(
-            first=layers.start,
-            last=layers.stop - 1,
+            first=parts.start,
+            last=parts.stop - 1,
             fits={op: self._fit(index, op) for op in OPS},
             points={op: tuple(self._measurements(index, op)) for op in OPS},
             activation_bytes=tuple((length, bench.activation_bytes(length)) for length in lengths),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -13,13 +13,16 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import (
     CausalLMStage,
     LayerRange,
+    ModelAnatomy,
+    ModelEnd,
     check_length,
     copy_with_shared_weights,
     find_anatomy,
+    find_halves,
     model_for_timing,
 )
 from slipstream.pipeline import Ranks
-from slipstream.planner.costs import MeasuredLink, Profile, choose_stages
+from slipstream.planner.costs import MeasuredLink, Profile, choose_stages, part_kinds
 from slipstream.profiler.layer_kinds import find_layer_kinds
 from slipstream.profiler.measurement_grid import make_grid
 from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
@@ -90,13 +93,16 @@ def profile_model(
     settings.check()
     check_length(config, settings.seq_len)
     ranks = Ranks.of()
-    kinds, names = find_layer_kinds(config, find_anatomy(config))
-    layers = choose_stages(kinds)
+    anatomy = _with_halves(config)
+    kinds, names = find_layer_kinds(config, anatomy)
+    units_per_layer = 2 if anatomy.halves else 1
+    parts = choose_stages(part_kinds(kinds, units_per_layer))
     with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bf16"):
-        benches = make_benches(config, settings, device, layers)
+        cuts = [_cut(anatomy, stage, len(kinds)) for stage in parts]
+        benches = make_benches(config, settings, device, cuts)
         grid = make_grid(settings.seq_len, settings.longest, settings.step)
         budget = TimeBudget(settings.budget, ranks, on_progress)
-        stages = MeasurementRun(benches, layers, grid, budget, settings.repeats).run()
+        stages = MeasurementRun(benches, parts, grid, budget, settings.repeats).run()
     return Profile(
         hardware=identify_hardware(device, ranks.pipeline.size),
         model=identify_model(config),
@@ -107,25 +113,53 @@ def profile_model(
         seq_len=settings.seq_len,
         kinds=kinds,
         kind_names=names,
+        units_per_layer=units_per_layer,
         stages=stages,
         optimizer_seconds=_optimizer_seconds(benches[0].stage, device),
         link=link,
     )
 
 
-def make_benches(
-    config: PretrainedConfig, settings: ProfileSettings, device: torch.device, layers: Sequence[range]
-) -> list[StageBench]:
-    """Returns a bench for every stage, over shared weights where stages have layers in common."""
+def _with_halves(config: PretrainedConfig) -> ModelAnatomy:
+    """Returns the model's anatomy, with the halves of its layers where they can be cut."""
     anatomy = find_anatomy(config)
-    owned = {layer for stage in layers for layer in stage}
-    model = model_for_timing(config, anatomy, owned, device, _DTYPES[settings.dtype]).train()
+    try:
+        return replace(anatomy, halves=find_halves(config, anatomy))
+    except SlipstreamError:
+        return anatomy
+
+
+def make_benches(
+    config: PretrainedConfig,
+    settings: ProfileSettings,
+    device: torch.device,
+    cuts: Sequence[tuple[LayerRange, ModelAnatomy]],
+) -> list[StageBench]:
+    """Returns a bench for every stage, over shared weights where stages have layers in common.
+
+    A stage's anatomy says whether it has the ends of the model (`separate_ends`).
+    """
+    owned = {layer for cut, _ in cuts for layer in cut.layers} | {*ModelEnd}
+    ends = replace(cuts[0][1], separate_ends=frozenset(ModelEnd))
+    model = model_for_timing(config, ends, owned, device, _DTYPES[settings.dtype]).train()
     others = None
     if device.type == "cpu":  # as large as the weights and gradients
         others = torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)
-    cuts = [LayerRange(own.start, own.stop) for own in layers]
-    stages = [CausalLMStage(copy_with_shared_weights(model), anatomy, cut, device) for cut in cuts]
-    return [StageBench(stage, settings.microbatch_size, settings.seq_len, others) for stage in stages]
+    made = [CausalLMStage(copy_with_shared_weights(model), own, cut, device) for cut, own in cuts]
+    return [StageBench(stage, settings.microbatch_size, settings.seq_len, others) for stage in made]
+
+
+def _cut(anatomy: ModelAnatomy, parts: range, num_layers: int) -> tuple[LayerRange, ModelAnatomy]:
+    """Returns the layers of a stage, and the anatomy that says whether it has the model's ends."""
+    units = 2 if anatomy.halves else 1
+    last = num_layers * units + 1  # the number of the head
+    start, stop = ((min(max(part, 1), last) - 1) / units for part in (parts.start, parts.stop))
+    separate = set()
+    if parts.start > 0 or parts.stop == 1:
+        separate.add(ModelEnd.EMBEDDING)
+    if parts.stop <= last or parts.start == last:
+        separate.add(ModelEnd.HEAD)
+    return LayerRange(start, stop), replace(anatomy, separate_ends=frozenset(separate))
 
 
 def _optimizer_seconds(stage: CausalLMStage, device: torch.device) -> float:

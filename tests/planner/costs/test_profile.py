@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slipstream.errors import SlipstreamError
@@ -21,7 +22,7 @@ from slipstream.planner.costs import (
     fit_times,
     load_profile,
 )
-from slipstream.planner.costs.stage_basis import choose_stages, combine, stage_row
+from slipstream.planner.costs.stage_basis import choose_stages, combine, part_kinds, parts_of, stage_row
 from slipstream.schedule import Op, gpipe
 from slipstream.simulator import simulate
 from support.hand_made_plan import stages_of
@@ -41,26 +42,30 @@ FACTORS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.25, Op.W: 0.75}
 BYTES = {"stage": 10, "a": 100, "b": 150, "embedding": 30, "head": 1000}
 
 
-def parts(layers: range, kinds: tuple[int, ...] = KINDS) -> list[str]:
-    """Of which a stage consists."""
-    ends = ["embedding"] * (layers.start == 0) + ["head"] * (layers.stop == len(kinds))
-    return ["stage", *("ab"[kinds[layer]] for layer in layers), *ends]
+PARTS = ("embedding", *("ab"[kind] for kind in KINDS), "head")
 
 
-def seconds(layers: range, op: Op, length: int, context: int) -> float:
+def parts(layers: range) -> list[str]:
+    """The parts of a stage with these layers."""
+    return ["stage", *(PARTS[part] for part in parts_of(layers, len(KINDS), 1))]
+
+
+def seconds(own: list[str], op: Op, length: int, context: int) -> float:
     """By hand: every part's time per token, layers' growing with the context."""
     factor = FACTORS[op]
     grown = 1 + context / 100
-    return sum(factor * SECONDS[part] * length * (grown if part in "ab" else 1) for part in parts(layers))
+    return sum(factor * SECONDS[part] * length * (grown if part in "ab" else 1) for part in own)
 
 
-def measured(layers: range) -> MeasuredStage:
+def measured(stage: range) -> MeasuredStage:
+    own = ["stage", *(PARTS[part] for part in stage)]
+    num_layers = sum(part in "ab" for part in own)
     points = [(i, j) for i in LENGTHS for j in (0, 16, 48) if i + j <= 64]
-    values = {op: {(i, j): seconds(layers, op, i, j) for i, j in points} for op in OPS}
-    size = sum(BYTES[part] for part in parts(layers))
+    values = {op: {(i, j): seconds(own, op, i, j) for i, j in points} for op in OPS}
+    size = sum(BYTES[part] for part in own)
     return MeasuredStage(
-        first=layers.start,
-        last=layers.stop - 1,
+        first=stage.start,
+        last=stage.stop - 1,
         fits={op: fit_times(values[op]) for op in OPS},
         points={
             op: tuple(
@@ -69,9 +74,9 @@ def measured(layers: range) -> MeasuredStage:
             for op in OPS
         },
         activation_bytes=tuple((length, size * length) for length in LENGTHS),
-        context_bytes=8 * len(layers),
-        context_gradient_bytes=16 * len(layers),
-        num_parameters=sum(BYTES[part] for part in parts(layers) if part != "stage"),
+        context_bytes=8 * num_layers,
+        context_gradient_bytes=16 * num_layers,
+        num_parameters=sum(BYTES[part] for part in own if part != "stage"),
     )
 
 
@@ -87,7 +92,8 @@ def profile() -> Profile:
         seq_len=64,
         kinds=KINDS,
         kind_names=("a", "b"),
-        stages=tuple(map(measured, choose_stages(KINDS))),
+        units_per_layer=1,
+        stages=tuple(map(measured, choose_stages(part_kinds(KINDS, 1)))),
         optimizer_seconds=1e-9,
         link=MeasuredLink(1e-4, 1e9, "gloo", ((1024, 1e-4),)),
     )
@@ -103,16 +109,27 @@ def profile() -> Profile:
     ],
     ids=str,
 )
-def test_the_chosen_stages_make_up_every_stage(kinds: tuple[int, ...]) -> None:
-    """However the kinds alternate and however few layers there are."""
-    chosen = choose_stages(kinds)
+@pytest.mark.parametrize("units_per_layer", [1, 2])
+def test_the_chosen_stages_make_up_every_stage(kinds: tuple[int, ...], units_per_layer: int) -> None:
+    """However the kinds alternate, however few layers there are, and wherever a stage begins and ends."""
+    own = part_kinds(kinds, units_per_layer)
+    chosen = choose_stages(own)
     assert max(map(len, chosen)) <= 2
-    for start, stop in itertools.combinations(range(len(kinds) + 1), 2):
-        assert combine(kinds, chosen, stage_row(kinds, range(start, stop))) is not None
+    for start, stop in itertools.combinations(range(len(own) + 1), 2):
+        assert np.isfinite(combine(own, chosen, stage_row(own, range(start, stop)))).all()
 
 
-def test_one_kind_needs_four_stages() -> None:
-    assert choose_stages((0,) * 8) == (range(1, 2), range(1, 3), range(0, 1), range(7, 8))
+def test_one_kind_is_measured_in_four_stages_or_with_halves_in_five() -> None:
+    """A unit of each kind, the ends, and two units together, which have the fixed part once."""
+    assert choose_stages(part_kinds((0,) * 8, 1)) == (range(1, 2), range(0, 1), range(9, 10), range(1, 3))
+    halves = choose_stages(part_kinds((0,) * 8, 2))
+    assert halves == (range(1, 2), range(2, 3), range(0, 1), range(17, 18), range(1, 3))
+
+
+def test_a_row_that_is_not_spanned_is_an_error() -> None:
+    own = part_kinds((0,), 1)
+    with pytest.raises(ValueError, match="don't span"):
+        combine(own, [range(1, 2)], stage_row(own, range(2)))
 
 
 @pytest.mark.parametrize("partition", [[6], [3, 3], [1, 4, 1], [1, 1, 1, 1, 1, 1]], ids=str)
@@ -122,7 +139,7 @@ def test_costs_are_sums_of_parts(profile: Profile, partition: list[int]) -> None
     for index, layers in enumerate(stages_of(partition)):
         for number, (length, context) in enumerate(zip(slices, (0, 32, 48, 56), strict=True)):
             for op in OPS:
-                by_hand = seconds(layers, op, length, context)
+                by_hand = seconds(parts(layers), op, length, context)
                 assert cost.times[index, number, op] == pytest.approx(by_hand, rel=1e-9)
             assert cost.times[index, number, Op.R] == cost.times[index, number, Op.F]
             by_hand = length * sum(BYTES[part] for part in parts(layers))
@@ -135,14 +152,13 @@ def test_costs_are_sums_of_parts(profile: Profile, partition: list[int]) -> None
 def test_the_simulator_takes_them(profile: Profile) -> None:
     timeline = simulate(gpipe(1, 1, 2), profile.cost([6], [32, 32]))
     both = (Op.F, Op.B)
-    expected = sum(seconds(range(6), op, 32, context) for op in both for context in (0, 32))
+    expected = sum(seconds(parts(range(6)), op, 32, context) for op in both for context in (0, 32))
     assert timeline.makespan == pytest.approx(expected)
 
 
 def test_parts_are_told_apart(profile: Profile) -> None:
     for name in ("stage", "a", "b", "embedding", "head"):
         time = profile.part_time(name, Op.B)
-        assert time is not None
         assert time(16, 0) == pytest.approx(2 * SECONDS[name] * 16)
     with pytest.raises(SlipstreamError, match="did you mean 'head'"):
         profile.part_time("heads", Op.F)
@@ -153,14 +169,6 @@ def test_memory_of_a_stage(profile: Profile) -> None:
     assert profile.context_gradient_bytes(range(1, 5), 10) == pytest.approx(16 * 4 * 10)
     assert profile.num_parameters(range(3, 6)) == 150 + 100 + 150 + 1000
     assert profile.optimizer_step_seconds(range(3, 6)) == pytest.approx(1.4e-6)
-
-
-def test_a_small_model_has_parts_that_cannot_be_told_apart(profile: Profile) -> None:
-    """The only layer comes with both ends, always; its stage is known all the same."""
-    alone = replace(profile, kinds=(0,), kind_names=("a",), stages=(measured(range(6)),))
-    alone = replace(alone, stages=(replace(alone.stages[0], first=0, last=0),))
-    assert alone.part_time("head", Op.F) is None
-    assert alone.time(range(1), Op.F)(16, 0) == pytest.approx(seconds(range(6), Op.F, 16, 0))
 
 
 def test_a_file_comes_back_equal(profile: Profile, tmp_path: Path) -> None:
@@ -178,8 +186,8 @@ def test_a_file_comes_back_equal(profile: Profile, tmp_path: Path) -> None:
     [
         ("nonsense", "isn't a profile"),
         ("[]", "format=None"),
-        ('{"format": 99}', "format=99, this version reads 1"),
-        ('{"format": 1}', "hardware: field required"),
+        ('{"format": 99}', "format=99, this version reads 2"),
+        ('{"format": 2}', "hardware: field required"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -45,10 +46,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class MeasuredStage:
-    """A measured stage of one or two layers: its fits, the points behind them, and its bytes."""
+    """A measured stage of one or two parts of the model: its fits, the points behind them, and its bytes."""
 
-    first: int
-    last: int  # the number of its last layer, which belongs to it
+    first: int  # part: 0 is the embedding
+    last: int  # the number of its last part, which belongs to it
     fits: dict[Op, TimeFit]
     points: dict[Op, tuple[Measurement, ...]]
     activation_bytes: tuple[tuple[int, int], ...]  # (slice length, bytes)
@@ -57,13 +58,13 @@ class MeasuredStage:
     num_parameters: int
 
     @property
-    def layers(self) -> range:
-        """The layers of the stage."""
+    def parts(self) -> range:
+        """The numbers of the stage's parts, as `slipstream.planner.costs.stage_basis` counts them."""
         return range(self.first, self.last + 1)
 
-    def activation_bytes_at(self, length: int) -> float:
+    def activation_bytes_at(self, length: Any) -> Any:
         """Returns what a slice's F keeps for its backward, interpolated linearly between the measured lengths."""
-        return float(np.interp(length, *np.transpose(self.activation_bytes)))
+        return np.interp(length, *np.transpose(self.activation_bytes))
 
     def errors(self, op: Op, held_out: bool) -> dict[SlicePoint, float]:
         """Returns the fit's relative error at the points held out, or at those it was fitted to."""

@@ -14,12 +14,13 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, ModelIdentity
-from slipstream.planner.costs.stage_basis import combine, stage_row
+from slipstream.planner.costs.stage_basis import combine, part_kinds, parts_of, stage_row
 from slipstream.planner.costs.time_fit import SlicePoint, TimeFit
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
-FORMAT = 1
+FORMAT = 2
+_HALVES = (", attention half", ", feed-forward half")
 OPS = (Op.F, Op.B, Op.I, Op.W)  # the ops that are measured; R takes as long as F
 
 
@@ -41,7 +42,8 @@ class FittedTime:
 class Profile:
     """Measured costs of one model's parts on one kind of hardware, in one dtype, at one microbatch size.
 
-    `kinds[layer]` numbers the kinds of equal layers from 0. Every other stage is a sum of the measured `stages` (see
+    `kinds[layer]` numbers the kinds of equal layers from 0; `units_per_layer` is 2 where their halves were measured,
+    else 1. Every other stage is a sum of the measured `stages` (see
     `slipstream.planner.costs.stage_basis`). It has the methods of AnalyticCosts; times are in seconds, sizes in bytes.
     """
 
@@ -54,6 +56,7 @@ class Profile:
     seq_len: int
     kinds: tuple[int, ...]
     kind_names: tuple[str, ...]
+    units_per_layer: int
     stages: tuple[MeasuredStage, ...]
     optimizer_seconds: float  # of an AdamW step, per parameter
     link: MeasuredLink | None = None  # None where a single process measured
@@ -83,22 +86,38 @@ class Profile:
     def replay_seconds(self, layers: range, recompute: str, length: Any, context: Any) -> Any:
         return self.seconds(layers, Op.R, length, context)
 
-    def part_time(self, name: str, op: Op) -> FittedTime | None:
-        """Returns the time function of one of `part_names`, or None where the measurements can't tell it apart."""
-        if name not in self.part_names:
+    def part_time(self, name: str, op: Op) -> FittedTime:
+        """Returns the time function of one of `part_names`, or of a whole layer of one of `kind_names`.
+
+        Raises:
+            SlipstreamError: where there is no such part.
+        """
+        rows = [
+            row for part, row in zip(self.part_names, self._part_weights, strict=True) if name in (part, _whole(part))
+        ]
+        if not rows:
             hint = did_you_mean(name, self.part_names)
             raise SlipstreamError(f"the profile has no part {name!r}{hint} Its parts are {', '.join(self.part_names)}.")
-        row = [float(name == each) for each in self.part_names]
-        weights = combine(self.kinds, self._measured, row)
-        return None if weights is None else self._sum(weights, op)
+        return self._sum([sum(column) for column in zip(*rows, strict=True)], op)
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of the fixed part of every stage, the kinds of layers, the embedding and the head with the loss."""
-        return ("stage", *self.kind_names, "embedding", "head")
+        """The names of the fixed part of every stage, the kinds of units, the embedding and the head with the loss."""
+        halves = ("",) if self.units_per_layer == 1 else _HALVES
+        return ("stage", *(name + half for name in self.kind_names for half in halves), "embedding", "head")
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The kind of every part of the model: embedding, units of layers, head."""
+        return part_kinds(self.kinds, self.units_per_layer)
+
+    def by_part(self, values: Sequence[float]) -> tuple[list[float], float]:
+        """Returns what each part has of a quantity that the measured stages have, and what a stage has besides."""
+        fixed, *kinds = (sum(w * v for w, v in zip(row, values, strict=True)) for row in self._part_weights)
+        return [kinds[kind] for kind in self.parts], fixed
 
     def activation_bytes(self, layers: range, length: int) -> float:
-        return self._total(layers, [stage.activation_bytes_at(length) for stage in self.stages])
+        return self._total(layers, [float(stage.activation_bytes_at(length)) for stage in self.stages])
 
     def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
         return float(self.message_bytes(length)) if layers.start else 0.0  # the first stage's input are tokens
@@ -169,12 +188,17 @@ class Profile:
 
     @cached_property
     def _measured(self) -> tuple[range, ...]:
-        return tuple(stage.layers for stage in self.stages)
+        return tuple(stage.parts for stage in self.stages)
+
+    @cached_property
+    def _part_weights(self) -> list[list[float]]:
+        """The weights of the measured stages in the fixed part and in each kind of part."""
+        rows = np.eye(len(self.part_names))
+        return [combine(self.parts, self._measured, [float(each) for each in row]) for row in rows]
 
     def _weights(self, layers: range) -> list[float]:
-        weights = combine(self.kinds, self._measured, stage_row(self.kinds, layers))
-        assert weights is not None, f"the measured stages {self._measured} don't span {layers}"
-        return weights
+        parts = parts_of(layers, len(self.kinds), self.units_per_layer)
+        return combine(self.parts, self._measured, stage_row(self.parts, parts))
 
     def _sum(self, weights: Iterable[float], op: Op) -> FittedTime:
         op = Op.F if op is Op.R else op
@@ -223,6 +247,11 @@ class Profile:
         from pydantic import TypeAdapter
 
         path.write_bytes(TypeAdapter(Profile).dump_json(self, indent=1) + b"\n")
+
+
+def _whole(part: str) -> str:
+    """Returns the name of the layer of which this is a half."""
+    return next((part.removesuffix(half) for half in _HALVES if part.endswith(half)), part)
 
 
 def load_profile(path: Path) -> Profile:

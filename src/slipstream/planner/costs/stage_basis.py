@@ -1,11 +1,11 @@
 """The few stages to measure so that every other stage of a model is a sum of them.
 
-A stage's time is that of its fixed part, its layers, and at the ends the embedding and the head with the loss:
+A model's parts are its embedding, the units of its layers (halves where layers can be cut, else whole layers) and its
+head with the loss. A stage is a run of parts, and its time that of a fixed part and of its own parts:
 
-    row of a stage = [1, layers of kind 0, layers of kind 1, ..., is first, is last]
+    row of a stage = [1, parts of kind 0, parts of kind 1, ..., embeddings, heads]
 
-The rows of the measured stages span those of all stages, so any stage is a combination of them, even where a small
-model's parts can't be separated (such as the embedding and the only layer that ever follows it).
+The rows of the measured stages span those of all stages, so any stage is a combination of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,26 @@ import numpy as np
 _EXACT = 1e-6  # rows are small integers
 
 
-def choose_stages(kinds: Sequence[int]) -> tuple[range, ...]:
-    """Returns the stages to measure, of one or two layers each; `kinds[layer]` numbers the layers' kinds from 0."""
-    rows = np.array([stage_row(kinds, stage) for stage in _candidates(len(kinds))])
-    rank = np.linalg.matrix_rank(rows)
+def part_kinds(kinds: Sequence[int], units_per_layer: int) -> tuple[int, ...]:
+    """Returns the kind of every part from those of the layers; the embedding's and the head's are the last two."""
+    units = [units_per_layer * kind + unit for kind in kinds for unit in range(units_per_layer)]
+    num_kinds = units_per_layer * (max(kinds) + 1)
+    return (num_kinds, *units, num_kinds + 1)
+
+
+def parts_of(layers: range, num_layers: int, units_per_layer: int) -> range:
+    """Returns the parts of a stage with these layers; the first stage has the embedding, the last one the head."""
+    first = 1 + layers.start * units_per_layer if layers.start else 0
+    last = 1 + layers.stop * units_per_layer + (layers.stop == num_layers)
+    return range(first, last)
+
+
+def choose_stages(parts: Sequence[int]) -> tuple[range, ...]:
+    """Returns the stages to measure, each of one or two parts; `parts` has the kind of every part."""
+    rank = max(parts) + 2
     chosen: list[range] = []
-    for stage in _candidates(len(kinds)):
-        tried = [stage_row(kinds, each) for each in (*chosen, stage)]
+    for stage in _candidates(len(parts)):
+        tried = [stage_row(parts, each) for each in (*chosen, stage)]
         if np.linalg.matrix_rank(np.array(tried)) == len(tried):
             chosen.append(stage)
         if len(chosen) == rank:
@@ -31,23 +44,26 @@ def choose_stages(kinds: Sequence[int]) -> tuple[range, ...]:
     return tuple(chosen)
 
 
-def stage_row(kinds: Sequence[int], layers: range) -> list[float]:
-    """Returns the row of the stage that has `layers`."""
-    own = [kinds[layer] for layer in layers]
-    counts = [float(own.count(kind)) for kind in range(max(kinds) + 1)]
-    return [1.0, *counts, float(layers.start == 0), float(layers.stop == len(kinds))]
+def stage_row(parts: Sequence[int], stage: range) -> list[float]:
+    """Returns the row of a stage."""
+    own = [parts[part] for part in stage]
+    return [1.0, *(float(own.count(kind)) for kind in range(max(parts) + 1))]
 
 
-def combine(kinds: Sequence[int], measured: Sequence[range], row: Sequence[float]) -> list[float] | None:
-    """Returns the weight of each measured stage in `row`, or None where they don't span it."""
-    rows = np.array([stage_row(kinds, stage) for stage in measured])
+def combine(parts: Sequence[int], measured: Sequence[range], row: Sequence[float]) -> list[float]:
+    """Returns the weight of each measured stage in `row`.
+
+    Raises:
+        ValueError: where they don't span it.
+    """
+    rows = np.array([stage_row(parts, stage) for stage in measured])
     weights = np.linalg.lstsq(rows.T, np.array(row), rcond=None)[0]
     if np.abs(rows.T @ weights - row).max() > _EXACT:
-        return None
+        raise ValueError(f"the measured stages {[*measured]} don't span {[*row]}")
     return [float(weight) for weight in weights.round(9)]
 
 
-def _candidates(num_layers: int) -> list[range]:
-    """Returns the stages of one and two layers, the model's first and last stages at the end."""
-    stages = [range(a, a + size) for size in (1, 2) for a in range(num_layers - size + 1)]
-    return sorted(stages, key=lambda stage: stage.start == 0 or stage.stop == num_layers)
+def _candidates(num_parts: int) -> list[range]:
+    """Returns the stages of one and two parts; those with an end of the model after the others of their size."""
+    stages = [range(a, a + size) for size in (1, 2) for a in range(num_parts - size + 1)]
+    return sorted(stages, key=lambda stage: (len(stage), stage.start == 0 or stage.stop == num_parts))
