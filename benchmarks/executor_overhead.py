@@ -16,9 +16,9 @@ import torch.distributed as dist
 from benchmarks.harness import few, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Action, Op, Pipeline, Runtime, simulate
+from slipstream.messages import DistributedTransport
 from slipstream.model import TensorSpec
-from slipstream.pipeline import Ranks
-from slipstream.pipeline.messages import DistributedTransport
+from slipstream.parallel import Ranks
 from slipstream.schedule import Channel
 from slipstream.simulator import MeasuredCost
 from slipstream.timeline import Timeline

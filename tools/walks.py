@@ -76,9 +76,9 @@ WALKS = {
             Row(
                 "one slice",
                 (
-                    Box("pipeline/messages/transport.py", "Sends and receives activations and gradients."),
+                    Box("messages/transport.py", "Sends and receives activations and gradients."),
                     Box("model/causal_lm_stage.py", "Runs the stage's layers: the model's own code."),
-                    Box("pipeline/families/loss.py", "On the last stage: sum and count."),
+                    Box("model/cross_entropy.py", "On the last stage: sum and count."),
                 ),
             ),
             Row(

@@ -10,7 +10,7 @@ from examples.gpipe.amoebanet import amoebanet_d
 from examples.gpipe.transformer import transformer_l
 from torch import Tensor, nn
 
-from slipstream.pipeline.families import cross_entropy
+from slipstream.model import cross_entropy
 from slipstream.pipeline.pipeline_options import LossFunction
 
 NUM_CLASSES = 1000

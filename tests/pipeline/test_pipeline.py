@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, masking_utils
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, one_f_one_b
-from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.model import causal_cross_entropy
 from slipstream.schedule import split_backwards
 from support.architectures import (
     ARCHITECTURES,

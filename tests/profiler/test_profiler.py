@@ -16,9 +16,8 @@ from transformers import PretrainedConfig
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange, find_anatomy
+from slipstream.model import LayerRange, causal_cross_entropy, find_anatomy
 from slipstream.model.hooks import TokenSlice
-from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.planner.costs import OPS, AttentionWindow
 from slipstream.profiler import ProfileSettings, identify_hardware, identify_model, profile_model
 from slipstream.profiler.layer_kinds import find_layer_kinds

@@ -28,8 +28,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from slipstream.model import causal_cross_entropy
 from slipstream.model.toy_comparison import REFERENCE_ATTENTION, full_precision
-from slipstream.pipeline.families import causal_cross_entropy
 
 VOCABULARY = 61
 LENGTH = 64

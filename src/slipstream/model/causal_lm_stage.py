@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.model.hooks import attention_interface
+from slipstream.model.hooks.layer_arguments import first_output, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
-from slipstream.model.layer_arguments import first_output, with_hidden_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
 from slipstream.model.model_cutting import has_end, keep_layers, second_half

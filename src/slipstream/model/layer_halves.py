@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.layer_arguments import first_output, hidden_states, with_hidden_states
+from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_hidden_states
 from slipstream.model.layer_range import LayerHalf
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, has_parameters
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, second_half

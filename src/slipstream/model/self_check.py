@@ -22,8 +22,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.causal_lm_stage import CausalLMStage
+from slipstream.model.hooks.layer_arguments import first_output, hidden_states
 from slipstream.model.hooks.token_slice import TokenSlice
-from slipstream.model.layer_arguments import first_output, hidden_states
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
 from slipstream.model.model_cutting import copy_with_shared_weights

@@ -3,3 +3,4 @@
 from slipstream.parallel.device_mesh import MeshAxes, make_mesh
 from slipstream.parallel.parameter_share import ParameterShare
 from slipstream.parallel.rank_group import RankGroup, release_groups_at_exit
+from slipstream.parallel.ranks import Ranks

@@ -1,4 +1,3 @@
 """Runs a schedule with real tensors: the public Pipeline and the parts it is built from."""
 
 from slipstream.pipeline.pipeline import Pipeline
-from slipstream.pipeline.ranks import Ranks

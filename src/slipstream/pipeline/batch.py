@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import Tensors
+from slipstream.model import IGNORED, Tensors
 from slipstream.model.hooks import TokenSlice
-
-IGNORED = -100  # transformers' label for "predict nothing here"
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.messages import DistributedTransport, LocalTransport, ScatterGather, Transport, skip_channels
 from slipstream.model.hooks import keyed_seed
+from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.execution import Executor, run_together
 from slipstream.pipeline.families import ExecutedStep, family_of, gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
-from slipstream.pipeline.messages import DistributedTransport, LocalTransport, ScatterGather, Transport, skip_channels
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.tuning import TrialResult, Tuner
 from slipstream.schedule import Schedule, send_windows

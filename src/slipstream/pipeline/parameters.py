@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.model import storage_id
-from slipstream.parallel import ParameterShare
+from slipstream.parallel import ParameterShare, Ranks
 from slipstream.parallel.replicas import GradientReduction, MasterParameters, ShardedParameters
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
-from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slipstream.messages import DistributedTransport
 from slipstream.model import TensorSpec
-from slipstream.pipeline import Ranks
-from slipstream.pipeline.messages import DistributedTransport
+from slipstream.parallel import Ranks
 from slipstream.planner.costs import MeasuredLink
 from slipstream.schedule import Action, Channel, Op
 

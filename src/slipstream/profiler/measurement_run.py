@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline import Ranks
+from slipstream.parallel import Ranks
 from slipstream.planner.costs import OPS, AttentionWindow, MeasuredStage, Measurement, SlicePoint, TimeFit, fit_times
 from slipstream.profiler.measurement_grid import MeasurementGrid
 from slipstream.profiler.stage_bench import StageBench

@@ -16,9 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.model import SavedStorages, find_anatomy
-from slipstream.model.layer_arguments import first_output, hidden_states, with_hidden_states
-from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.model import SavedStorages, causal_cross_entropy, find_anatomy
+from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_hidden_states
 from slipstream.planner.costs import Amount, ModelCount, OpCount, PartCount
 from slipstream.profiler.layer_kinds import find_layer_kinds
 from slipstream.profiler.operation_tally import OperationTally, counted_operations

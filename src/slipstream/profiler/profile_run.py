@@ -21,7 +21,7 @@ from slipstream.model import (
     find_halves,
     model_for_timing,
 )
-from slipstream.pipeline import Ranks
+from slipstream.parallel import Ranks
 from slipstream.planner.costs import MeasuredLink, Profile, choose_stages, part_kinds
 from slipstream.profiler.layer_kinds import find_layer_kinds
 from slipstream.profiler.measurement_grid import make_grid

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, meta_model
-from slipstream.model.layer_arguments import Arguments
+from slipstream.model.hooks.layer_arguments import Arguments
 from slipstream.planner.costs import AttentionCall, AttentionWindow, find_windows
 from slipstream.profiler.operation_tally import counted_operations
 

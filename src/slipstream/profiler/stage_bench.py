@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.attention import ContextStore, StoredSlice
-from slipstream.model import CausalLMStage, storage_bytes, storage_ids
+from slipstream.model import CausalLMStage, causal_cross_entropy, storage_bytes, storage_ids
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.saving import defer_weight_gradients
-from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.planner.costs import AttentionWindow, find_windows
 from slipstream.schedule import Op
 

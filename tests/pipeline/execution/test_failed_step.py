@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream import Pipeline
-from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.model import causal_cross_entropy
 from support.architectures import ARCHITECTURES, tokens
 from support.options import grouped
 from support.parameters import each_once

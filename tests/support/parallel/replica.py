@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slipstream.model import causal_cross_entropy
 from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import GradientReduction, MasterParameters
-from slipstream.pipeline.families import causal_cross_entropy
 from support.architectures import labels_of, tokens
 
 Named = tuple[str, nn.Parameter]

@@ -18,11 +18,9 @@ from transformers import (
     Starcoder2Config,
 )
 
-from slipstream.model import find_anatomy
+from slipstream.model import IGNORED, causal_cross_entropy, find_anatomy
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
-from slipstream.pipeline.batch import IGNORED
-from slipstream.pipeline.families import causal_cross_entropy
 from support.architectures import ARCHITECTURES, VOCABULARY, build, labels_of, llama
 
 LENGTH = 23  # which neither 2 nor 4 divides

@@ -12,7 +12,7 @@ from examples.gpipe.translation_task import PADDING
 from examples.gpipe.vit import vit
 from torch import Tensor
 
-from slipstream.pipeline.families import causal_cross_entropy, cross_entropy
+from slipstream.model import causal_cross_entropy, cross_entropy
 from support.sequences.case import SequenceCase
 
 ROWS = 17  # no number of microbatches but 1 divides it

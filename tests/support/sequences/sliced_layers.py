@@ -7,7 +7,7 @@ from examples.gpipe.transformer import transformer, transformer_l
 from torch import Tensor, nn
 
 from slipstream import CutTokens, Skip, causal_attention
-from slipstream.pipeline.families import causal_cross_entropy
+from slipstream.model import causal_cross_entropy
 from support.sequences.case import Inputs, SequenceCase
 
 ROWS, SOURCE, TARGET, VOCABULARY, WIDTH = 8, 5, 9, 11, 8

@@ -17,14 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream import SlipstreamError
-from slipstream.model import LayerRange, find_anatomy, find_halves
-from slipstream.model.layer_arguments import with_hidden_states
+from slipstream.model import IGNORED, LayerRange, causal_cross_entropy, find_anatomy, find_halves
+from slipstream.model.hooks.layer_arguments import with_hidden_states
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_layers
 from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import vocabulary_cross_entropy
-from slipstream.pipeline.batch import IGNORED
-from slipstream.pipeline.families import causal_cross_entropy
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from support.architectures import BOUND, VOCABULARY, gradient_error
 from support.parallel.shared_models import BATCH, CONFIGS, LENGTH, Shared, batch, whole_model, whole_step

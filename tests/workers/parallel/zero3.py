@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from slipstream import Pipeline, SlipstreamError, make_mesh
+from slipstream.model import causal_cross_entropy
 from slipstream.parallel.replicas import ShardedParameters
-from slipstream.pipeline.families import causal_cross_entropy
 from support.architectures import (
     ARCHITECTURES,
     BOUND,

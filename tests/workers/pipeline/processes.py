@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from slipstream import Memory, Pipeline, Precision, Runtime, SlipstreamError
-from slipstream.pipeline.families import causal_cross_entropy
-from slipstream.pipeline.messages.transport import TransportError
+from slipstream.messages.transport import TransportError
+from slipstream.model import causal_cross_entropy
 from support.architectures import (
     ARCHITECTURES,
     BOUND,

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream import Layers, Memory, Parallelism, Pipeline, Skip, make_mesh
-from slipstream.pipeline.families import causal_cross_entropy
-from slipstream.pipeline.messages import HEADER_BYTES
+from slipstream.messages import HEADER_BYTES
+from slipstream.model import causal_cross_entropy
 from support.architectures import BOUND, gradient_error, gradients
 from support.sequences.random_layers import Mix, Unsplit, batch, build, costs
 from support.sequences.sliced_layers import CASES, ROWS, SOURCE, TARGET

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.layer_arguments import Arguments, hidden_states
+from slipstream.model.hooks.layer_arguments import Arguments, hidden_states
 
 
 class TensorIndex(int):

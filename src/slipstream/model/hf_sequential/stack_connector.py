@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from slipstream.errors import SlipstreamError
 from slipstream.model.hf_sequential.call_layout import LayerCalls, with_tensors
 from slipstream.model.hf_sequential.fixed_shape_masks import always_build_masks
-from slipstream.model.layer_arguments import Arguments, first_output, hidden_states
+from slipstream.model.hooks.layer_arguments import Arguments, first_output, hidden_states
 from slipstream.model.model_anatomy import has_parameters
 from slipstream.model.model_cutting import Placeholder
 

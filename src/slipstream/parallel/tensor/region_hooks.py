@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.layer_arguments import Arguments, hidden_states, with_hidden_states
+from slipstream.model.hooks.layer_arguments import Arguments, hidden_states, with_hidden_states
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.tensor.tensor_operators import copy_to_ranks, gather, split, sum_over_ranks
 from slipstream.parallel.tensor.tensor_plan import TensorRegion

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.layer_arguments import Arguments, hidden_states, with_hidden_states
+from slipstream.model.hooks.layer_arguments import Arguments, hidden_states, with_hidden_states
 from slipstream.parallel.parameter_share import ParameterShare
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.tensor.region_hooks import TOKENS, RegionHooks, ReplicationTracker

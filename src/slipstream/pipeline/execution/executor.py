@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
+from slipstream.messages import Message, SkipMessages, Transport, TransportError
 from slipstream.model import Tensors, TensorSpec, copied_from_messages
 from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
@@ -25,7 +26,6 @@ from slipstream.pipeline.execution.step_state import (
     with_zeros,
 )
 from slipstream.pipeline.execution.stopwatch import Stopwatch
-from slipstream.pipeline.messages import Message, SkipMessages, Transport, TransportError
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule, awaited_send, channel, report_wait

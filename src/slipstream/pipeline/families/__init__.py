@@ -2,7 +2,6 @@
 
 from slipstream.pipeline.families.causal_lm import WeightSource
 from slipstream.pipeline.families.export import gather_state
-from slipstream.pipeline.families.loss import causal_cross_entropy, cross_entropy
 from slipstream.pipeline.families.model_family import family_of
 from slipstream.pipeline.families.sequence_partition import Balance
 from slipstream.pipeline.families.stage_layout import ExecutedStep, StageLayout

@@ -10,9 +10,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
+    IGNORED,
     CausalLMStage,
     ModelAnatomy,
     StagePart,
+    causal_cross_entropy,
     check_compiler,
     check_length,
     check_sliceable,
@@ -23,14 +25,13 @@ from slipstream.model import (
     meta_model,
 )
 from slipstream.model.saving import compiled_modules
+from slipstream.parallel import Ranks
 from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
-from slipstream.pipeline.batch import IGNORED, SplitBatch, WholeBatch, cut_batch
+from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
-from slipstream.pipeline.families.loss import causal_cross_entropy
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
-from slipstream.pipeline.ranks import Ranks
 from slipstream.schedule import Schedule
 
 

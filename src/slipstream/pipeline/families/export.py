@@ -14,9 +14,8 @@ from transformers import PretrainedConfig
 
 from slipstream.model import meta_model
 from slipstream.model.toy import quiet_transformers
-from slipstream.parallel import ParameterShare
+from slipstream.parallel import ParameterShare, Ranks
 from slipstream.pipeline.parameters import Parameters
-from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.stage import Stage
 
 

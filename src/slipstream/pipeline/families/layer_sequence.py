@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange, Tensors
+from slipstream.model import IGNORED, LayerRange, Tensors, cross_entropy
 from slipstream.model.saving import RecomputePolicy, compiled_modules
 from slipstream.model.sequential import (
     BatchSlice,
@@ -24,12 +24,11 @@ from slipstream.model.sequential import (
     find_skip_routes,
     flatten_layers,
 )
-from slipstream.pipeline.batch import IGNORED, SplitBatch, WholeBatch, check_rows
-from slipstream.pipeline.families.loss import cross_entropy
+from slipstream.parallel import Ranks
+from slipstream.pipeline.batch import SplitBatch, WholeBatch, check_rows
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
-from slipstream.pipeline.ranks import Ranks
 from slipstream.schedule import Schedule
 
 

@@ -15,13 +15,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import TOLERANCE, find_anatomy
+from slipstream.model import IGNORED, TOLERANCE, causal_cross_entropy, find_anatomy
 from slipstream.model.toy import perturb_parameters, reference_model, toy_config, toy_tokens
 from slipstream.model.toy_comparison import full_precision
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
-from slipstream.pipeline.batch import IGNORED
-from slipstream.pipeline.families.loss import causal_cross_entropy
 
 _INTERMEDIATE_SIZES = (
     "intermediate_size",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel import Ranks
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
-from slipstream.pipeline.ranks import Ranks
 from slipstream.pipeline.tuning import TrialMemory
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of

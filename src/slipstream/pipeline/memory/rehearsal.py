@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.messages import HEADER_BYTES, Message, Transport, part_size
 from slipstream.model import CausalLMStage, Tensors, TensorSpec, storage_bytes, storage_id
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, StepState, run_together
 from slipstream.pipeline.memory.live_memory import MemoryMeter, memory_meter, tensors_alive
-from slipstream.pipeline.messages import HEADER_BYTES, Message, Transport, part_size
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage

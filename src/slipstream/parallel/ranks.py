@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import MeshAxes
+from slipstream.parallel.device_mesh import MeshAxes
 from slipstream.schedule import Schedule
 
 

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.model import Tensors, TensorSpec
-from slipstream.parallel import release_groups_at_exit
-from slipstream.pipeline.messages.message import (
+from slipstream.messages.message import (
     Message,
     TransportError,
     check_header,
@@ -25,7 +23,8 @@ from slipstream.pipeline.messages.message import (
     pack,
     unpack,
 )
-from slipstream.pipeline.ranks import Ranks
+from slipstream.model import Tensors, TensorSpec
+from slipstream.parallel import Ranks, release_groups_at_exit
 from slipstream.schedule import Channel, Schedule, send_windows
 
 

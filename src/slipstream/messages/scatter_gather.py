@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.messages.message import Message
+from slipstream.messages.transport import Transport
 from slipstream.model import Tensors, TensorSpec
 from slipstream.parallel import RankGroup
-from slipstream.pipeline.messages.message import Message
-from slipstream.pipeline.messages.transport import Transport
 from slipstream.schedule import Channel, Schedule
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.pipeline.batch import IGNORED
+IGNORED = -100  # transformers' label for "predict nothing here"
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from slipstream.messages.message import SkipSend
+from slipstream.messages.transport import Transport
 from slipstream.model import Tensors, TensorSpec
-from slipstream.pipeline.messages.message import SkipSend
-from slipstream.pipeline.messages.transport import Transport
 from slipstream.schedule import Action, Channel, Op, Schedule
 
 # Of a stage's messages, by (stage, microbatch, slice)
