@@ -22,8 +22,7 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import setting, write
 from benchmarks.profile_fit import held_out
-from slipstream.planner.costs import OPS, Profile, load_cluster
-from slipstream.planner.costs.analytic_costs import AnalyticCosts
+from slipstream.planner.costs import OPS, AnalyticCosts, Profile, load_cluster
 from slipstream.profiler import ProfileSettings, count_model, profile_model
 
 COMMON = {"vocab_size": 1024, "num_hidden_layers": 8, "num_key_value_heads": 8}  # embedding and head aren't measured

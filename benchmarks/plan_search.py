@@ -16,8 +16,7 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import few, restart_in_environment, setting, write
 from slipstream.planner.costs import AnalyticSource, load_cluster
-from slipstream.planner.search import search_plans
-from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.profiler import count_model
 

@@ -33,7 +33,7 @@ from slipstream import Memory, Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
 from slipstream.planner.costs import Profile, ProfileSource
 from slipstream.planner.plans import Configuration, Prediction
-from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, predict
 from slipstream.profiler import ProfileSettings, profile_model

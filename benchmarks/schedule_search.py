@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import few, setting, write
-from slipstream.planner.order.best_order import find_order, step_lower_bound
+from slipstream import find_order, step_lower_bound
 from slipstream.planner.order.order_search import hand_written, measure_order
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Op, Schedule

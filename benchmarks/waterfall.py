@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream import simulate
-from slipstream.planner.order.best_order import step_lower_bound
+from slipstream import simulate, step_lower_bound
 from slipstream.schedule import COMMUNICATION, Action, Op, Schedule
 from slipstream.simulator import MeasuredCost, TableCost
 from slipstream.timeline import Timeline

@@ -10,8 +10,7 @@ from fractions import Fraction
 
 from benchmarks.papers.tables import errors, read
 from slipstream.schedule import add_recompute, make_schedule
-from slipstream.simulator import simulate
-from slipstream.simulator.costs import UnitCost
+from slipstream.simulator import UnitCost, simulate
 
 
 def step(num_partitions: int, num_microbatches: int) -> Fraction:

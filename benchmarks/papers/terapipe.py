@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
 from benchmarks.papers.unfused_attention import UnfusedCosts
 from slipstream.planner.costs import AnalyticCosts, Cluster, load_cluster
-from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
+from slipstream.planner.slicing import slice_tokens
 from slipstream.schedule import Op
 
 LENGTH = 2048

@@ -11,7 +11,7 @@ def check(model: Annotated[str, Argument(help="A model folder, hub name or train
     """Compare a sliced and an unsliced toy of MODEL's architecture: every layer and every gradient."""
     from pathlib import Path
 
-    from slipstream.model.self_check import check_sliceable
+    from slipstream.model import check_sliceable
     from slipstream.training.config import ModelSection, load_config
     from slipstream.training.preflight import load_model_config
 

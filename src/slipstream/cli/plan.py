@@ -14,7 +14,7 @@ from slipstream.errors import SlipstreamError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slipstream.planner.plans import Plan
+    from slipstream.planner import Plan
 
 _List = str | None
 _FILE_COLUMNS = 140  # where the output isn't a terminal's

@@ -13,7 +13,7 @@ from slipstream.errors import SlipstreamError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slipstream.planner.costs.profile_file import Profile
+    from slipstream.planner.costs import Profile
 
 
 def profile(
@@ -72,7 +72,7 @@ def _table(profile: Profile) -> Table:
     """Returns the milliseconds of every part and op at a few slice lengths and contexts."""
     from rich.table import Table
 
-    from slipstream.planner.costs.profile_file import OPS
+    from slipstream.planner.costs import OPS
 
     longest = profile.stages[0].activation_bytes[-1][0]
     lengths = sorted({max(1, longest // 16), max(1, longest // 4)})
