@@ -16,13 +16,15 @@ from slipstream.units import (
 
 
 def test_short_durations() -> None:
-    assert [seconds_text(s) for s in (0, 5e-10, 2.5e-6, 0.0125, 0.9999, 1.5, 99.96, 123.4, 4567)] == [
+    assert [seconds_text(s) for s in (0, 5e-10, 2.5e-6, 0.0125, 0.9999, 1, 1.5, 9.996, 99.96, 123.4, 4567)] == [
         "0 s",
         "0.50 ns",
         "2.50 µs",
         "12.5 ms",
         "1,000 ms",
+        "1.00 s",
         "1.50 s",
+        "10.0 s",
         "100 s",
         "123 s",
         "4,567 s",

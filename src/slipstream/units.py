@@ -8,9 +8,7 @@ BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a short duration with three digits: 12.3 s, 45.6 ms, 7.89 µs; whole seconds from 1000 on."""
-    if seconds >= 1000:
-        return f"{seconds:,.0f} s"
+    """Returns a short duration with three digits: 12.3 s, 45.6 ms, 7.89 µs; whole seconds from 100 on."""
     per_second, unit = duration_unit(seconds)
     return f"{_three_digits(seconds * per_second)} {unit}" if seconds else "0 s"
 
