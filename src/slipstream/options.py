@@ -165,7 +165,7 @@ def check_records(arguments: Mapping[str, Any]) -> None:
 
 
 def describe_problems(error: ValidationError, record: Any) -> list[str]:
-    """One line for each option that is wrong: its name, its value, and what is allowed."""
+    """Returns one line for each option that is wrong: its name, its value, and what is allowed."""
     lines: dict[str, str] = {}
     for problem in error.errors():
         path = [*([record.section] if record.section else []), *map(str, problem["loc"])]

@@ -1,4 +1,4 @@
-"""How seconds, bytes, counts and shares are printed, everywhere the same. Imports no torch."""
+"""Formats seconds, bytes, counts and shares, everywhere the same way. Imports no torch."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _mask(query: Tensor, tile: ScoreTile, part: ScoreRectangle) -> Tensor | None
 
 @dataclass(frozen=True)
 class FlashCUDA:
-    """The CUDA kernel aligns causal and sliding windows lower-right, so that most tiles are one call.
+    """Computes a tile on CUDA, mostly in one call: its kernel aligns causal and sliding windows lower-right.
 
     Query t of T sees the keys S - T + t - window + 1 .. S - T + t of S. Other masks go to the masked math.
     """

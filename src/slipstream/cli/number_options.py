@@ -1,4 +1,4 @@
-"""The options of subcommands that take a number, with the least that is allowed."""
+"""The options of subcommands that take a number, with the smallest value that is allowed."""
 
 from typing import Any
 

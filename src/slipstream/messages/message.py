@@ -43,7 +43,7 @@ Message = Action | SkipSend  # what a SEND on both ends is known by
 
 
 class TransportError(RuntimeError):
-    """A message that is not the expected one, or that did not come: names what was expected and what came."""
+    """Raised where another message came than expected, or none: names what was expected and what came."""
 
 
 def header_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -57,7 +57,7 @@ def message_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
-    """Fill a buffer of `message_bytes` uint8."""
+    """Writes the message into a buffer of `message_bytes` uint8."""
     header = header_of(message, tensors)
     buffer[: 8 * len(header)].view(torch.int64).copy_(header)
     specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -66,13 +66,13 @@ def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
 
 
 def unpack(specs: Sequence[TensorSpec], buffer: Tensor) -> Tensors:
-    """The tensors of a message, in the buffer's own memory."""
+    """Returns the tensors of a message, as views of the buffer."""
     placed = zip(specs, _places(specs), strict=True)
     return tuple(buffer[place].view(spec.dtype).view(spec.shape) for spec, place in placed)
 
 
 def _places(specs: Sequence[TensorSpec]) -> list[slice]:
-    """The bytes of every tensor in a message's buffer."""
+    """Returns where the bytes of each tensor lie in a message's buffer."""
     places, end = [], header_bytes(specs)
     for spec in specs:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -106,7 +106,7 @@ def check_header(header: Tensor, message: Message, specs: Sequence[TensorSpec]) 
 
 
 def _read(words: list[int]) -> _Came:
-    """A header of more tensors than there is room for is read as far as it goes."""
+    """Returns what a header describes; one of more tensors than there is room for is read as far as it goes."""
     op, stage, microbatch, index, num_tensors, *rest = words
     tensors: list[tuple[torch.Size, torch.dtype]] = []
     while rest and len(tensors) < num_tensors:

@@ -72,5 +72,5 @@ class ScatterGather(Transport):
 
 
 def part_size(size: int, num_parts: int) -> int:
-    """Elements of each part of a message of `size`, the last one padded."""
+    """Returns the elements of each part of a message of `size`, the last one padded."""
     return ceil(size / num_parts)

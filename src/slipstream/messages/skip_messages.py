@@ -33,7 +33,7 @@ class SkipMessages:
         self._posted: set[SkipSend] = set()
 
     def take(self, op: Op, action: Action) -> Tensors:
-        """The skips that F (SEND_F), or the gradients of skips that B or I (SEND_B), works on, in the stage's order."""
+        """Returns the skips that F (SEND_F) works on, or the gradients of skips that B or I (SEND_B) does, in order."""
         return tuple(tensor for message in self._messages(op, action) for tensor in self._taken(message))
 
     def received(self, op: Op, action: Action) -> list[SkipSend]:
@@ -41,7 +41,7 @@ class SkipMessages:
         return [message for message in self._messages(op, action) if not self._is_here(message.stage)]
 
     def hand_on(self, send: Action, tensors: Tensors) -> Tensors:
-        """Send what goes elsewhere than the regular message `send`; returns what goes with that."""
+        """Sends what goes elsewhere than the regular message `send`; returns what goes with that."""
         specs = self._specs(send.op, (send.stage, send.microbatch, send.slice))
         for peer in _peers(specs):
             message = SkipSend(send.op, send.stage, send.microbatch, send.slice, to=peer)
@@ -89,7 +89,7 @@ class SkipMessages:
         return None
 
     def _sent_by(self, like: SkipSend) -> Iterator[SkipSend]:
-        """All messages between two stages, in the order in which they are sent."""
+        """Returns all messages between two stages, in the order in which they are sent."""
         producers = (Op.F,) if like.op is Op.SEND_F else (Op.B, Op.I)
         for action in self._schedule.actions[self._schedule.placement[like.stage]]:
             if action.op in producers and action.stage == like.stage:
@@ -102,7 +102,7 @@ class SkipMessages:
         self._posted.add(message)
 
     def _specs_of(self, message: SkipSend) -> list[TensorSpec]:
-        """The specs of the tensors in a message that comes here."""
+        """Returns the specs of the tensors in a message that comes here."""
         specs = self._specs(_receive(message.op), (message.to, message.microbatch, message.slice))
         return [spec for spec in specs if spec.peer == message.stage]
 
@@ -117,7 +117,7 @@ def skip_channel(message: SkipSend, schedule: Schedule) -> Channel:
 
 
 def skip_channels(routes: Sequence[tuple[int, int]], schedule: Schedule) -> list[Channel]:
-    """Both directions of every route (stage of the stash, stage of the pop) between two ranks, in one order."""
+    """Returns both directions of every route (stage of the stash, stage of the pop) between two ranks, in one order."""
     there = [SkipSend(Op.SEND_F, stash, 0, 0, to=pop) for stash, pop in sorted(routes)]
     back = [SkipSend(Op.SEND_B, pop, 0, 0, to=stash) for stash, pop in sorted(routes)]
     channels = [skip_channel(message, schedule) for message in (*there, *back)]
@@ -129,5 +129,5 @@ def _receive(send: Op) -> Op:
 
 
 def _peers(specs: Sequence[TensorSpec]) -> list[int]:
-    """The other ends of skips, in the order in which their tensors are listed."""
+    """Returns the other ends of skips, in the order in which their tensors are listed."""
     return list(dict.fromkeys(spec.peer for spec in specs if spec.peer is not None))

@@ -29,40 +29,42 @@ from slipstream.schedule import Channel, Schedule, send_windows
 
 
 class Transport:
-    """One rank's end of all its channels, by default without other ends. An action names a message: the SEND's on both
-    ends."""
+    """One rank's end of all its channels; this class has no other ends.
+
+    An action names a message: on both ends it is the SEND.
+    """
 
     bytes_sent = 0
-    """Since `begin`, headers aside."""
+    """The bytes sent since `begin`, without headers."""
 
     def begin(self) -> None:
-        """A step comes next. Messages of one that failed are forgotten, where that can be done: within a process."""
+        """Begins a step. Within a process it forgets the messages of a step that failed; between processes it can't."""
 
     def expect(self, schedule: Schedule) -> None:
-        """The messages of this lowered schedule, or its evaluation, come next; its placement stays the same."""
+        """Prepares for the messages of this lowered schedule, or of its evaluation; the placement stays the same."""
 
     def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
         """Posts the message and returns without waiting."""
 
     def settle(self, channel: Channel, message: Message) -> None:
-        """The other end has received this message: what is kept of it, and of those before it, may go."""
+        """Frees what is kept of this message and of those before it, as the other end has received it."""
 
     def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         """Makes room for the message and returns without waiting."""
 
     def may_receive(self, message: Message) -> bool:
-        """Whether `receive` may be called now; where other ranks run by themselves it may always wait."""
+        """Returns whether `receive` may be called now: always where other ranks run by themselves, as it then waits."""
         return True
 
     def receive(self, message: Message) -> Tensors:
-        """Wait for a posted message. The tensors are the caller's until `release`."""
+        """Waits for a posted message and returns its tensors. They are the caller's until `release`."""
         raise NotImplementedError
 
     def release(self, message: Message) -> None:
-        """Give the buffer of a received message back to the pool."""
+        """Gives the buffer of a received message back to the pool."""
 
     def finish(self) -> None:
-        """Wait until all sends are done."""
+        """Waits until all sends are done."""
 
 
 class LocalTransport(Transport):
@@ -97,7 +99,7 @@ class LocalTransport(Transport):
             raise TransportError(f"messages are left over: {[str(message) for message in left]}")
 
     def _deliver(self, channel: Channel) -> None:
-        """First in, first out: the oldest send goes to the oldest receive, whoever is waited for first."""
+        """Hands the oldest send to the oldest receive, whichever is waited for first."""
         sent, posted = self._sent[channel], self._posted[channel]
         while sent and posted:
             (found, tensors), (message, specs) = sent.popleft(), posted.popleft()
@@ -209,7 +211,7 @@ class DistributedTransport(Transport):
 
 @contextmanager
 def _explained(problem: str) -> Iterator[None]:
-    """Tells every rank, not only those that wait, that another rank has ended."""
+    """Turns an error of gloo or NCCL, which another rank's end causes, into one that names the message."""
     try:
         yield
     except RuntimeError as error:

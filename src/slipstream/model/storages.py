@@ -1,4 +1,4 @@
-"""Which memory tensors occupy: views of one storage count once."""
+"""Measures the memory that tensors occupy: views of one storage count once."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Ranks(MeshAxes):
         return size
 
     def here(self, num_ranks: int) -> list[int]:
-        """The pipeline's ranks that this process is: one, or all."""
+        """Returns the pipeline's ranks that this process is: one, or all."""
         return [self.pipeline.rank] if self.pipeline.size > 1 else list(range(num_ranks))
 
     def connect(self, ends: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup | None:
@@ -54,7 +54,7 @@ class Ranks(MeshAxes):
         return mine
 
     def follow(self, value: Any) -> Any:
-        """The leader's value, on every rank. Collective."""
+        """Returns the leader's value on every rank. Collective."""
         return self.world.gather(value)[0]
 
     def decided(self, decide: Callable[[], Any]) -> Any:

@@ -27,7 +27,7 @@ class WholeBatch:
 
     @classmethod
     def of(cls, device: torch.device, inputs: Tensor | Tensors, targets: Tensor, *ids: Tensor | None) -> WholeBatch:
-        """`ids` are those of positions and of documents."""
+        """Moves the tensors to the device; `ids` are those of positions and of documents."""
         given = inputs if isinstance(inputs, tuple) else (inputs,)
         moved = (None if each is None else each.to(device) for each in ids)
         return cls(tuple(tensor.to(device) for tensor in given), given is inputs, targets.to(device), *moved)
@@ -35,8 +35,11 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class SplitBatch:
-    """`slices[microbatch][slice]` and its targets, of a causal LM (b, T) and shifted; `num_valid` targets count in the
-    whole batch, that of other replicas included. Gradients are those of `loss_scale` times the loss."""
+    """A batch as `slices[microbatch][slice]`, and the targets of each: for a causal LM (b, T), shifted.
+
+    `num_valid` targets count in the whole batch, other replicas' rows included. Gradients are those of `loss_scale`
+    times the loss.
+    """
 
     slices: Sequence[Sequence[Any]]  # a TokenSlice or BatchSlice each
     targets: list[list[Tensor]]
@@ -45,7 +48,7 @@ class SplitBatch:
 
 
 def cut_batch(batch: WholeBatch, slices: Sequence[int], num_microbatches: int, seed: int) -> SplitBatch:
-    """Cut (B, L) inputs and unshifted targets into `num_microbatches` rows of slices of the given token lengths.
+    """Cuts (B, L) inputs and unshifted targets into `num_microbatches` rows of slices of the given token lengths.
 
     Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
     with each, and its last token predicts nothing (rule 12).
@@ -83,7 +86,7 @@ def cut_batch(batch: WholeBatch, slices: Sequence[int], num_microbatches: int, s
 
 
 def slice_lengths(slices: int | Sequence[int], length: int) -> list[int]:
-    """The token length of every slice: a count cuts evenly, the first slices one token longer where it doesn't divide.
+    """Returns the tokens of every slice: a count cuts evenly, with the first slices one token longer if need be.
 
     Raises SlipstreamError where they don't add up to the sequence length.
     """
@@ -143,7 +146,7 @@ def _document_starts(batch: WholeBatch) -> Tensor | None:
 
 
 def _shift(targets: Tensor, starts: Tensor | None) -> Tensor:
-    """The label of each token's successor, unless another document begins there: (B, L)."""
+    """Returns each token's label (B, L): that of the next token, unless another document begins there."""
     shifted = torch.full_like(targets, IGNORED)
     shifted[:, :-1] = targets[:, 1:]
     if starts is not None:

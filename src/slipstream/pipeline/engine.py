@@ -83,7 +83,7 @@ class Engine:
         return loss
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state on rank 0, an empty dict on the others. Collective."""
+        """Returns the whole model's state on rank 0, an empty dict on the others. Collective."""
         self.parameters.publish()
         return gather_state(self.stages.values(), self.ranks, self.parameters)
 

@@ -181,7 +181,7 @@ class TiedGradients:
         self._group = ranks.connect(ends) if ends[0] != ends[1] else None
 
     def totals(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: each trained weight's embedding's gradient plus its head's.
+        """Yields the gradient of each trained weight: its embedding's plus its head's. Collective.
 
         A sum of two is the same to the bit wherever it is formed.
         """

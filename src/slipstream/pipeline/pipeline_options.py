@@ -41,6 +41,6 @@ class PipelineOptions:
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
-    """The torch.dtype of this name."""
+    """Returns the torch.dtype of this name."""
     dtype: torch.dtype | None = None if name is None else getattr(torch, name)
     return dtype

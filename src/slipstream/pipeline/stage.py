@@ -1,4 +1,4 @@
-"""The stages of both kinds of model; a part of a batch is a TokenSlice for the one, a BatchSlice for the other."""
+"""The stage of either kind of model; it works on a TokenSlice of a causal LM, or a BatchSlice of a sequence."""
 
 from __future__ import annotations
 

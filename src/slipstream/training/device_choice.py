@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and whether this machine has what the ranks need."""
+"""Chooses the device that a rank computes on, and checks that this machine has what the ranks need."""
 
 from __future__ import annotations
 

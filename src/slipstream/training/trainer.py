@@ -91,7 +91,7 @@ class Trainer:
             export(self._pipe, self._folder.inputs, self._folder.model_at(step), self._progress)
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
-        """One step of the optimizer: what was measured of it, and what ran when. Collective."""
+        """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""
         training, state, is_trial = self._config.training, self._state, self._pipe.is_tuning
         began = time.perf_counter()
         batch = self._sequences.batch(*self._rows(state.num_samples))

@@ -1,4 +1,4 @@
-"""What the optimizer updates on a rank: its parameters, float32 copies of them, or a replica's rows of either."""
+"""The tensors that a rank's optimizer updates: parameters, float32 copies of them, or a replica's rows of either."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _linear_layers(model: nn.Module) -> list[str]:
 def _resolve(
     model: nn.Module, config: Any, given: Mapping[str, str] | None, embedding: str, head: str
 ) -> dict[str, TensorStyle]:
-    """The style of every module, or parameter of experts, that a pattern is meant for."""
+    """Returns the style of every module, or parameter of experts, that a pattern is meant for."""
     names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
     base = "" if given is not None else r"(?:.+\.)?"
     found: dict[str, TensorStyle] = {}

@@ -166,7 +166,7 @@ class Executor:
         return inputs
 
     def _received(self, action: Action) -> list[Message]:
-        """The messages that `action` works on."""
+        """Returns the messages that `action` works on."""
         awaited = awaited_send(action, self._schedule)
         skips = self._skips.received(Op.SEND_F if action.op is Op.F else Op.SEND_B, action)
         return [*([] if awaited is None else [awaited]), *skips]
@@ -176,7 +176,7 @@ class Executor:
             self._transport.release(message)
 
     def _loss(self, total: Tensor, count: Tensor) -> Tensor:
-        """This slice's part of the global mean: its sum over the valid tokens of the whole batch (rule 9)."""
+        """Returns this slice's part of the global mean: its sum over the valid tokens of the whole batch (rule 9)."""
         self._state.loss += total.detach()
         self._state.count += count
         return total / (self._state.batch.num_valid / self._state.batch.loss_scale)
@@ -240,7 +240,7 @@ class Executor:
             add_gradient()
 
     def _output_gradients(self, action: Action) -> Tensors:
-        """The gradients B starts from: received, or left by stages of this rank; of the outputs that need one."""
+        """Returns the outputs' gradients, from which B starts: received, or left by stages of this rank."""
         awaited = awaited_send(action, self._schedule)
         regular = self._receive(awaited) if awaited else self._state.gradients.pop(key_of(action))
         return (*regular, *self._skips.take(Op.SEND_B, action))

@@ -18,14 +18,14 @@ class OffloadedBlocks(Protocol):
         """Begins to copy the blocks into new memory of the device. Use them after `wait`."""
 
     def wait(self) -> None:
-        """Let what the device does from now on wait until the loaded blocks are there."""
+        """Makes whatever the device does from now on wait until the loaded blocks are there."""
 
     def close(self) -> None:
-        """Free the host's memory, loaded or not."""
+        """Frees the host's memory, whether the blocks were loaded or not."""
 
 
 def host_memory_of(device: torch.device) -> Callable[[list[Tensor]], OffloadedBlocks]:
-    """Returns what begins to move blocks of a device's memory to the host."""
+    """Returns a function that begins to move blocks of a device's memory to the host."""
     if device.type != "cuda":
         return BlocksInFile
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -33,9 +33,9 @@ def host_memory_of(device: torch.device) -> Callable[[list[Tensor]], OffloadedBl
 
 
 class BlocksInFile:
-    """The CPU's host memory is a file in the system's folder for them (TMPDIR), without a name.
+    """Blocks of the CPU's memory in a temporary file without a name, in TMPDIR.
 
-    The operating system deletes it when it is closed, by whatever end the process comes to.
+    The operating system deletes it when it is closed, however the process ends.
     """
 
     def __init__(self, blocks: list[Tensor]) -> None:
@@ -59,7 +59,7 @@ class BlocksInFile:
 
 
 class PinnedBlocks:
-    """Copies alongside the computing, on one stream, in the order of the schedule."""
+    """Blocks in pinned memory, copied alongside the computing on one stream, in the order of the schedule."""
 
     def __init__(self, blocks: list[Tensor], stream: torch.cuda.Stream) -> None:
         self._stream = stream

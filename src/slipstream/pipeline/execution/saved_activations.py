@@ -1,4 +1,4 @@
-"""What forwards save for a later R or OFFLOAD, and how it goes to the host and back."""
+"""Keeps what forwards save for a later R or OFFLOAD, and moves it to the host and back."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slipstream.schedule import Action, Op, Schedule
 
 
 class SavedActivations:
-    """One rank's: without R and OFFLOAD in the schedule, saving is left to autograd."""
+    """The saved activations of one rank; without R and OFFLOAD in the schedule, saving is left to autograd."""
 
     def __init__(self, stages: Mapping[int, Stage], recompute: RecomputePolicy | None, device: torch.device) -> None:
         self._stages, self._recompute = stages, recompute or RecomputePolicy()
         self._to_host = host_memory_of(device)
 
     def begin(self, schedule: Schedule, rank: int, state: StepState) -> None:
-        """Call it when a step begins."""
+        """Begins a step."""
         self._schedule, self._state = schedule, state
         saves = any(action.op in (Op.R, Op.OFFLOAD) for action in schedule.actions[rank])
         self._storages = {number: model_storages(stage.model) for number, stage in self._stages.items() if saves}

@@ -59,8 +59,10 @@ class Observer(Protocol):
 
 
 def entrances(inputs: Tensors, specs: Sequence[TensorSpec], leave: Callable[[int, Tensor], None]) -> Tensors:
-    """The inputs of a stage as its graph's beginnings: `leave` gets their gradients, each with its input's number, and
-    nothing keeps their memory."""
+    """Returns a stage's inputs as the beginnings of its graph, which keeps none of their memory.
+
+    `leave` gets each gradient with the number of its input.
+    """
     enter: Any = _Entrance.apply
     numbered = enumerate(zip(inputs, specs, strict=True))
     token = torch.empty(0, requires_grad=True)
@@ -92,7 +94,7 @@ def roots_of(outputs: Tensors) -> Roots:
 
 
 def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
-    """`gradients` are those of the outputs that something depends on; a loss has None.
+    """Runs the backward from `roots`, given the gradients of outputs that something depends on; a loss has None.
 
     The last output comes first: where several are one tensor, their gradients are added up in the order in which
     autograd adds those of its users, the last first.
@@ -104,7 +106,7 @@ def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
 
 
 def with_zeros(gradients: Sequence[Tensor | None], specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
-    """The gradients of the tensors that need one, zeros for those on which nothing depends."""
+    """Returns the gradients of the tensors that need one, zeros for those on which nothing depends."""
     needing = [spec for spec in specs if spec.needs_gradient]
     return tuple(
         torch.zeros(spec.shape, dtype=spec.dtype, device=device) if gradient is None else gradient

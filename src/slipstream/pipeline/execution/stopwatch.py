@@ -1,4 +1,4 @@
-"""When an action began and ended, without waiting for the device while the step runs."""
+"""Notes when actions begin and end, without waiting for the device while the step runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stopwatch:
         return event
 
     def record(self, action: Action, began: _Mark) -> None:
-        """The action that began at a mark ends now."""
+        """Records that the action which began at a mark ends now."""
         self._marks.append((action, began, self.mark()))
 
     def spans(self) -> list[Span]:

@@ -88,7 +88,7 @@ def _check_sharding(anatomy: ModelAnatomy, tensor_ranks: int, options: PipelineO
 def assign_layers(
     model: WeighedModel, partition: str | Sequence[float], placement: Sequence[int]
 ) -> tuple[tuple[LayerRange, ...], ModelAnatomy]:
-    """The layers of every stage, and the anatomy, with `halves` if they are needed.
+    """Returns the layers of every stage, and the anatomy, with `halves` if they are needed.
 
     They are where a stage ends inside a layer, and where dropout draws random numbers: its random state is keyed by
     the half (rule 10), so that it doesn't matter who is cut.
@@ -108,7 +108,7 @@ def assign_layers(
 
 
 def _balanced(model: WeighedModel, placement: Sequence[int]) -> tuple[list[float], tuple[LayerPart, ...]]:
-    """Whole layers, unless half ones make the slowest rank clearly faster and the architecture allows them."""
+    """Returns whole numbers of layers, unless halves make the slowest rank clearly faster and the model allows them."""
     costs = model.costs()
     whole = partition_layers(costs, len(placement), placement=placement)
     slowest = _slowest_rank(costs, whole, placement)
@@ -132,8 +132,10 @@ def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequ
 
 
 class WeighedModel:
-    """A model that isn't in memory, its layers weighed by a token's multiplications: with weights, and, where `seq_len`
-    is known, of attention in so long sequences."""
+    """A model that isn't in memory, its layers weighed by the multiplications that a token needs.
+
+    These are the products with weights and, where `seq_len` is known, those of attention in sequences of that length.
+    """
 
     def __init__(self, config: PretrainedConfig, anatomy: ModelAnatomy, seq_len: int | None) -> None:
         self.config, self.anatomy, self._module = config, anatomy, meta_model(config)
@@ -149,8 +151,10 @@ class WeighedModel:
             return ()
 
     def costs(self, halves: Sequence[LayerPart] = ()) -> list[float]:
-        """Returns those of each layer, or of its attention and its feed-forward half where `halves` are given; the last
-        one's include the head's."""
+        """Returns the multiplications of each layer, or of both halves of each where `halves` are given.
+
+        The last one's include those of the head.
+        """
         costs = []
         for index, layer in enumerate(self.layers):
             for half in LayerHalf if halves else (None,):
@@ -163,7 +167,7 @@ class WeighedModel:
         return costs
 
     def _attended(self, layer: int) -> float:
-        """Multiplications of a token's scores and of their values, over the keys that it sees on average."""
+        """Returns the multiplications of a token with the keys and the values that it sees on average."""
         text, length = self._text, self._seq_len
         if length is None:
             return 0.0
@@ -175,8 +179,7 @@ class WeighedModel:
         return float(2 * text.num_attention_heads * width * keys)
 
     def _multiplications(self, module: nn.Module) -> float:
-        """Matrices multiply once with every token; of experts, held as one 3-D tensor, only those a token is sent
-        to."""
+        """Returns a token's multiplications: one per element of a matrix; of experts (3-D), those it is sent to."""
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next(filter(None, (getattr(self._text, name, None) for name in names)), 1)
         used = min(1.0, (getattr(self._text, "num_experts_per_tok", None) or 1) / experts)

@@ -1,4 +1,4 @@
-"""Gather the stages' weights on one rank and write them as transformers does."""
+"""Gathers the stages' weights on one rank and writes them as transformers does."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def gather_state(stages: Iterable[Stage], ranks: Ranks, parameters: Parameters) 
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Collective over the replicas where the tensor is spread over them."""
+    """Returns the tensor with all its rows. Collective over the replicas where it is spread over them."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -76,7 +76,7 @@ class SequenceFamily:
             raise SlipstreamError("slices='auto' is for causal LMs. Give a count, such as 4, or token lengths.")
 
     def length(self, batch: WholeBatch) -> int:
-        """The tokens that reach CutTokens, where they are cut into slices."""
+        """Returns the number of tokens that reach CutTokens, where they are cut into slices."""
         if not self._is_sliced:
             return 1
         assert self._cut is not None

@@ -19,14 +19,14 @@ ModelFamily = CausalLMFamily | SequenceFamily
 
 
 def family_of(model: object, options: PipelineOptions, ranks: Ranks, device: torch.device) -> ModelFamily:
-    """Collective. Raises SlipstreamError for what is neither a causal LM nor an nn.Sequential."""
+    """Returns the model's family; raises SlipstreamError unless it is a causal LM or an nn.Sequential. Collective."""
     if isinstance(model, nn.Sequential) and is_plain_sequential(model):
         return SequenceFamily(model, options, ranks, device)
     return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), options, ranks, device)
 
 
 def causal_lm(family: ModelFamily, wanted: str) -> CausalLMFamily:
-    """The family of a causal LM. Raises SlipstreamError that says that only these have what is wanted."""
+    """Returns the family of a causal LM; raises SlipstreamError for any other, which lacks what is `wanted`."""
     if not isinstance(family, CausalLMFamily):
         raise SlipstreamError(
             f"{wanted} is for models of transformers, but this pipeline's is an nn.Sequential. Save a sequence by "
@@ -36,7 +36,7 @@ def causal_lm(family: ModelFamily, wanted: str) -> CausalLMFamily:
 
 
 def layer_sequence(family: ModelFamily, wanted: str) -> SequenceFamily:
-    """The family of an nn.Sequential. Raises SlipstreamError that says that only these have what is wanted."""
+    """Returns the family of an nn.Sequential; raises SlipstreamError for any other, which lacks what is `wanted`."""
     if not isinstance(family, SequenceFamily):
         raise SlipstreamError(
             f"{wanted} is for an nn.Sequential, but this pipeline's model is a causal LM: `slipstream plan` says how "

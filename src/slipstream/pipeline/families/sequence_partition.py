@@ -1,4 +1,4 @@
-"""Which layers of a sequence each stage has: as the user says, or balanced by what they cost."""
+"""Assigns the layers of a sequence to stages: as the user says, or balanced by what they cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOPS_PER_BYTE = 10  # what memory holds up a layer that computes little with wh
 
 @dataclass(frozen=True)
 class Balance:
-    """The evenness of the ranks: an imbalance of 1.0 where all cost the same."""
+    """How evenly the ranks are loaded: an imbalance of 1.0 means that all cost the same."""
 
     imbalance: float  # the slowest rank's cost over the mean
     rank: int  # the slowest
@@ -53,7 +53,7 @@ def divide(
     costs: Sequence[float] | None,
     placement: Sequence[int],
 ) -> tuple[range, ...]:
-    """The layers of every stage. Raises SlipstreamError for a partition that isn't one, or too many stages."""
+    """Returns the layers of every stage. Raises SlipstreamError for an invalid partition, or too many stages."""
     num_stages = len(placement)
     if num_stages > len(layers):
         raise SlipstreamError(

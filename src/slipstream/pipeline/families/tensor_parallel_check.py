@@ -1,4 +1,4 @@
-"""Before training with tensor parallelism: the same architecture at toy size, shared by the ranks against whole.
+"""Checks tensor parallelism before training: a toy of the architecture shared by the ranks, against the whole toy.
 
 A plan says how weights are cut, not what the code between them reads: a size that stays whole, a norm over features
 that a rank has only some of, a bias counted on every rank. Running it shows all of these.
@@ -34,7 +34,7 @@ _INTERMEDIATE_SIZES = (
 def check_tensor_parallel(
     config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: RankGroup, sequence: bool
 ) -> None:
-    """Collective over the tensor axis: loss and all gradients in float64, with heads and features for its ranks.
+    """Compares the loss and all gradients of the toy in float64. Collective over the tensor axis.
 
     Raises SlipstreamError, on every rank, that names the parameter whose gradient would be wrong, or what can't run.
     """
@@ -99,7 +99,10 @@ def _first_wrong_gradient(whole: PreTrainedModel, shared: PreTrainedModel, paral
 
 
 def _toy_config(config: PretrainedConfig, tensor_ranks: int) -> PretrainedConfig:
-    """The toy with heads and features that its ranks can share, with as many ranks to a key-value head as `config`."""
+    """Returns the toy's config with heads and features that the ranks can share.
+
+    As many ranks have one key-value head as have it with `config`.
+    """
     toy = toy_config(config)
     num_heads = config.num_attention_heads
     num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads

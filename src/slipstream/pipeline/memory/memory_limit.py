@@ -59,7 +59,7 @@ def _key(step: RehearsedStep) -> tuple[int, ...]:
 
 
 def _token_bytes(step: RehearsedStep) -> int:
-    """An upper bound of the bytes of the batch, cut and uncut, which the table leaves out."""
+    """Returns an upper bound of the bytes of the batch, cut and uncut, which the table leaves out."""
     return _BATCH_TENSORS * step.token_ids.nbytes
 
 

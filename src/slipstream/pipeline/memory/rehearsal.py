@@ -97,7 +97,7 @@ class _Run:
         return sum(change.context for action, change in self.changes.items() if self._is_first_backward(action, 1))
 
     def footprints(self) -> dict[tuple[StageSlice, Op], Footprint]:
-        """The footprints in the second microbatch, which adds to weight gradients that exist."""
+        """Returns the footprints in the second microbatch, which adds to weight gradients that exist."""
         found = {}
         for action, change in self.changes.items():
             if action.microbatch == 1 and action.op not in SENDS:
@@ -106,7 +106,7 @@ class _Run:
         return found
 
     def first_peaks(self) -> dict[tuple[StageSlice, Op], float]:
-        """The peaks of the first microbatch's first backward, which makes the weight gradients."""
+        """Returns the peaks of the first microbatch's first backward, which makes the weight gradients."""
         return {
             (self._unit(action), action.op): change.peak
             for action, change in self.changes.items()
@@ -114,7 +114,7 @@ class _Run:
         }
 
     def gradients(self) -> dict[tuple[int, Op], float]:
-        """The bytes of weight gradients that the first microbatch makes."""
+        """Returns the bytes of weight gradients that the first microbatch makes."""
         made: defaultdict[tuple[int, Op], float] = defaultdict(float)
         for action, change in self.changes.items():
             if action.microbatch == 0 and action.op in BACKWARDS:
@@ -125,7 +125,7 @@ class _Run:
         return self.like._replace(slice=action.slice)
 
     def _is_first_backward(self, action: Action, microbatch: int) -> bool:
-        """Backwards run from the last slice to the first."""
+        """Returns whether this is the microbatch's first backward; they run from the last slice to the first."""
         return action.op in (Op.B, Op.I) and (action.microbatch, action.slice) == (microbatch, self.num_slices - 1)
 
     def _freed_by_send(self, action: Action) -> int:
@@ -174,7 +174,7 @@ def _run(
 
 
 def _alone(like: StageSlice, split: bool, schedule: Schedule) -> Schedule:
-    """Two microbatches on one stage, all others being on ranks that do nothing."""
+    """Returns the schedule of two microbatches on one stage, all others being on ranks that do nothing."""
     row = [action for m in range(2) for action in _microbatch(like, split, m, schedule)]
     placement = tuple(range(schedule.num_stages))
     rows = tuple(tuple(row) if number == like.stage else () for number in placement)
@@ -182,7 +182,7 @@ def _alone(like: StageSlice, split: bool, schedule: Schedule) -> Schedule:
 
 
 def _microbatch(like: StageSlice, split: bool, microbatch: int, schedule: Schedule) -> Iterator[Action]:
-    """Forwards, and backwards in reverse, each with what belongs to it."""
+    """Yields the forwards, then the backwards in reverse, each with the actions that go with it."""
     not_first, not_last = like.stage > 0, like.stage + 1 < schedule.num_stages
     forward = [(Op.RECV_F, not_first), (Op.F, True), (Op.SEND_F, not_last), (Op.OFFLOAD, like.offloaded)]
     backward = [
@@ -236,7 +236,7 @@ def _without_gradients(stage: Stage) -> Iterator[None]:
 
 
 def _owned_tensors(stages: Mapping[int, Stage]) -> dict[int, list[Tensor]]:
-    """Parameters and buffers per stage; what several stages share, with the first of them."""
+    """Returns the parameters and buffers of each stage; what several stages share counts for the first of them."""
     owners: dict[int, tuple[int, Tensor]] = {}
     for number, stage in stages.items():
         for tensor in (*stage.model.parameters(), *stage.model.buffers()):

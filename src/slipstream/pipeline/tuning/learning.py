@@ -42,12 +42,12 @@ class SearchSpace:
     limit: float | None = None
 
     def make(self, num_slices: int) -> Schedule:
-        """The schedule to start from."""
+        """Returns the schedule to start from."""
         schedule = make_schedule(self.name, self.num_ranks, self.num_microbatches, num_slices, self.stages_per_rank)
         return join_backwards(schedule) if self.reorders else schedule  # to be split where that pays
 
     def frugal(self, num_slices: int) -> Schedule:
-        """The one that holds the least, a microbatch after the other."""
+        """Returns the schedule that holds the least: one microbatch after the other."""
         name = "v-min" if self.name == "zb-v" else "breadth-first"  # of the same placement
         alone = make_schedule(name, self.num_ranks, 1, num_slices, self.stages_per_rank)
         return in_flushes(join_backwards(alone), self.num_microbatches)
@@ -57,12 +57,12 @@ class SearchSpace:
         return split_backwards(start) if self.splits else start
 
     def quick(self, slices: Sequence[int], cost: TableCost) -> Schedule:
-        """About what will run, without the limit."""
+        """Returns approximately the schedule that will run, ignoring the limit."""
         return _find(self.make(len(slices)), cost, self.splits, _QUICK) if self.reorders else self.start(slices)
 
 
 def learn_order(freedom: SearchSpace, slices: Sequence[int]) -> Inquiry[Trial]:
-    """The best order of the given slices."""
+    """Finds the best order of the given slices."""
     orders = yield from _affordable(freedom, tuple(slices))
     samples = yield from _observe(orders, tuple(slices), warm_up=2)
     trial = yield from _trial(freedom, tuple(slices), samples.cost(min), splits=len(orders) > 1)
@@ -71,7 +71,7 @@ def learn_order(freedom: SearchSpace, slices: Sequence[int]) -> Inquiry[Trial]:
 
 
 def learn_slices(freedom: SearchSpace, length: int) -> Inquiry[Trial]:
-    """The best slices of `length` tokens; where that is free, each slicing gets its own best order.
+    """Finds the best slices of `length` tokens; where the order is free, each slicing gets its own best order.
 
     Equal slices are measured, in two numbers, and times are fitted to them: a constant, a part for every token and one
     for every pair of tokens that attend. The slicings that are best by simulation, and the better equal ones, are then
@@ -108,7 +108,7 @@ def learn_slices(freedom: SearchSpace, length: int) -> Inquiry[Trial]:
 
 
 def _affordable(freedom: SearchSpace, slices: tuple[int, ...]) -> Inquiry[list[Schedule]]:
-    """The orders whose times are measured, split backwards first: all that are within the limit.
+    """Returns the orders whose times are measured, split backwards first: all that are within the limit.
 
     Raises SlipstreamError where the order is free and even the frugal one is above.
     """
@@ -138,7 +138,7 @@ def _fitting(orders: list[Schedule], slices: tuple[int, ...], limit: float | Non
 
 
 def _observe(orders: Sequence[Schedule], slices: tuple[int, ...], warm_up: int) -> Inquiry[Samples]:
-    """Run each order some steps, and note how long everything takes."""
+    """Runs each order for some steps, and notes how long everything takes."""
     samples = Samples()
     for number, order in enumerate(orders):
         skipped = 1 if number else warm_up  # memory is touched for the first time
@@ -150,7 +150,7 @@ def _observe(orders: Sequence[Schedule], slices: tuple[int, ...], warm_up: int) 
 
 
 def _trial(freedom: SearchSpace, slices: tuple[int, ...], cost: TableCost, splits: bool) -> Inquiry[Trial | None]:
-    """These slices in the best order there is; None where that is above the limit."""
+    """Returns these slices in the best order there is; None where that is above the limit."""
     limit = freedom.limit
     if freedom.reorders and limit is None:
         return Trial(_find(freedom.make(len(slices)), cost, splits), slices)
@@ -165,7 +165,7 @@ def _trial(freedom: SearchSpace, slices: tuple[int, ...], cost: TableCost, split
 def _find(
     start: Schedule, cost: TableCost, splits: bool, effort: float = 2e7, limit: Sequence[float] | None = None
 ) -> Schedule:
-    """The best order found; `limit` is the most bytes of activations on each rank."""
+    """Returns the best order found; `limit` is the most bytes of activations on each rank."""
     from slipstream.planner.order.best_order import find_order  # its compiled code takes a while to load
 
     counts = start.placement, start.num_microbatches, start.num_slices
@@ -173,7 +173,7 @@ def _find(
 
 
 def _order_within(limit: float, frugal: Trial, cost: TableCost, splits: bool) -> Inquiry[Schedule]:
-    """The fastest order found, by simulation, of those whose peaks are within the limit, as `frugal` is.
+    """Returns the fastest order found, by simulation, of those whose peaks are within the limit, as `frugal`'s is.
 
     `find_order` counts activations alone, from their forward to the end of their backward. What is held besides is
     guessed to be what `frugal` holds besides; the room that this leaves over one microbatch is halved, and halved

@@ -1,4 +1,4 @@
-"""Which slicings of a sequence are worth a trial: by times fitted to the few that were measured, on the simulator."""
+"""Chooses the slicings of a sequence that are worth a trial, by simulation with times fitted to a few measured ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OrderOfSlices = Callable[[Slices], Schedule]
 class SliceTimes:
     """Times fitted per stage and op: t(i, j) = a0 + a1 i + a2 (i j + i^2/2) for a slice of i tokens after j others.
 
-    `planner.fit.TimeFit` can't serve here. Its times without context are a table over measured lengths, between which
+    `planner.costs.TimeFit` can't serve here. Its times without context are a table over measured lengths, between which
     it draws lines, and beyond which it refuses; the steps of a run measure a slice without context once per slicing,
     so two lengths, and the slices asked for are shorter and longer than those.
     """
@@ -63,14 +63,14 @@ def granularity_for(length: int) -> int:
 
 
 def nearly_equal(length: int, count: int, granularity: int) -> Slices:
-    """Slices that begin at multiples of the granularity."""
+    """Returns nearly equal slices that begin at multiples of the granularity."""
     slices = [units * granularity for units in slice_lengths(count, length // granularity)]
     slices[-1] += length % granularity
     return tuple(slices)
 
 
 def promising(start: OrderOfSlices, best: OrderOfSlices, cost: Costs, length: int, granularity: int) -> list[Slices]:
-    """The slicings of the shortest simulated steps, each of another number of slices, best first.
+    """Returns the slicings with the shortest simulated steps, each with a different number of slices, best first.
 
     For each number the search and the growing slicings are compared in the order `start`. The numbers are compared in
     the order `best`, which is what will run: it may hide a longer fill, and so want fewer slices.
@@ -97,7 +97,7 @@ def _searched(start: OrderOfSlices, cost: Costs, length: int, granularity: int) 
 
 
 def growing(length: int, granularity: int) -> Iterator[Slices]:
-    """Slices that grow from a short first one, which is all that the later stages wait for, to a plateau.
+    """Yields slices that grow from a short first one, which is all that the later stages wait for, to a plateau.
 
     A short last one is what the first stage waits for when its forwards are done.
     """
@@ -110,7 +110,7 @@ def growing(length: int, granularity: int) -> Iterator[Slices]:
 
 
 def _rounded(weights: list[float], length: int, granularity: int) -> Slices | None:
-    """Lengths in these proportions, cut at multiples of the granularity; None where a slice would be empty."""
+    """Returns lengths in these proportions, cut at multiples of the granularity; None where a slice would be empty."""
     total = sum(weights)
     cuts = [round(so_far / total * length / granularity) * granularity for so_far in accumulate(weights, initial=0.0)]
     cuts[-1] = length

@@ -82,7 +82,7 @@ class Samples:
 
 
 def fastest(trials: Iterable[Trial]) -> Inquiry[Trial]:
-    """The trial with the least `undisturbed_seconds`, by successive halving (Jamieson and Talwalkar 2016).
+    """Finds the trial with the least `undisturbed_seconds`, by successive halving (Jamieson and Talwalkar 2016).
 
     All run some steps, the better half, two at least, run as many again, alternately, and the best is chosen.
     """
@@ -113,7 +113,7 @@ def undisturbed_seconds(timelines: Sequence[Timeline]) -> float:
 
 
 def _schedule_of(timeline: Timeline) -> Schedule:
-    """The compute actions that ran, recomputation too."""
+    """Returns the compute actions that ran, including recomputation."""
     spans = sorted(timeline.compute_spans, key=lambda span: span.start)
     rows = tuple(tuple(span.action for span in spans if span.rank == rank) for rank in range(timeline.num_ranks))
     ranks = {span.action.stage: span.rank for span in spans}

@@ -1,4 +1,4 @@
-"""What the next step runs: always the same, or with schedule="auto" and slices="auto" whatever suits best so far."""
+"""Decides what the next step runs: always the same, or with schedule="auto" and slices="auto" the best so far."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Tuner:
         return (self._reorders or self._reslices) and not self._is_settled
 
     def begin(self, length: int) -> Schedule:
-        """The schedule of the next step, whose sequences have `length` tokens.
+        """Returns the schedule of the next step, whose sequences have `length` tokens.
 
         Tuning is for the length of the first step that is learned from.
         """
@@ -74,7 +74,7 @@ class Tuner:
         return self.schedule
 
     def listens_to(self, length: int) -> bool:
-        """Whether the timeline of a step on sequences of `length` tokens is wanted."""
+        """Returns whether the timeline of a step on sequences of `length` tokens is wanted."""
         return self.is_tuning and length == self._length
 
     def decide(self, answer: TrialResult) -> TrialRequest:
@@ -96,7 +96,7 @@ class Tuner:
         return self.schedule
 
     def lengths(self, length: int) -> list[int]:
-        """The slices of such a sequence; slices found for another length are taken as their number."""
+        """Returns the slices of such a sequence; slices found for another length are taken as their number."""
         found_for_another = self._reslices and length != self._length
         return slice_lengths(self._count if found_for_another else self.slices, length)
 

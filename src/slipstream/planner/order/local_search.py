@@ -140,7 +140,7 @@ def _copy(order: ActionOrder) -> ActionOrder:
 
 @compiled
 def _proposal(graph: ActionGraph, order: ActionOrder, split: Flags, late: int, at: int) -> tuple[int, int]:
-    """The move to try as (from, to) places of the rank's row, where `late` is at `at`.
+    """Returns the move to try as (from, to) places of the rank's row, where `late` is at `at`.
 
     From -1: the weight gradient of a whole backward is inserted. To -1: it is removed, and the backward is whole.
     """

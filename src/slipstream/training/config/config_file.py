@@ -1,4 +1,4 @@
-"""A configuration's file: YAML and dotted overrides, and the mesh filled in."""
+"""Reads a configuration from YAML and dotted overrides, and fills in the mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.training.config.run_config import Config
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file, with `section.key=value` overrides (values are YAML).
+    """Returns the configuration of a YAML file, with `section.key=value` overrides (values are YAML).
 
     Raises SlipstreamError for a file that can't be read, an unknown key or a value that isn't allowed.
     """
@@ -36,7 +36,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(values: dict[str, Any]) -> Config:
-    """A checked configuration from nested dictionaries; SlipstreamError lists everything that is wrong."""
+    """Returns a checked configuration from nested dictionaries; SlipstreamError lists everything that is wrong."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -44,7 +44,7 @@ def parse_config(values: dict[str, Any]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as YAML that `load_config` reads back."""
+    """Returns the configuration as YAML that `load_config` reads back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
@@ -53,7 +53,7 @@ _MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("pa
 
 
 def _fill_mesh(values: dict[str, Any]) -> None:
-    """An axis that is `auto` gets the processes that the others leave: the launcher's, or one for each GPU."""
+    """Gives an axis that is `auto` the processes that the others leave: the launcher's, or one for each GPU."""
     given = {
         axis: (values.get(section) or {}).get(name) or getattr(Config.model_fields[section].default, name)
         for axis, (section, name) in _MESH.items()

@@ -43,7 +43,7 @@ class Config(Record):
         return self
 
     def pipeline_options(self) -> dict[str, Any]:
-        """The arguments of the Pipeline that the configuration gives."""
+        """Returns the arguments of the Pipeline that the configuration gives."""
         return {
             **{name: getattr(self.pipeline, name) for name in _PIPELINE_OPTIONS},
             "schedule": named_schedule(self.pipeline),
@@ -100,7 +100,7 @@ def _check_schedule(pipeline: sections.PipelineSection, num_flushes: int) -> Non
 
 
 def named_schedule(pipeline: sections.PipelineSection) -> str | Schedule:
-    """The schedule in the text file that `pipeline.schedule` names, or the name itself."""
+    """Returns the schedule in the text file that `pipeline.schedule` names, or the name itself."""
     path = Path(pipeline.schedule)
     if path.suffix != ".txt":
         return pipeline.schedule

@@ -1,4 +1,4 @@
-"""Whether the model can be trained as the configuration splits it."""
+"""Checks whether the model can be trained as the configuration splits it."""
 
 from __future__ import annotations
 
