@@ -20,6 +20,7 @@ NAMES = [
     "Layers",
     "MeasuredCost",
     "Memory",
+    "MicrobatchCost",
     "Op",
     "Parallelism",
     "ParameterShare",

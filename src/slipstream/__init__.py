@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from slipstream.schedule.lowering import add_communication, split_backwards
     from slipstream.schedule.memory_passes import add_offload, add_recompute, in_flushes
     from slipstream.schedule.validation import validate
-    from slipstream.simulator import CostModel, MeasuredCost, TableCost, UnitCost, simulate
+    from slipstream.simulator import CostModel, MeasuredCost, MicrobatchCost, TableCost, UnitCost, simulate
     from slipstream.timeline.chrome_trace import load_trace, save_trace
     from slipstream.timeline.idle_causes import Cause, Wait, find_waits, idle_by_cause
     from slipstream.timeline.picture import draw_timelines
@@ -56,7 +56,7 @@ __all__ += ["find_order", "layer_sequence_costs", "schedule_costs", "slicing_fro
 __all__ += ["GENERATORS", "STAGES_PER_RANK", "gpipe", "interleaved_one_f_one_b", "make_schedule", "one_f_one_b"]
 __all__ += ["Action", "Op", "Schedule", "ScheduleError", "predecessors", "validate"]
 __all__ += ["add_communication", "add_offload", "add_recompute", "in_flushes", "split_backwards"]
-__all__ += ["CostModel", "MeasuredCost", "TableCost", "UnitCost", "simulate"]
+__all__ += ["CostModel", "MeasuredCost", "MicrobatchCost", "TableCost", "UnitCost", "simulate"]
 __all__ += ["Cause", "Span", "Timeline", "Wait", "draw_timelines", "find_waits", "idle_by_cause"]
 __all__ += ["load_trace", "save_trace"]
 

@@ -38,7 +38,7 @@ class Problem:
     placement: tuple[int, ...]
     num_ranks: int
     num_microbatches: int
-    num_slices: int
+    slice_counts: tuple[int, ...]
     reach: tuple[tuple[int, ...], ...] | None
     split: frozenset[tuple[int, int, int]]
 
@@ -51,12 +51,12 @@ class Problem:
             (g, m, i)
             for g in range(len(self.placement))
             for m in range(self.num_microbatches)
-            for i in range(self.num_slices)
+            for i in range(self.slice_counts[m])
         ]
         down = {unit: Action(Op.I if unit in self.split else Op.B, *unit) for unit in units}
         edges: dict[Action, set[Action]] = {}
         for g, m, i in units:
-            later = [j for j in range(i + 1, self.num_slices) if self.attends(m, j, i)]
+            later = [j for j in range(i + 1, self.slice_counts[m]) if self.attends(m, j, i)]
             earlier = [j for j in range(i) if self.attends(m, i, j)]
             edges[Action(Op.F, g, m, i)] = {Action(Op.F, g, m, j) for j in earlier}
             edges[down[g, m, i]] = {Action(Op.F, g, m, i), *(down[g, m, j] for j in later)}
@@ -73,12 +73,13 @@ class Problem:
         for action in order:
             rows[self.placement[action.stage]].append(action)
         actions = tuple(map(tuple, rows))
-        return Schedule("random", actions, self.placement, self.num_microbatches, self.num_slices, self.reach)
+        counts = self.slice_counts
+        return Schedule("random", actions, self.placement, self.num_microbatches, max(counts), self.reach, counts)
 
 
-def reaches(num_microbatches: int, num_slices: int) -> st.SearchStrategy:
-    row = st.tuples(*(st.integers(0, i) for i in range(num_slices)))
-    return st.none() | st.tuples(*[row] * num_microbatches)
+def reaches(slice_counts: tuple[int, ...]) -> st.SearchStrategy:
+    rows = (st.tuples(*(st.integers(0, i) for i in range(count))) for count in slice_counts)
+    return st.none() | st.tuples(*rows)
 
 
 @st.composite
@@ -88,9 +89,10 @@ def problems(draw: st.DrawFn) -> Problem:
     v = tuple(min(g % (2 * num_ranks), 2 * num_ranks - 1 - g % (2 * num_ranks)) for g in range(num_stages))
     anywhere = st.tuples(*[st.integers(0, num_ranks - 1)] * num_stages)
     placement = draw(st.sampled_from([loop, v]) | anywhere)
-    m, s = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    unit = st.tuples(st.integers(0, num_stages - 1), st.integers(0, m - 1), st.integers(0, s - 1))
-    return Problem(placement, num_ranks, m, s, draw(reaches(m, s)), draw(st.frozensets(unit)))
+    m, s = draw(st.integers(1, 3)), st.integers(1, 4)
+    counts = (draw(s),) * m if draw(st.booleans()) else draw(st.tuples(*[s] * m))
+    unit = st.tuples(st.integers(0, num_stages - 1), st.integers(0, m - 1), st.integers(0, max(counts) - 1))
+    return Problem(placement, num_ranks, m, counts, draw(reaches(counts)), draw(st.frozensets(unit)))
 
 
 @st.composite

@@ -1,6 +1,16 @@
 """What runs in which order: schedules as data, their rules, generators and passes. Imports no torch."""
 
-from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
+from slipstream.schedule.action import (
+    BACKWARDS,
+    COMMUNICATION,
+    RECEIVES,
+    SENDS,
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    SliceCounts,
+)
 from slipstream.schedule.dependencies import awaited_send, predecessors, sending
 from slipstream.schedule.generators import AUTOMATIC, GENERATORS, STAGES_PER_RANK, check_name, make_schedule, placed_as
 from slipstream.schedule.hang import report_wait

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -45,6 +45,8 @@ _OTHER_END = {
     Op.SEND_B: (Op.RECV_B, -1),
     Op.RECV_B: (Op.SEND_B, 1),
 }
+
+SliceCounts = int | Sequence[int]  # of every microbatch alike, or of each
 
 _NUMBER = "(0|[1-9][0-9]*)"
 _OPS = "|".join(sorted(Op, key=len, reverse=True))
@@ -109,7 +111,8 @@ class Schedule:
         actions: for every pipeline rank, what it runs.
         placement: the rank that holds each stage.
         num_microbatches: microbatches of a step.
-        num_slices: token slices of each microbatch.
+        num_slices: token slices of each microbatch, or the most that one has.
+        slice_counts: where microbatches differ, the token slices of each; not given: all have `num_slices`.
         reach: `reach[microbatch][i]` is the first slice that slice i attends to (documents and sliding windows
             shorten it); None means that every slice attends to all earlier ones.
 
@@ -123,6 +126,7 @@ class Schedule:
     num_microbatches: int
     num_slices: int
     reach: tuple[tuple[int, ...], ...] | None = None
+    slice_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name.splitlines()) != 1 or self.name.strip() != self.name:
@@ -131,17 +135,28 @@ class Schedule:
         if min(counts) < 1:
             rule = "A schedule needs at least one stage, rank, microbatch and slice"
             raise ScheduleError(f"{rule}, but {self.name} has {', '.join(map(str, counts))}.")
+        self._check_slice_counts()
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < self.num_ranks:
                 raise ScheduleError(f"Stage {stage} is placed on rank {rank}; the ranks are 0 to {self.num_ranks - 1}.")
         if self.reach is not None:
             self._check_reach(self.reach)
 
+    def _check_slice_counts(self) -> None:
+        counts = self.slice_counts or (self.num_slices,) * self.num_microbatches
+        if len(counts) != self.num_microbatches or min(counts) < 1 or max(counts) != self.num_slices:
+            raise ScheduleError(
+                f"{self.name} has slices {' '.join(map(str, counts))}; give {self.num_microbatches} microbatches 1 to "
+                f"{self.num_slices} slices each, and at least one of them {self.num_slices}."
+            )
+        object.__setattr__(self, "slice_counts", counts)
+
     def _check_reach(self, reach: tuple[tuple[int, ...], ...]) -> None:
-        if len(reach) != self.num_microbatches or any(len(row) != self.num_slices for row in reach):
+        if tuple(map(len, reach)) != self.slice_counts:
+            wanted = f"{list(self.slice_counts)}" if self.is_ragged else f"{self.num_slices}"
             raise ScheduleError(
                 f"reach has rows of {[len(row) for row in reach]} slices; it needs one row of "
-                f"{self.num_slices} for each of {self.num_microbatches} microbatches."
+                f"{wanted} for each of {self.num_microbatches} microbatches."
             )
         for microbatch, row in enumerate(reach):
             for i, first in enumerate(row):
@@ -156,6 +171,16 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         return len(self.actions)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether microbatches differ in their number of slices."""
+        return min(self.slice_counts) < self.num_slices
+
+    @property
+    def microbatch_slices(self) -> list[tuple[int, int]]:
+        """The (microbatch, slice) of every slice, in order."""
+        return [(m, i) for m, count in enumerate(self.slice_counts) for i in range(count)]
 
     @cached_property
     def positions(self) -> dict[Action, tuple[int, int]]:
@@ -184,7 +209,8 @@ class Schedule:
     def __str__(self) -> str:
         """Returns the text form that `Schedule.parse` reads: a header, then one line per rank."""
         fields: dict[str, Iterable[object]] = {"schedule": [self.name], "placement": self.placement}
-        fields |= {"microbatches": [self.num_microbatches], "slices": [self.num_slices]}
+        slices = self.slice_counts if self.is_ragged else [self.num_slices]
+        fields |= {"microbatches": [self.num_microbatches], "slices": slices}
         fields |= {f"reach {m}": row for m, row in enumerate(self.reach or ())}
         fields |= {f"rank {rank}": map(self.text, row) for rank, row in enumerate(self.actions)}
         return "\n".join(f"{key}: {' '.join(map(str, words))}".rstrip() for key, words in fields.items())
@@ -202,14 +228,19 @@ class Schedule:
                 f"The schedule's lines are {', '.join(fields)}; they must be, in this order: schedule, "
                 "placement, microbatches, slices, reach 0, reach 1, ... (or no reach), rank 0, rank 1, ..."
             )
+        slices = _numbers("slices", fields)
         return cls(
             name=fields["schedule"],
             actions=tuple(_actions(key, fields) for key in ranks),
             placement=_numbers("placement", fields),
             num_microbatches=_numbers("microbatches", fields, single=True)[0],
-            num_slices=_numbers("slices", fields, single=True)[0],
+            num_slices=max(slices),
             reach=tuple(_numbers(key, fields) for key in reach) or None,
+            slice_counts=slices if len(slices) > 1 else (),
         )
+
+
+_EXAMPLES = {"slices": "4' for all microbatches, or 'slices: 3 1 2"}
 
 
 def _fields(text: str) -> dict[str, str]:
@@ -226,7 +257,8 @@ def _fields(text: str) -> dict[str, str]:
 def _numbers(key: str, fields: dict[str, str], single: bool = False) -> tuple[int, ...]:
     words = fields[key].split()
     if not words or not all(re.fullmatch(_NUMBER, word) for word in words) or (single and len(words) > 1):
-        example = f"one whole number, as in '{key}: 4'" if single else f"whole numbers, as in '{key}: 0 1'"
+        several = f"whole numbers, as in '{key}: {_EXAMPLES.get(key, '0 1')}'"
+        example = f"one whole number, as in '{key}: 4'" if single else several
         raise ScheduleError(f"'{key}: {fields[key]}' needs {example}.")
     return tuple(map(int, words))
 

@@ -34,9 +34,9 @@ def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     _, g, m, i = action
     before = [action.with_op(Op.F)]
     if schedule.reach is not None:
-        attending = (j for j in range(i + 1, schedule.num_slices) if schedule.reach[m][j] <= i)
+        attending = (j for j in range(i + 1, schedule.slice_counts[m]) if schedule.reach[m][j] <= i)
         before += [input_gradient(g, m, j, schedule) for j in attending]
-    elif i + 1 < schedule.num_slices:
+    elif i + 1 < schedule.slice_counts[m]:
         before.append(input_gradient(g, m, i + 1, schedule))
     if g + 1 < schedule.num_stages:
         before.append(_input(input_gradient(g + 1, m, i, schedule), action, schedule))
@@ -58,8 +58,7 @@ def _before_recompute(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _before_reduction(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    units = [(m, i) for m in range(schedule.num_microbatches) for i in range(schedule.num_slices)]
-    weights = (Action(Op.W, action.stage, m, i) for m, i in units)
+    weights = (Action(Op.W, action.stage, m, i) for m, i in schedule.microbatch_slices)
     return tuple(w if w in schedule.positions else w.with_op(Op.B) for w in weights)
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from slipstream.errors import did_you_mean
-from slipstream.schedule.action import Schedule, ScheduleError
+from slipstream.schedule.action import Schedule, ScheduleError, SliceCounts
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
 from slipstream.schedule.one_stage_per_rank import gpipe, one_f_one_b, zb_h1, zb_h2
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
@@ -70,9 +70,12 @@ def _check_stages(name: str, like: str, stages_per_rank: int) -> None:
 
 
 def make_schedule(
-    name: str, num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 1
+    name: str, num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1, stages_per_rank: int = 1
 ) -> Schedule:
     """Returns a schedule by its name in `GENERATORS`, with compute actions only.
+
+    `num_slices` are those of every microbatch, or a list of each one's; the order is then the one of equal
+    microbatches, with the largest number of slices in flight where that number matters.
 
     Raises:
         ScheduleError: the name is unknown (the message has the nearest one), `STAGES_PER_RANK` doesn't allow the

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
+from slipstream.schedule.action import Action, Op, Schedule, ScheduleError, SliceCounts
 from slipstream.schedule.rows import Counts, alternate
 
 
 def interleaved_one_f_one_b(
-    num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 2, lead: int = 2
+    num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1, stages_per_rank: int = 2, lead: int = 2
 ) -> Schedule:
     """Returns Megatron's interleaved 1F1B over v stages per rank (PTD-P, section 2.2); with slices SVPP and SlimPipe.
 
@@ -25,7 +26,8 @@ def interleaved_one_f_one_b(
     and rank r keeps 1 + d(p-1-r)/(sv) microbatches, d the lead; with k microbatches in the first group it keeps
     1 + (k-1)(v-1)/v + d(p-1-r)/(sv); never more than m. Megatron wants m to be a multiple of p. Here the m
     microbatches form as many groups of at least p slices as they can, of sizes as equal as they can be, the
-    larger ones first; fewer than p slices in all are one group.
+    larger ones first; fewer than p slices in all are one group. Where microbatches differ in slices, a rank runs ahead
+    by what the largest group and microbatch need.
 
     Raises:
         ScheduleError: a count is below 1, or `lead` is neither 1 nor 2.
@@ -33,19 +35,23 @@ def interleaved_one_f_one_b(
     counts = Counts("interleaved-1f1b", num_ranks, num_microbatches, num_slices, stages_per_rank)
     if lead not in (1, 2):
         raise ScheduleError(f"lead={lead}: give 2, which hides messages behind a pass, or 1, which saves memory.")
-    groups = _groups(num_microbatches, at_least=-(-num_ranks // num_slices))
-    before_last_stage = (stages_per_rank - 1) * len(groups[0]) * num_slices
+    slices = counts.slice_counts
+    groups = _groups(slices, at_least=num_ranks)
+    # Before a group's first backward its slices have run through the earlier stages, and a microbatch through the last.
+    warmup = max((stages_per_rank - 1) * sum(slices[m] for m in g) + max(slices[m] for m in g) for g in groups)
 
     def row(rank: int) -> list[Action]:
         stages = counts.stages(rank)
         forward = [a for group in groups for g in stages for a in counts.passes(Op.F, g, group)]
         backward = [a for group in groups for g in reversed(stages) for a in counts.passes(Op.B, g, group)]
-        return alternate(forward, backward, before_last_stage + num_slices + lead * (num_ranks - 1 - rank))
+        return alternate(forward, backward, warmup + lead * (num_ranks - 1 - rank))
 
     return counts.schedule(row)
 
 
-def breadth_first(num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 2) -> Schedule:
+def breadth_first(
+    num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1, stages_per_rank: int = 2
+) -> Schedule:
     """Returns the looped breadth-first schedule: all microbatches through one stage of the rank, then through the next.
 
     Stage g is on rank g mod p. Backwards run in exactly the opposite order, the last microbatch first:
@@ -70,8 +76,22 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_slices: int = 1, st
     return counts.schedule(row)
 
 
-def _groups(num_microbatches: int, at_least: int) -> list[range]:
-    """Returns as many groups of at least `at_least` microbatches as possible, of nearly equal sizes, larger first."""
-    number = max(num_microbatches // at_least, 1)
-    sizes = [(num_microbatches + number - 1 - i) // number for i in range(number)]
-    return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
+def _groups(slices: Sequence[int], at_least: int) -> list[range]:
+    """Returns as many groups of microbatches with at least `at_least` slices as possible, larger groups first.
+
+    They have nearly equal numbers of microbatches, or where that leaves one of them with fewer slices, each as few
+    microbatches as it can have, and the last one the rest.
+    """
+    ends, held = [0], 0
+    for end, count in enumerate(slices, start=1):
+        held += count
+        if held >= at_least:
+            ends.append(end)
+            held = 0
+    ends = [*ends[: max(len(ends) - 1, 1)], len(slices)]
+    number = len(ends) - 1
+    sizes = [(len(slices) + number - 1 - i) // number for i in range(number)]
+    even = [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
+    if all(sum(slices[m] for m in group) >= at_least for group in even):
+        return even
+    return [range(first, end) for first, end in pairwise(ends)]

@@ -160,7 +160,8 @@ def in_flushes(schedule: Schedule, num_flushes: int) -> Schedule:
         return (*repeated, *(action for action in actions if action.op is Op.REDUCE_GRAD))
 
     rows, reach = tuple(map(row, schedule.actions)), schedule.reach and schedule.reach * num_flushes
-    return replace(schedule, actions=rows, num_microbatches=num_microbatches, reach=reach)
+    counts = schedule.slice_counts * num_flushes
+    return replace(schedule, actions=rows, num_microbatches=num_microbatches, reach=reach, slice_counts=counts)
 
 
 def _check(schedule: Schedule, op: Op) -> list[Action]:

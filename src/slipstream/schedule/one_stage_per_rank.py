@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.schedule.action import Action, Op, Schedule, SliceCounts
 from slipstream.schedule.rows import Counts, alternate
 
 
-def gpipe(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+def gpipe(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
     """Returns all forwards, then all backwards: GPipe, and with token slices TeraPipe.
 
     Microbatches go backward in forward order, the slices of each last in, first out:
@@ -20,7 +20,7 @@ def gpipe(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedu
     return counts.schedule(lambda rank: counts.passes(Op.F, rank) + counts.passes(Op.B, rank))
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
     """Returns 1F1B (PipeDream-flush), one forward and one backward alternately; with token slices Seq1F1B.
 
     A rank first runs one microbatch's slices and one more slice for every rank after it, so that the
@@ -29,18 +29,19 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 1) -> 
         rank 0  F0.0 F0.1 F1.0      B0.1 F1.1 B0.0      B1.1 B1.0
         rank 1       F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0
 
-    With equal times the bubble is that of `gpipe`; rank r of p keeps min(1 + (p-1-r)/s, m) microbatches.
+    With equal times the bubble is that of `gpipe`; rank r of p keeps min(1 + (p-1-r)/s, m) microbatches. Where
+    microbatches differ in slices, a rank first runs as many as the largest has.
     """
     counts = Counts("1f1b", num_stages, num_microbatches, num_slices)
 
     def row(rank: int) -> list[Action]:
-        warmup = num_slices + num_stages - 1 - rank
+        warmup = counts.most_slices + num_stages - 1 - rank
         return alternate(counts.passes(Op.F, rank), counts.passes(Op.B, rank), warmup)
 
     return counts.schedule(row)
 
 
-def zb_h1(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+def zb_h1(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
     """Returns ZB-H1, 1F1B with delayed weight gradients (Zero Bubble Pipeline Parallelism, section 2.1).
 
     Rank r runs W of a slice after I of the r-th slice from it, so that all ranks keep what rank 0 of 1F1B keeps:
@@ -55,7 +56,7 @@ def zb_h1(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedu
     return _handcrafted(Counts("zb-h1", num_stages, num_microbatches, num_slices), lead=1)
 
 
-def zb_h2(num_stages: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+def zb_h2(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
     """Returns ZB-H1 with twice the lead, which fills the bubble before the first backward (Zero Bubble, section 2.2).
 
     Rank r first runs two more slices for every rank after it, and W waits for 2r slices:
@@ -77,7 +78,7 @@ def _handcrafted(counts: Counts, lead: int) -> Schedule:
         forward, inputs, weights = (counts.passes(op, rank) for op in (Op.F, Op.I, Op.W))
         after = dict(zip(inputs[lead * rank :], weights, strict=False))  # the last ones find no I to follow
         actions: list[Action] = []
-        for action in alternate(forward, inputs, counts.num_slices + lead * (counts.num_ranks - 1 - rank)):
+        for action in alternate(forward, inputs, counts.most_slices + lead * (counts.num_ranks - 1 - rank)):
             actions += [action, after[action]] if action in after else [action]
         return actions + weights[len(after) :]
 

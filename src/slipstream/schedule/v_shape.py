@@ -12,12 +12,12 @@ from itertools import groupby, permutations
 from math import inf
 from typing import NamedTuple
 
-from slipstream.schedule.action import Action, Op, Schedule
+from slipstream.schedule.action import Action, Op, Schedule, SliceCounts
 from slipstream.schedule.dependencies import predecessors
 from slipstream.schedule.rows import Counts
 
 
-def zb_v(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+def zb_v(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
     """Returns ZB-V, which has no bubble with the memory of 1F1B (Zero Bubble Pipeline Parallelism, section 6).
 
     Rank r holds stages r and 2p-1-r, so a microbatch turns around on the last rank and its loss is on rank 0:
@@ -32,14 +32,15 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule
     """
     counts = Counts("zb-v", num_ranks, num_microbatches, num_slices)
     # With too few slices to fill the pipeline, the order is that of more microbatches without the additional ones.
-    filling = -(-(2 * (num_ranks - 1) + num_slices) // num_slices)
-    padded = replace(counts, num_microbatches=max(num_microbatches, filling))
-    num_units = padded.num_microbatches * num_slices
+    most, padding = counts.most_slices, 2 * (num_ranks - 1) + counts.most_slices - sum(counts.slice_counts)
+    filled = (*counts.slice_counts, *[most] * max(-(-padding // most), 0))
+    padded = replace(counts, num_microbatches=len(filled), num_slices=filled)
+    num_units = sum(filled)
 
     def row(rank: int) -> list[Action]:
         down, up = (_Stage(padded, stage) for stage in (rank, 2 * num_ranks - 1 - rank))
         below = num_ranks - rank  # this rank and those after it
-        turned = rank + num_slices - 1  # slices on their way up before the first backward starts
+        turned = rank + most - 1  # slices on their way up before the first backward starts
         actions = down.take("F" * (2 * below - 1))
         for _ in range(turned):
             actions += up.take("F") + down.take("F")
@@ -68,7 +69,7 @@ class _Stage:
         return [self._passes[op].popleft() for op in ops if self._passes[op]]
 
 
-def v_half(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+def v_half(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
     """Returns V-Half, with half of 1F1B's activations (Pipeline Parallelism with Controllable Memory, section 3).
 
     The placement is that of `zb_v`. In the building block a slice goes down the V in steps of two passes and up
@@ -87,7 +88,7 @@ def v_half(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedu
     return _repeat(_building_block(num_ranks, down=2, up=1, at_loss=at_loss, at_turn=1), counts)
 
 
-def v_min(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+def v_min(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
     """Returns V-Min, with a third of 1F1B's activations (Pipeline Parallelism with Controllable Memory, section 3).
 
     The placement is that of `zb_v`. In the building block a slice goes down and up the V without waiting:
@@ -159,7 +160,7 @@ def _repeat(block: list[_StageOfBlock], counts: Counts) -> Schedule:
     has a unit of its own, so running the pass that is due first, of those that can run, ends each when it
     is due or earlier: the step is no longer than the blocks in a row.
     """
-    num_units, ramp = counts.num_microbatches * counts.num_slices, counts.num_slices - 1
+    num_units, ramp = sum(counts.slice_counts), counts.most_slices - 1
     limits = [stage.limit + ramp for stage in block]
     due: dict[Action, float] = {}
     for g, stage in enumerate(block):

@@ -104,8 +104,7 @@ def validate(schedule: Schedule) -> list[Action]:
             if problem := "comes a second time" if action in seen else _misplaced(action, rank, schedule):
                 raise ScheduleError(f"{schedule.text(action)} {problem}.\n{grid(schedule, [(rank, step)])}")
             seen.add(action)
-    units = product(range(schedule.num_stages), range(schedule.num_microbatches), range(schedule.num_slices))
-    for stage, microbatch, index in units:
+    for stage, (microbatch, index) in product(range(schedule.num_stages), schedule.microbatch_slices):
         _check_complete(stage, microbatch, index, schedule)
     return running_order(schedule)
 
@@ -117,11 +116,13 @@ _FOR_MEMORY = (Op.R, Op.OFFLOAD, Op.RELOAD)
 def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
     """Returns what is wrong with the place of an action; "" if nothing is."""
     _, g, m, i = action
-    stages, microbatches, slices = schedule.num_stages, schedule.num_microbatches, schedule.num_slices
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    slices = schedule.slice_counts[m] if 0 <= m < microbatches else schedule.num_slices
     if not (0 <= g < stages and 0 <= m < microbatches and 0 <= i < slices):
         counts = (("stage", g, stages), ("microbatch", m, microbatches), ("slice", i, slices))
         what, number, count = next(each for each in counts if not 0 <= each[1] < each[2])
-        return f"has {what} {number}, but the schedule's are 0 to {count - 1}"
+        whose = f"microbatch {m}" if what == "slice" and schedule.is_ragged else "the schedule"
+        return f"has {what} {number}, but {whose}'s are 0 to {count - 1}"
     if schedule.placement[g] != rank:
         return f"stands on rank {rank}, but stage {g} is placed on rank {schedule.placement[g]}"
     if action.op in COMMUNICATION:

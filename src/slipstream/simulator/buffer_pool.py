@@ -6,12 +6,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 
 from slipstream.schedule import RECEIVES, SENDS, Action, Channel, Op, Schedule, channel, send_windows
-from slipstream.simulator.memory_table import MemoryTable
+from slipstream.simulator.memory_table import MemoryTables, table_of
 
 Windows = Mapping[Channel, int]  # see `send_windows`
 
 
-def pool_bytes(schedule: Schedule, rank: int, table: MemoryTable, windows: Windows | None = None) -> float:
+def pool_bytes(schedule: Schedule, rank: int, tables: MemoryTables, windows: Windows | None = None) -> float:
     """Returns the bytes of the transport's buffers on a rank: of each size as many as are ever in use at the same time.
 
     One for every receive from when it is posted until the backward of its slice is done (W's where it is split, since
@@ -24,6 +24,7 @@ def pool_bytes(schedule: Schedule, rank: int, table: MemoryTable, windows: Windo
     sent: defaultdict[Channel, deque[float]] = defaultdict(deque)
     posted: set[Action] = set()
     for action in schedule.actions[rank]:
+        table = table_of(tables, action.microbatch)
         size = table.payload(action.slice) + table.header_bytes
         if action.op in SENDS:
             on_their_way = sent[line := channel(action, schedule)]

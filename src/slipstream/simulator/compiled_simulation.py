@@ -36,25 +36,33 @@ class ActionArrays:
     stage: Ints
     microbatch: Ints
     slice: Ints
+    alike: bool  # whether all microbatches take the same times
 
     @classmethod
-    def of(cls, schedule: Schedule) -> ActionArrays:
-        """Returns the arrays of a compute-only schedule."""
+    def of(cls, schedule: Schedule, alike: bool = True) -> ActionArrays:
+        """Returns the arrays of a compute-only schedule; microbatches with different numbers of slices aren't alike."""
         ops, *columns = zip(*(action for row in schedule.actions for action in row), strict=True)
         op = np.array([_NUMBERS[each] for each in ops])
         firsts = np.cumsum([0, *map(len, schedule.actions)])
-        return cls(schedule, firsts, op, *(np.array(column) for column in columns))
+        stage, microbatch, index = (np.array(column) for column in columns)
+        return cls(schedule, firsts, op, stage, microbatch, index, alike and not schedule.is_ragged)
 
     @cached_property
     def _kinds(self) -> tuple[list[Action], Ints]:
-        """The actions of microbatch 0 that take different times, and the index of the one that each action is like."""
-        stages, slices = self.schedule.num_stages, self.schedule.num_slices
-        different, like = np.unique((self.op * stages + self.stage) * slices + self.slice, return_inverse=True)
-        found = [np.unravel_index(number, (len(OPS), stages, slices)) for number in different]
-        return [Action(OPS[op], int(stage), 0, int(index)) for op, stage, index in found], like
+        """The actions that take different times, and the index of the one that each action is like.
+
+        Where microbatches are alike, their actions are like those of the first.
+        """
+        schedule = self.schedule
+        microbatch = np.zeros_like(self.microbatch) if self.alike else self.microbatch
+        shape = len(OPS), schedule.num_stages, schedule.num_microbatches, schedule.num_slices
+        numbers = np.ravel_multi_index((self.op, self.stage, microbatch, self.slice), shape)
+        different, like = np.unique(numbers, return_inverse=True)
+        found = np.transpose(np.unravel_index(different, shape)).tolist()
+        return [Action(OPS[op], *place) for op, *place in found], like
 
     def each(self, value: Callable[[Action], float]) -> Floats:
-        """Returns the value of every action, computed once for those that only differ in the microbatch."""
+        """Returns the value of every action, computed once for those that only differ in a microbatch like others."""
         different, like = self._kinds
         return np.array([value(action) for action in different])[like]
 

@@ -135,6 +135,32 @@ class TableCost:
         return self.kept.get((forward.stage, forward.slice), 0)
 
 
+class MicrobatchCost(CostModel):
+    """The costs of microbatches that differ, in rows or in lengths: a cost model for each.
+
+    Args:
+        costs: of each microbatch, such as its `TableCost`.
+    """
+
+    def __init__(self, costs: Sequence[CostModel]) -> None:
+        self._costs = costs
+
+    def seconds(self, action: Action) -> float:
+        return self._costs[action.microbatch].seconds(action)
+
+    def link_seconds(self, send: Action, source: int, destination: int) -> float:
+        return self._costs[send.microbatch].link_seconds(send, source, destination)
+
+    def link_occupied(self, send: Action, source: int, destination: int) -> float:
+        return self._costs[send.microbatch].link_occupied(send, source, destination)
+
+    def activation_bytes(self, forward: Action) -> float:
+        return self._costs[forward.microbatch].activation_bytes(forward)
+
+    def kept_bytes(self, forward: Action) -> float:
+        return self._costs[forward.microbatch].kept_bytes(forward)
+
+
 class MeasuredCost(CostModel):
     """The times of every action and message in a measured run, so that only the waiting is computed again.
 

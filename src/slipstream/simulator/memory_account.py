@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, add_communication, send_windows
 from slipstream.simulator.buffer_pool import Windows, pool_bytes
-from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, StageSlice
+from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, MemoryTables, StageSlice, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class RankMemory:
         return self.worst.most
 
 
-def memory_of(schedule: Schedule, table: MemoryTable) -> tuple[RankMemory, ...]:
+def memory_of(schedule: Schedule, tables: MemoryTables) -> tuple[RankMemory, ...]:
     """Returns what every rank holds in a training step after the first, whose gradients start from none.
 
-    A schedule without communication gets the executor's.
+    A schedule without communication gets the executor's. Where microbatches differ, give a table for each.
 
     Raises:
         SlipstreamError: the table lacks a unit.
@@ -51,19 +51,19 @@ def memory_of(schedule: Schedule, table: MemoryTable) -> tuple[RankMemory, ...]:
     if not schedule.is_lowered:
         schedule = add_communication(schedule)
     windows = send_windows(schedule)
-    return tuple(rank_memory(schedule, rank, table, windows) for rank in range(schedule.num_ranks))
+    return tuple(rank_memory(schedule, rank, tables, windows) for rank in range(schedule.num_ranks))
 
 
-def rank_memory(schedule: Schedule, rank: int, table: MemoryTable, windows: Windows | None = None) -> RankMemory:
+def rank_memory(schedule: Schedule, rank: int, tables: MemoryTables, windows: Windows | None = None) -> RankMemory:
     """Returns what one rank of a lowered schedule holds.
 
     Args:
         schedule: with sends and receives.
         rank: the pipeline rank.
-        table: bytes of the actions of that rank's stages.
+        tables: bytes of the actions of that rank's stages, of all microbatches or of each.
         windows: the `send_windows` of the schedule, if they are known already.
     """
-    account = _Account(schedule, rank, table, windows)
+    account = _Account(schedule, rank, tables, windows)
     row = schedule.actions[rank]
     return RankMemory(tuple(account.run(action) for action in row if action.op not in RECEIVES | {Op.REDUCE_GRAD}))
 
@@ -96,10 +96,11 @@ def quick_peaks(row: Sequence[Action], schedule: Schedule, table: MemoryTable) -
         held += made
         held += footprint.leaves
         if action.op is Op.F and key not in left:
-            left[key] = schedule.num_slices
+            left[key] = schedule.slice_counts[action.microbatch]
             held += table.context[action.stage]
         elif action.op in (Op.B, Op.I):
-            held += table.context_gradients[action.stage] if left[key] == schedule.num_slices else 0
+            is_first = left[key] == schedule.slice_counts[action.microbatch]
+            held += table.context_gradients[action.stage] if is_first else 0
             left[key] -= 1
             if not left[key]:
                 held -= table.context[action.stage] + table.context_gradients[action.stage]
@@ -112,18 +113,20 @@ def quick_peaks(row: Sequence[Action], schedule: Schedule, table: MemoryTable) -
 class _Account:
     """Counts what one rank holds, action by action."""
 
-    def __init__(self, schedule: Schedule, rank: int, table: MemoryTable, windows: Windows | None) -> None:
-        self.schedule, self.table = schedule, table
+    def __init__(self, schedule: Schedule, rank: int, tables: MemoryTables, windows: Windows | None) -> None:
+        self.schedule, self.tables = schedule, tables
+        self.table = table_of(tables, 0)  # of the action that runs
         self.stages = [stage for stage, there in enumerate(schedule.placement) if there == rank]
         self.held: dict[MemoryKind, float] = dict.fromkeys(MemoryKind, 0)
-        self.held[MemoryKind.PARAMETERS] = sum(table.parameters.get(stage, 0) for stage in self.stages)
-        self.held[MemoryKind.OPTIMIZER] = sum(table.optimizer.get(stage, 0) for stage in self.stages)
-        self.held[MemoryKind.MESSAGES] = pool_bytes(schedule, rank, table, windows)
+        self.held[MemoryKind.PARAMETERS] = sum(self.table.parameters.get(stage, 0) for stage in self.stages)
+        self.held[MemoryKind.OPTIMIZER] = sum(self.table.optimizer.get(stage, 0) for stage in self.stages)
+        self.held[MemoryKind.MESSAGES] = pool_bytes(schedule, rank, tables, windows)
         self.ran: set[tuple[int, Op]] = set()  # backwards of which a stage has run one
         self.left: dict[tuple[int, int], int] = {}  # backwards to come, of a stage and microbatch that has context
         self.saved: defaultdict[tuple[StageSlice, int], float] = defaultdict(float)  # and microbatch, after I
 
     def run(self, action: Action) -> Moment:
+        self.table = table_of(self.tables, action.microbatch)
         if action.op in SENDS:
             during = dict(self.held)
             self.held[MemoryKind.MESSAGES] -= self.table.payload(action.slice)
@@ -158,13 +161,14 @@ class _Account:
             self.held[MemoryKind.WEIGHT_INPUTS if action.op is Op.W else MemoryKind.ACTIVATIONS] += leaves
 
     def _count_context(self, action: Action) -> None:
-        key = stage, _ = action.stage, action.microbatch
+        key = stage, microbatch = action.stage, action.microbatch
+        num_slices = self.schedule.slice_counts[microbatch]
         context, gradients = self.table.context.get(stage, 0), self.table.context_gradients.get(stage, 0)
         if action.op is Op.F and key not in self.left:
-            self.left[key] = self.schedule.num_slices
+            self.left[key] = num_slices
             self.held[MemoryKind.CONTEXT] += context
         elif action.op in (Op.B, Op.I):
-            self.held[MemoryKind.CONTEXT_GRADIENTS] += gradients if self.left[key] == self.schedule.num_slices else 0
+            self.held[MemoryKind.CONTEXT_GRADIENTS] += gradients if self.left[key] == num_slices else 0
             self.left[key] -= 1
             if not self.left[key]:
                 self.held[MemoryKind.CONTEXT] -= context

@@ -27,7 +27,7 @@ class MemoryKind(StrEnum):
 
 
 class StageSlice(NamedTuple):
-    """One slice on one stage, and how its memory is saved; all microbatches are alike."""
+    """One slice on one stage, and how its memory is saved; microbatches of one table are alike."""
 
     stage: int
     slice: int
@@ -58,6 +58,8 @@ class Footprint:
 @dataclass(frozen=True)
 class MemoryTable:
     """The bytes of a model's actions and parts, as `slipstream.pipeline.memory.rehearsal` measures them.
+
+    Its microbatches are alike.
 
     Args:
         footprints: of the compute actions, OFFLOAD and RELOAD of every unit that runs.
@@ -90,3 +92,11 @@ class MemoryTable:
     def payload(self, index: int) -> float:
         """Returns the bytes of a slice's message, without its header."""
         return self.message_bytes[index] if self.message_bytes else 0
+
+
+MemoryTables = MemoryTable | Sequence[MemoryTable]  # of all microbatches alike, or of each
+
+
+def table_of(tables: MemoryTables, microbatch: int) -> MemoryTable:
+    """Returns the table of a microbatch."""
+    return tables if isinstance(tables, MemoryTable) else tables[microbatch]

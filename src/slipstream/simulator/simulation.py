@@ -5,11 +5,11 @@ from __future__ import annotations
 from slipstream.schedule import COMMUNICATION, Action, Channel, Schedule, channel, predecessors, running_order, sending
 from slipstream.simulator.costs import CostModel, activation_step
 from slipstream.simulator.memory_account import RankMemory, memory_of
-from slipstream.simulator.memory_table import MemoryTable
+from slipstream.simulator.memory_table import MemoryTables
 from slipstream.timeline import Span, Timeline
 
 
-def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTable | None = None) -> Timeline:
+def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTables | None = None) -> Timeline:
     """Returns the timeline of one step, in which each rank runs its actions in order as early as it can.
 
     Messages travel while ranks compute and follow each other on their channel. In a schedule without
@@ -22,6 +22,7 @@ def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTable | None = N
         schedule: with or without sends and receives.
         cost: seconds and bytes of its actions and messages.
         memory: if given, the timeline's memory is all that the ranks hold: the most during each action, and after it.
+            Where microbatches differ, a table for each.
 
     Raises:
         ScheduleError: the ranks get stuck; the message names the cycle of ranks that wait for each other.

@@ -120,11 +120,14 @@ def _draw_title(figure: Any, timeline: Timeline, y: float) -> None:
     per_second, unit = duration_unit(float(timeline.makespan))
     idle = f"{float(timeline.idle_fraction):.1%} idle"
     title = f"{timeline.title}: {float(timeline.makespan) * per_second:.4g} {unit}, {idle}"
-    counts = {
+    slices: int | str = schedule.num_slices
+    if schedule.is_ragged:
+        slices = f"{min(schedule.slice_counts)} to {schedule.num_slices}"
+    counts: dict[tuple[str, str], int | str] = {
         ("rank", "ranks"): timeline.num_ranks,
         ("stage", "stages"): schedule.num_stages if schedule.num_stages != timeline.num_ranks else 0,
         ("microbatch", "microbatches"): schedule.num_microbatches,
-        ("slice", "slices"): schedule.num_slices,
+        ("slice", "slices"): slices,
     }
     words = ", ".join(f"{n} {one if n == 1 else more}" for (one, more), n in counts.items() if n)
     number = "microbatch" if schedule.num_microbatches > 1 else "slice"

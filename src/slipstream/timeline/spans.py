@@ -136,12 +136,16 @@ class Timeline:
         for span in sorted(self.spans, key=_start_order):
             rows[span.rank].append(span.action)
         ranks = {span.action.stage: span.rank for span in self.spans}
+        counts = [1] * (1 + max((span.action.microbatch for span in self.spans), default=0))
+        for span in self.spans:
+            counts[span.action.microbatch] = max(counts[span.action.microbatch], 1 + span.action.slice)
         return Schedule(
             name=" ".join(self.name.split()) or "timeline",
             actions=tuple(map(tuple, rows)),
             placement=tuple(ranks.get(stage, 0) for stage in range(1 + max(ranks, default=0))),
-            num_microbatches=1 + max((span.action.microbatch for span in self.spans), default=0),
-            num_slices=1 + max((span.action.slice for span in self.spans), default=0),
+            num_microbatches=len(counts),
+            num_slices=max(counts),
+            slice_counts=tuple(counts),
         )
 
     def label(self, action: Action) -> str:

@@ -178,7 +178,8 @@ def _alone(like: StageSlice, split: bool, schedule: Schedule) -> Schedule:
     row = [action for m in range(2) for action in _microbatch(like, split, m, schedule)]
     placement = tuple(range(schedule.num_stages))
     rows = tuple(tuple(row) if number == like.stage else () for number in placement)
-    return replace(schedule, name="rehearsal", actions=rows, placement=placement, num_microbatches=2, reach=None)
+    counts = (schedule.num_slices,) * 2
+    return Schedule("rehearsal", rows, placement, num_microbatches=2, num_slices=counts[0], slice_counts=counts)
 
 
 def _microbatch(like: StageSlice, split: bool, microbatch: int, schedule: Schedule) -> Iterator[Action]:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from slipstream.planner.order.makespan_bounds import makespan_bound
 from slipstream.planner.order.order_search import OrderSearch
 from slipstream.planner.order.ordering_problem import OrderingProblem
-from slipstream.schedule import Schedule, validate
+from slipstream.schedule import Schedule, SliceCounts, validate
 from slipstream.simulator import CostModel
 
 
 def find_order(
     placement: Sequence[int],
     num_microbatches: int,
-    num_slices: int,
+    num_slices: SliceCounts,
     cost: CostModel,
     *,
     memory_limit: Sequence[float] | None = None,
@@ -29,6 +29,7 @@ def find_order(
 
     Args:
         placement: the rank that holds each stage.
+        num_slices: token slices of every microbatch, or of each.
         cost: seconds of F, B, I and W (only F and B without `split`), of messages, and bytes of activations.
         memory_limit: bytes of activations of each rank, counted as in `simulate`: from the start of F to the end of B
             or W. None: no limit.
@@ -54,7 +55,7 @@ def find_order(
 def step_lower_bound(
     placement: Sequence[int],
     num_microbatches: int,
-    num_slices: int,
+    num_slices: SliceCounts,
     cost: CostModel,
     *,
     memory_limit: Sequence[float] | None = None,

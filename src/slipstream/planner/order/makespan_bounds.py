@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.planner.order.ordering_problem import ActionGraph, OrderingProblem
-from slipstream.schedule import Op
+from slipstream.schedule import Action, Op
 from slipstream.simulator.numba_jit import compiled
 
 
@@ -24,10 +24,9 @@ def makespan_bound(problem: OrderingProblem) -> float:
     rest = np.minimum(times[Op.B], times[Op.I] + times[Op.W]) - shortest
     graph = problem.graph(np.ones(problem.num_units, np.bool_))
     graph = graph._replace(seconds=np.concatenate([times[Op.F], shortest, np.maximum(rest, 0)]))
-    last = [(microbatch, slices.stop - 1) for microbatch, slices in problem.chains]
-    last_stage = (len(problem.placement) - 1) * problem.num_microbatches
-    turns = np.array([(last_stage + m) * problem.num_slices + i for m, i in last], np.int64)
-    return float(_bound(graph, turns + problem.num_units, _bytes_under(problem)))
+    last_stage = len(problem.placement) - 1
+    last = [Action(Op.B, last_stage, microbatch, slices.stop - 1) for microbatch, slices in problem.chains]
+    return float(_bound(graph, np.array([problem.number(each) for each in last], np.int64), _bytes_under(problem)))
 
 
 def _bytes_under(problem: OrderingProblem) -> Floats:
@@ -36,16 +35,17 @@ def _bytes_under(problem: OrderingProblem) -> Floats:
     They are also the bytes of all units whose backwards need this unit's backward.
     """
     num_stages = len(problem.placement)
-    sizes = problem.activations.reshape(num_stages, problem.num_microbatches, problem.num_slices)
-    reach = problem.reach or ((0,) * problem.num_slices,) * problem.num_microbatches
+    sizes = problem.activations.reshape(num_stages, -1)
+    reach = problem.reach or [(0,) * count for count in problem.slice_counts]
     under = np.zeros_like(sizes)
-    for m, row in enumerate(reach):
-        oldest = list(range(problem.num_slices))  # the first slice that slice i attends to, directly or not
+    for begin, row in zip(problem.firsts, reach, strict=False):
+        oldest = list(range(len(row)))  # the first slice that slice i attends to, directly or not
         for i, first in enumerate(row):
             oldest[i] = min(oldest[first : i + 1])
             for rank in range(problem.num_ranks):
                 stages = [g for g in range(num_stages) if problem.placement[g] == rank]
-                under[stages, m, i] = sizes[stages, m, oldest[i] : i + 1].sum(axis=1).cumsum()
+                held = sizes[stages, begin + oldest[i] : begin + i + 1]
+                under[stages, begin + i] = held.sum(axis=1).cumsum()
     return under.ravel()
 
 

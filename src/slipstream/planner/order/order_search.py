@@ -23,7 +23,7 @@ _HEATS = (0.005, 0.001)
 def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
     """Yields every hand-written schedule for this placement, whole and with its backwards split."""
     per_rank = len(problem.placement) // problem.num_ranks
-    counts = (problem.num_ranks, problem.num_microbatches, problem.num_slices, per_rank)
+    counts = (problem.num_ranks, problem.num_microbatches, problem.slice_counts, per_rank)
     every = (make_schedule(name, *counts) for name in GENERATORS if per_rank in STAGES_PER_RANK[name])
     for schedule in every:
         if schedule.placement != problem.placement:
@@ -84,13 +84,20 @@ class OrderSearch:
     def _measure_times(self) -> None:
         """Measures each action's start if its microbatch ran alone, that run, and a rank's work per microbatch."""
         problem = self.problem
-        one = OrderingProblem(problem.placement, 1, problem.num_slices, problem.cost, split=problem.split)
-        _, start = place(one.graph(np.full(one.num_units, problem.split)), np.arange(3.0 * one.num_units), 0.0, 0.0)
-        shape = (3, len(problem.placement), problem.num_microbatches, problem.num_slices)
-        self.alone = np.broadcast_to(start.reshape(3, -1, 1, problem.num_slices), shape).ravel()
-        self.trip = float(start.max())
-        microbatches = np.arange(problem.num_microbatches)[:, None]
-        self.microbatch = np.broadcast_to(microbatches, shape).ravel()
+        microbatches = np.repeat(np.arange(problem.num_microbatches), problem.slice_counts)
+        self.microbatch = np.tile(microbatches, 3 * len(problem.placement))
+        graph = self.graphs["all" if problem.split else "none"]
+        graph = graph._replace(limits=np.full(problem.num_ranks, np.inf))
+        costs = np.stack([graph.seconds, graph.link_seconds, graph.link_occupied])
+        found: dict[bytes, Floats] = {}  # the starts in a microbatch of these costs
+        self.alone = np.empty(self.size)
+        for number in range(problem.num_microbatches):
+            mine = self.microbatch == number
+            if (costs_here := costs[:, mine].tobytes()) not in found:
+                alone = graph._replace(exists=graph.exists & mine)
+                found[costs_here] = place(alone, np.arange(float(self.size)), 0.0, 0.0)[1][mine]
+            self.alone[mine] = found[costs_here]
+        self.trip = float(self.alone.max())
         self.backward = np.arange(self.size) >= problem.num_units
         graph = self.graphs["none"]
         self.period = float(np.bincount(graph.rank, graph.seconds).max()) / problem.num_microbatches

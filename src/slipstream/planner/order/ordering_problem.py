@@ -1,21 +1,21 @@
 """An ordering problem as arrays for compiled code, and its conversion from and to a Schedule.
 
-Unit u = (stage · microbatches + microbatch) · slices + slice. Its forward is number u, its backward or input
-gradient U + u, and its weight gradient 2U + u, where U is the number of units.
+Units are counted stage by stage, in each by microbatch and slice. The forward of unit u is number u, its backward or
+input gradient U + u, and its weight gradient 2U + u, where U is the number of units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Action, Channel, Op, Schedule, channel, predecessors, sending
+from slipstream.schedule import Action, Channel, Op, Schedule, SliceCounts, channel, predecessors, sending
 from slipstream.simulator import CostModel
 
 ROUNDING = 1e-9  # bytes and times are sums of floats
@@ -67,16 +67,19 @@ class OrderingProblem:
         self,
         placement: Sequence[int],
         num_microbatches: int,
-        num_slices: int,
+        num_slices: SliceCounts,
         cost: CostModel,
         memory_limit: Sequence[float] | None = None,
         reach: Sequence[Sequence[int]] | None = None,
         split: bool = True,
     ) -> None:
         self.placement, self.num_ranks = tuple(placement), max(placement, default=-1) + 1
-        self.num_microbatches, self.num_slices, self.cost, self.split = num_microbatches, num_slices, cost, split
+        self.num_microbatches, self.cost, self.split = num_microbatches, cost, split
+        counts = (num_slices,) * num_microbatches if isinstance(num_slices, int) else tuple(num_slices)
+        self.slice_counts = counts
+        self.firsts = tuple(accumulate(counts, initial=0))  # of each microbatch's slices among a stage's
         self.reach = tuple(map(tuple, reach)) if reach is not None else None
-        self.num_units = len(placement) * num_microbatches * num_slices
+        self.num_units = len(placement) * self.firsts[-1]
         if set(placement) != set(range(self.num_ranks)) or not placement:
             raise SlipstreamError(
                 f"placement={list(placement)} must give the rank of every stage, and use every "
@@ -100,13 +103,18 @@ class OrderingProblem:
     def number(self, action: Action) -> int:
         """Returns the number of an action."""
         part = 0 if action.op is Op.F else 2 if action.op is Op.W else 1
-        unit = (action.stage * self.num_microbatches + action.microbatch) * self.num_slices + action.slice
+        unit = action.stage * self.firsts[-1] + self.firsts[action.microbatch] + action.slice
         return part * self.num_units + unit
 
     def action(self, op: Op, unit: int) -> Action:
         """Returns the action of an op on a unit."""
-        rest, index = divmod(unit, self.num_slices)
-        return Action(op, *divmod(rest, self.num_microbatches), index)
+        stage, rest = divmod(unit, self.firsts[-1])
+        return Action(op, stage, *self._slices[rest])
+
+    @cached_property
+    def _slices(self) -> list[tuple[int, int]]:
+        """The microbatch and the slice of each of a stage's units."""
+        return [(m, i) for m, count in enumerate(self.slice_counts) for i in range(count)]
 
     @cached_property
     def whole(self) -> Schedule:
@@ -126,15 +134,17 @@ class OrderingProblem:
     def schedule_of(self, rows: Sequence[Sequence[Action]]) -> Schedule:
         """Returns the Schedule of each rank's actions."""
         actions = tuple(map(tuple, rows))
-        return Schedule("auto", actions, self.placement, self.num_microbatches, self.num_slices, self.reach)
+        counts = self.slice_counts
+        most = max(counts, default=0)
+        return Schedule("auto", actions, self.placement, self.num_microbatches, most, self.reach, counts)
 
     @cached_property
     def chains(self) -> list[tuple[int, range]]:
         """The (microbatch, slices) of each chain: the runs of slices that attend only to each other."""
         chains = []
-        for microbatch in range(self.num_microbatches):
-            row = self.reach[microbatch] if self.reach else (0,) * self.num_slices
-            ends = [i for i in range(1, self.num_slices) if min(row[i:]) == i] + [self.num_slices]
+        for microbatch, count in enumerate(self.slice_counts):
+            row = self.reach[microbatch] if self.reach else (0,) * count
+            ends = [i for i in range(1, count) if min(row[i:]) == i] + [count]
             chains += [(microbatch, range(*pair)) for pair in zip([0, *ends], ends, strict=False)]
         return chains
 
@@ -156,7 +166,7 @@ class OrderingProblem:
     @cached_property
     def ranks(self) -> Ints:
         """The rank of each unit."""
-        return np.repeat(np.array(self.placement, np.int64), self.num_microbatches * self.num_slices)
+        return np.repeat(np.array(self.placement, np.int64), self.firsts[-1])
 
     @cached_property
     def longest_row(self) -> int:
@@ -172,10 +182,8 @@ class OrderingProblem:
 
     @cached_property
     def _unit_chains(self) -> Ints:
-        chains = np.empty((self.num_microbatches, self.num_slices), np.int64)
-        for number, (microbatch, slices) in enumerate(self.chains):
-            chains[microbatch, slices.start : slices.stop] = number
-        return np.tile(chains.ravel(), len(self.placement))
+        chains = np.repeat(np.arange(len(self.chains)), [len(slices) for _, slices in self.chains])
+        return np.tile(chains, len(self.placement))
 
     @cached_property
     def _before(self) -> tuple[Ints, Ints]:
