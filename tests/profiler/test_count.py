@@ -15,7 +15,7 @@ from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
 from support.architectures import ARCHITECTURES, LENGTH, build, llama, tokens
 
-HIDDEN, MLP, KV, VOCABULARY = 32, 48, 16, 61  # of tests/architectures.py
+HIDDEN, MLP, KV, VOCABULARY = 32, 48, 16, 61  # of tests/support/architectures.py
 ATTENTION = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV)  # FLOPs a token of q, o, k, v
 EXPERT = 2 * 3 * HIDDEN * MLP
 
