@@ -32,6 +32,8 @@ class Engine:
     def __init__(self, model: object, options: PipelineOptions) -> None:
         """Collective."""
         self.ranks = Ranks.of(options.mesh)
+        # A mesh that is kept would keep its groups alive, with their threads, when the interpreter ends.
+        options = replace(options, mesh=None)
         self.device = self.ranks.device if options.device is None else torch.device(options.device)
         self.family = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
