@@ -69,11 +69,15 @@ def seconds(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def write_page(report: dict[str, Any]) -> None:
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Returns the tables by their marks on the page."""
     rows = report["table 2"]["rows"]
-    tables = {"measured": measured(report["rows"]), "table 2": throughputs(rows), "zero3 seconds": seconds(rows)}
+    return {"measured": measured(report["rows"]), "table 2": throughputs(rows), "zero3 seconds": seconds(rows)}
+
+
+def write_page(report: dict[str, Any]) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for name, content in tables.items():
+    for name, content in tables(report).items():
         mark = MARK.format(name)
         text, found = re.subn(re.escape(mark) + r"(\|.*\n)*", lambda _, new=mark + content: new, text)
         assert found == 1, f"{PAGE} has no mark {mark!r}"

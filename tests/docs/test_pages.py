@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from tools import cli_page, walks
 
 import slipstream
-from benchmarks import records
+from benchmarks import records, zero3_page
 from support.paths import ROOT
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -66,6 +67,13 @@ def test_the_page_of_records_is_current() -> None:
     """Otherwise: `python -m benchmarks.records`."""
     text = records.PAGE.read_text(encoding="utf-8")
     assert records.with_tables(text) == text
+
+
+def test_the_page_of_zero3_has_the_recorded_tables() -> None:
+    """Otherwise: `python -m benchmarks.zero3 --page`."""
+    text = zero3_page.PAGE.read_text(encoding="utf-8")
+    for name, content in zero3_page.tables(json.loads((records.RESULTS / "zero3.json").read_text())).items():
+        assert zero3_page.MARK.format(name) + content in text
 
 
 def test_a_record_is_older_once_a_source_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
