@@ -34,7 +34,7 @@ TRIALS = {
     "predicted": "",
     "token_slices": "--lengths 256 --sequences --ours whole --repeats 1 --warmups 1 --steps 1",
     "plan_search": "",
-    "planned": "--budget 5 --repeats 1",
+    "planned": "--budget 20 --repeats 1",
     "checkpoint": "--length 64 --steps 1 --repeats 1",
     "zero3": "--length 64 --repeats 1",
     "fused": "--toy --device cpu",

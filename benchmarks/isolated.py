@@ -5,6 +5,7 @@ Who isn't running is stopped: gloo's threads wake up a hundred times a second ea
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -59,11 +60,12 @@ class Contender:
             group = (0, 1, f"{store}-{rank}") if apart else (rank, num_processes, str(store))
             process = context.Process(target=_serve, args=(*group, there, build, arguments), daemon=True)
             process.start()
+            atexit.register(process.kill)  # before multiprocessing's own end, which a stopped process would never hear
             self._connections.append(here)
             self._processes.append(process)
 
     def wait(self) -> None:
-        """Build it. Contenders import side by side and are built one after the other: "auto" times its trials."""
+        """Builds it. Contenders import side by side and are built one after the other: "auto" times its trials."""
         self._ask("build")
 
     def run(self) -> float:

@@ -48,16 +48,17 @@ def test_contenders_that_wait_are_stopped() -> None:
 
 
 @pytest.mark.more
-def test_stopped_contenders_end_with_a_killed_benchmark(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "fail"])
+def test_stopped_contenders_end_with_the_benchmark(how: str, tmp_path: Path) -> None:
     with (tmp_path / "pid").open("w") as told:  # not a pipe, which a contender that lives on would hold open
         subprocess.run(
-            [sys.executable, WORKERS / "benchmarks/isolated.py"],
+            [sys.executable, WORKERS / "benchmarks/isolated.py", how],
             env=with_path(TESTS, ROOT),
             stdout=told,
             stderr=told,
-            timeout=300,
+            timeout=120,
         )
-    pid = int((tmp_path / "pid").read_text())
+    pid = int((tmp_path / "pid").read_text().split()[0])
     ended = becomes(pid, ("", "Z"))
     if not ended:
         os.kill(pid, signal.SIGKILL)

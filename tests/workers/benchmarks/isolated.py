@@ -1,9 +1,13 @@
-"""A benchmark that is killed while its contender waits; it has printed the contender's process id before."""
+"""A benchmark that ends while its contender waits, after it has printed the contender's process id.
+
+It is killed or, with the argument `fail`, raises an error.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 
 from benchmarks.isolated import Contender
 from torch import nn
@@ -30,4 +34,6 @@ if __name__ == "__main__":
     contender = Contender("counts", Counts, num_processes=1)
     contender.wait()
     print(contender._processes[0].pid, flush=True)
+    if "fail" in sys.argv:
+        raise SystemExit("another contender has failed")
     os.kill(os.getpid(), signal.SIGKILL)
