@@ -42,6 +42,12 @@ def test_processes_share_layers_by_halves() -> None:
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.more), "llama, tied"])
+def test_processes_run_microbatches_that_differ(name: str) -> None:
+    ended = launch(2, WORKER, "ragged", name)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
 def test_batches_of_different_shapes_are_found_out() -> None:
     ended = launch(2, WORKER, "mismatch")
     assert "rank 1 found the mismatch" in ended.stdout, ended.stderr[-3000:]

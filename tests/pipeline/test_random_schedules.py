@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +41,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
     """
     num_stages, num_ranks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     placement = tuple(draw(st.integers(0, num_ranks - 1)) for _ in range(num_stages))
-    m, s = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    m, s = draw(st.integers(1, 3)), st.integers(1, 4)
+    counts = (draw(s),) * m if draw(st.booleans()) else draw(st.tuples(*[s] * m))
+    units = [(g, m, i) for g, (m, count) in product(range(num_stages), enumerate(counts)) for i in range(count)]
     actions = []
-    for unit in product(range(num_stages), range(m), range(s)):
+    for unit in units:
         ops = [Op.F, *draw(st.sampled_from([(Op.B,), (Op.I, Op.W)]))]
         ops += draw(st.sampled_from([(), (Op.R,)])) + draw(st.sampled_from([(), (), (Op.OFFLOAD, Op.RELOAD)]))
         actions += [Action(op, *unit) for op in ops]
@@ -50,9 +54,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
         of_rank = [[action for action in order if placement[action.stage] == rank] for rank in range(num_ranks)]
         return tuple(map(tuple, of_rank))
 
-    rules = Schedule("rules", rows(actions), placement, m, s)
+    rules = Schedule("rules", rows(actions), placement, m, max(counts), slice_counts=counts)
     order = _random_order(actions, rules, random.Random(draw(st.integers(0, 2**32))))
-    return Schedule("random", rows(order), placement, m, s)
+    return replace(rules, name="random", actions=rows(order))
 
 
 def _random_order(actions: list[Action], rules: Schedule, generator: random.Random) -> list[Action]:
@@ -86,13 +90,17 @@ def run_unsplit(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tens
 
 def check(name: str, data: st.DataObject) -> None:
     schedule = data.draw(schedules())
-    lengths = data.draw(cuts(schedule.num_slices))
+    settings: dict[str, Any] = {"slices": data.draw(cuts(schedule.num_slices))}
+    if schedule.is_ragged:
+        rows = torch.arange(3).tensor_split(schedule.num_microbatches)
+        pairs = zip(rows, schedule.slice_counts, strict=True)
+        settings = {"microbatches": [(len(part), data.draw(cuts(count))) for part, count in pairs]}
     inputs = tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99)))
     labels = labels_of(inputs)
     recompute = data.draw(st.sampled_from(["full", "selective", 1]))
     model = copy.deepcopy(MODELS[name])
     partition = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers))
-    settings = {"schedule": schedule, "slices": lengths, "partition": partition, "recompute": recompute}
+    settings |= {"schedule": schedule, "partition": partition, "recompute": recompute}
     pipe = Pipeline(model, **grouped(self_check=False, **settings))
     pipe.step(inputs, labels)
     expected = run_unsplit(MODELS[name], inputs, labels)

@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED, Tensors
 from slipstream.model.hooks import TokenSlice
+from slipstream.schedule import SlicedMicrobatch
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class SplitBatch:
     loss_scale: float = 1.0
 
 
-def cut_batch(batch: WholeBatch, slices: Sequence[int], num_microbatches: int, seed: int) -> SplitBatch:
-    """Cuts (B, L) inputs and unshifted targets into `num_microbatches` rows of slices of the given token lengths.
+def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
+    """Cuts (B, L) inputs and unshifted targets into microbatches, each of some rows, in slices of its own lengths.
 
     Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
     with each, and its last token predicts nothing (rule 12).
     """
-    check_shapes(batch, slices, num_microbatches)
+    check_shapes(batch, microbatches)
     (inputs,), position_ids = batch.inputs, batch.position_ids
     starts = _document_starts(batch)  # (B, L) or None
     targets = _shift(batch.targets, starts)
@@ -61,9 +62,8 @@ def cut_batch(batch: WholeBatch, slices: Sequence[int], num_microbatches: int, s
         position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         position_ids = position_ids if starts is None else position_ids - starts
     largest = int(position_ids.max())
-    bounds = list(pairwise(accumulate(slices, initial=0)))
-    numbers = torch.arange(inputs.shape[0]).tensor_split(num_microbatches)
-    rows = [slice(int(row[0]), int(row[-1]) + 1) for row in numbers]
+    rows = rows_of(microbatches)
+    bounds = [list(pairwise(accumulate(each.slices, initial=0))) for each in microbatches]
     pieces = [
         [
             TokenSlice(
@@ -77,12 +77,17 @@ def cut_batch(batch: WholeBatch, slices: Sequence[int], num_microbatches: int, s
                 index=index,
                 seed=seed,
             )
-            for index, (a, b) in enumerate(bounds)
+            for index, (a, b) in enumerate(bounds[microbatch])
         ]
         for microbatch, row in enumerate(rows)
     ]
-    labels = [[targets[row, a:b] for a, b in bounds] for row in rows]
+    labels = [[targets[row, a:b] for a, b in cuts] for row, cuts in zip(rows, bounds, strict=True)]
     return SplitBatch(pieces, labels, int((targets != IGNORED).sum()))
+
+
+def rows_of(microbatches: Sequence[SlicedMicrobatch]) -> list[slice]:
+    """Returns the rows of the batch that each microbatch has."""
+    return [slice(a, b) for a, b in pairwise(accumulate((each.num_sequences for each in microbatches), initial=0))]
 
 
 def slice_lengths(slices: int | Sequence[int], length: int) -> list[int]:
@@ -103,7 +108,7 @@ def slice_lengths(slices: int | Sequence[int], length: int) -> list[int]:
     return list(slices)
 
 
-def check_shapes(batch: WholeBatch, slices: Sequence[int], num_microbatches: int) -> None:
+def check_shapes(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch]) -> None:
     """Raises SlipstreamError where the tensors of a step don't fit each other or the pipeline."""
     inputs = batch.inputs[0]
     if inputs.dim() != 2 or inputs.dtype != torch.int64:
@@ -114,8 +119,9 @@ def check_shapes(batch: WholeBatch, slices: Sequence[int], num_microbatches: int
             raise SlipstreamError(
                 f"{name} are {_describe(tensor)}, inputs {_describe(inputs)}: they must have one shape."
             )
-    slice_lengths(slices, inputs.shape[1])
-    check_rows(inputs.shape[0], num_microbatches, "sequences")
+    for each in microbatches:
+        slice_lengths(each.slices, inputs.shape[1])
+    check_rows(inputs.shape[0], len(microbatches), "sequences")
 
 
 def check_rows(num_rows: int, num_microbatches: int, name: str) -> None:

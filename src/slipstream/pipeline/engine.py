@@ -21,7 +21,7 @@ from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.tuning import TrialResult, Tuner
-from slipstream.schedule import Schedule, send_windows
+from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
 from slipstream.timeline import Timeline
 
 
@@ -58,7 +58,7 @@ class Engine:
         length = self.family.length(whole)
         self._adopt(self.tuner.begin(length))
         batch = replace(self._within_limit(whole, length), loss_scale=loss_scale)
-        self.last_step = ExecutedStep(self.layout, self.tuner.lengths(length))
+        self.last_step = ExecutedStep(self.layout, self._microbatches(whole, length))
         self.parameters.begin(loss_scale)
         self.family.begin()
         loss = self._run(self.layout.training, batch)
@@ -120,8 +120,7 @@ class Engine:
     def _split(self, whole: WholeBatch, length: int) -> SplitBatch:
         """Splits the batch, and counts the valid targets of all replicas."""
         seed = keyed_seed(*self.random_state, self.ranks.data.rank)
-        num_microbatches = self.layout.training.num_microbatches
-        batch = self.family.split(whole, self.tuner.lengths(length), num_microbatches, seed)
+        batch = self.family.split(whole, self._microbatches(whole, length), seed)
         num_valid = int(self.ranks.data.sum(torch.tensor(batch.num_valid, device=self.device)))
         if num_valid == 0:
             raise SlipstreamError(
@@ -129,7 +128,12 @@ class Engine:
             )
         return replace(batch, num_valid=num_valid)
 
+    def _microbatches(self, whole: WholeBatch, length: int) -> list[SlicedMicrobatch]:
+        rows = whole.inputs[0]
+        return self.tuner.microbatches(rows.shape[0] if rows.dim() else 0, length)
+
     def _to_rehearse(self, whole: WholeBatch, length: int, batch: SplitBatch) -> RehearsedStep:
+        microbatches = self._microbatches(whole, length)
         return RehearsedStep(
             schedule=self.layout.training,
             recompute=self.layout.recompute,
@@ -140,7 +144,7 @@ class Engine:
             scatter=self._scattered,
             num_parts=self._num_parts,
             batch=batch,
-            slices=tuple(self.tuner.lengths(length)),
+            microbatches=microbatches[:1] if self.tuner.are_microbatches_alike else microbatches,
             token_ids=whole.inputs[0],
         )
 

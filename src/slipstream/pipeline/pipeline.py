@@ -23,7 +23,8 @@ from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
-from slipstream.schedule import Schedule
+from slipstream.planner.slicing import BatchSlicing
+from slipstream.schedule import Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable
 from slipstream.timeline import Timeline
 
@@ -68,6 +69,9 @@ class Pipeline:
         parallel: what ranks share besides the layers: tokens, the optimizer's state, parameters.
         precision: the dtypes of parameters, and of what the optimizer updates.
         runtime: fused kernels, the self-check, and how long a rank waits for a message.
+        microbatches: in place of `num_microbatches` and `slices`, the rows of each microbatch and the tokens of its
+            slices, such as [[2, [704, 688, 656]], [1, [2048]]] for batches of 3 rows of 2048 tokens; or what
+            `slice_batch` returns. Not with schedule="auto".
         layers: of an nn.Sequential, the costs of its layers and an example of its inputs.
 
     Raises:
@@ -93,12 +97,13 @@ class Pipeline:
         precision: Precision = Precision(),
         runtime: Runtime = Runtime(),
         layers: Layers = Layers(),
+        microbatches: BatchSlicing | Sequence[SlicedMicrobatch | Sequence[Any]] | None = None,
         **old_arguments: Never,
     ) -> None:
         refuse_old_arguments(old_arguments)
         order = schedule, num_microbatches, slices, stages_per_rank, partition, seq_len
         records = memory, parallel, precision, runtime, layers
-        self._engine = Engine(model, PipelineOptions(*order, loss_fn, *records, mesh, num_ranks, device))
+        self._engine = Engine(model, PipelineOptions(*order, loss_fn, *records, mesh, num_ranks, device, microbatches))
         self.train()
 
     @classmethod
@@ -199,7 +204,8 @@ class Pipeline:
         return layer_sequence(self._engine.family, "balance").balance(self.layout)
 
     def slices(self, length: int) -> list[int]:
-        """The tokens of each slice of a sequence of `length` tokens, as the next step cuts it."""
+        """Returns the tokens of each slice of a sequence of `length` tokens, as the next step cuts it; with
+        `microbatches`, in the one with the most slices."""
         return self._engine.tuner.lengths(length)
 
     def step(

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from slipstream.errors import SlipstreamError
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, check_records
-from slipstream.schedule import Schedule
+from slipstream.pipeline.microbatches import given_microbatches
+from slipstream.schedule import AUTOMATIC, Schedule, SlicedMicrobatch
 
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
 
@@ -35,9 +37,30 @@ class PipelineOptions:
     mesh: DeviceMesh | None = None
     num_ranks: int | None = None
     device: torch.device | str | None = None
+    microbatches: Any = None
 
     def __post_init__(self) -> None:
         check_records(vars(self))
+        if self.microbatches is not None:
+            self._check_microbatches()
+
+    def _check_microbatches(self) -> None:
+        others = {"num_microbatches": (self.num_microbatches, 1), "slices": (self.slices, None)}
+        others["memory.num_flushes"] = self.memory.num_flushes, 1
+        for name, (value, default) in others.items():
+            if value != default:
+                raise SlipstreamError(f"microbatches=... with {name}={value!r}: give one of the two.")
+        if self.schedule in AUTOMATIC:
+            raise SlipstreamError(
+                f"microbatches=... with schedule={self.schedule!r}, which measures microbatches that are alike. Give a "
+                "schedule by its name, or one found by slipstream.find_order."
+            )
+        given_microbatches(self.microbatches)
+
+    @property
+    def given_microbatches(self) -> tuple[SlicedMicrobatch, ...]:
+        """The rows and slices of each microbatch, where they are given."""
+        return () if self.microbatches is None else given_microbatches(self.microbatches)
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:

@@ -30,5 +30,6 @@ from slipstream.schedule.lowering import (
 )
 from slipstream.schedule.memory_passes import add_offload, add_recompute, in_flushes
 from slipstream.schedule.one_stage_per_rank import gpipe, one_f_one_b, zb_h1, zb_h2
+from slipstream.schedule.sliced_microbatch import SlicedMicrobatch
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
 from slipstream.schedule.validation import running_order, validate

@@ -57,8 +57,11 @@ class UnslicedModel(torch.nn.Module):
 def measure(config: Config) -> dict[str, float]:
     """Returns the median seconds of a step in this process, for each way of running it."""
     device = choose_device(config)
-    slices = config.pipeline.slices
-    alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto"}
+    slices, given = config.pipeline.slices, config.pipeline.microbatches
+    if given is not None:
+        longest: list[int] = max((lengths for _, lengths in given), key=len)
+        slices = longest
+    alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto", "microbatches": None}
     alone["memory"] = config.memory.model_copy(update={"limit": None})
     ways: dict[str, Callable[[], Any]] = {
         "unsliced, by transformers": lambda: UnslicedModel(config, device),

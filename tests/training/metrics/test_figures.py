@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +19,7 @@ from slipstream.model import find_anatomy
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.schedule import make_schedule
+from slipstream.schedule import SlicedMicrobatch, make_schedule
 from slipstream.training.metrics.device_peak import DevicePeak, find_peak, peak_by_name
 from slipstream.training.metrics.flops import FlopsMeter, document_lengths, recomputed_flops
 from support.architectures import ARCHITECTURES, tokens
@@ -34,6 +35,11 @@ MASKED = (
 @pytest.fixture(scope="module")
 def gpt() -> FlopsMeter:
     return FlopsMeter(GPT_2, LENGTH, BATCH, 2, PEAK)
+
+
+def alone(slices: Sequence[int]) -> list[SlicedMicrobatch]:
+    """The one microbatch of a batch."""
+    return [SlicedMicrobatch(BATCH, tuple(slices))]
 
 
 def layout(schedule: str, slices: list[int], recompute: str | int, partition: Any = "auto") -> StageLayout:
@@ -55,7 +61,7 @@ def test_a_gpt_is_counted_as_ptdps_equations_2_and_3_but_for_masked_scores(gpt: 
 def test_full_recomputation_is_counted_as_equation_3_but_for_the_head(gpt: FlopsMeter) -> None:
     """Ours recomputes the head too, and on each rank all but the slice whose backward directly follows."""
     slices = [200, 150, 100, 62]
-    step = gpt.of_step(1.0, layout("gpipe", slices, "full"), slices)
+    step = gpt.of_step(1.0, layout("gpipe", slices, "full"), alone(slices))
     head = 2 * BATCH * LENGTH * HIDDEN * VOCABULARY
     length = slices[-1]
     seen = sum(range(LENGTH - length + 1, LENGTH + 1))
@@ -107,7 +113,7 @@ def test_the_smallest_model_of_table_1_has_its_parameters() -> None:
 
 def test_rates_are_per_device_and_second(gpt: FlopsMeter) -> None:
     slices = [256, 256]
-    step = gpt.of_step(0.5, layout("1f1b", slices, "full"), slices)
+    step = gpt.of_step(0.5, layout("1f1b", slices, "full"), alone(slices))
     assert step.tokens_per_second == BATCH * LENGTH / 0.5
     assert step.hardware_flops > step.model_flops == gpt.run.model_flops
     assert step.tflops_per_device == pytest.approx(step.model_flops / 0.5 / 2 / 1e12)
@@ -117,16 +123,16 @@ def test_rates_are_per_device_and_second(gpt: FlopsMeter) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_what_keeps_products_repeats_none(gpt: FlopsMeter, recompute: str) -> None:
-    step = gpt.of_step(1.0, layout("1f1b", [256, 256], recompute), [256, 256])
+    step = gpt.of_step(1.0, layout("1f1b", [256, 256], recompute), alone([256, 256]))
     assert step.hardware_flops == step.model_flops
 
 
 def test_a_new_layout_or_new_slices_are_counted_anew(gpt: FlopsMeter) -> None:
     slices, full = [400, 112], layout("gpipe", [400, 112], "full")
-    first = gpt.of_step(1.0, full, slices)
-    assert gpt.of_step(1.0, full, [112, 400]).hardware_flops < first.hardware_flops  # the last is left alone
-    assert gpt.of_step(1.0, layout("gpipe", slices, 1), slices).hardware_flops < first.hardware_flops
-    assert gpt.of_step(1.0, full, slices) == first
+    first = gpt.of_step(1.0, full, alone(slices))
+    assert gpt.of_step(1.0, full, alone([112, 400])).hardware_flops < first.hardware_flops  # the last is left alone
+    assert gpt.of_step(1.0, layout("gpipe", slices, 1), alone(slices)).hardware_flops < first.hardware_flops
+    assert gpt.of_step(1.0, full, alone(slices)) == first
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -158,7 +164,7 @@ def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int
         pipe.step(inputs, inputs)
     found = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     products = sum(flops for op, flops in found.items() if "attention" not in op)
-    again, _ = recomputed_flops(figures.count, pipe.layout, slices, 2)
+    again, _ = recomputed_flops(figures.count, pipe.layout, [SlicedMicrobatch(2, (16, 16, 20, 12))], 2)
     forward = 2 * 64 * sum(n * part.ops["F"].flops.per_token for n, part in figures.count.counted(range(4)))
     assert products == 3 * forward + again
     assert (again > 0) == (recompute != "none")
@@ -178,7 +184,7 @@ def test_documents_attend_to_themselves(gpt: FlopsMeter) -> None:
     lengths = document_lengths(ids)
     assert lengths == [500, 12, 512, 100, 412]
     slices, whole = [256, 256], layout("1f1b", [256, 256], "full")
-    step, unpacked = (gpt.of_step(1.0, whole, slices, documents) for documents in (lengths, None))
+    step, unpacked = (gpt.of_step(1.0, whole, alone(slices), documents) for documents in (lengths, None))
     seen = sum(n * (n + 1) // 2 for n in lengths)
     hidden = BATCH * LENGTH * (LENGTH + 1) // 2 - seen
     assert step.model_flops == pytest.approx(unpacked.model_flops - 3 * LAYERS * 4 * HIDDEN * hidden)

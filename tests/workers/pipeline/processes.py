@@ -68,6 +68,27 @@ def exact(
     assert len(timeline.messages) == 8 * crossings  # the forwards of the evaluation
 
 
+def ragged(name: str) -> None:
+    """Microbatches of their own rows and slices follow the unsplit model, in messages of as many shapes."""
+    inputs = tokens(batch=5)
+    labels, whole = labels_of(inputs), build(ARCHITECTURES[name], seed=3)
+    wanted = unsplit_step(whole, inputs, labels)
+    for schedule, v in (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)):
+        pipe = Pipeline.from_config(
+            ARCHITECTURES[name],
+            seed=3,
+            precision=Precision(dtype=torch.float64),
+            runtime=Runtime(self_check=False),
+            schedule=schedule,
+            stages_per_rank=v,
+            microbatches=[[2, [30, 20, 14]], [1, [64]], [2, [5, 30, 17, 12]]],
+        )
+        assert abs(pipe.step(inputs, labels) - wanted) < BOUND
+        found, expected = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+        assert gradient_error({key: expected[key] for key in found}, found) < BOUND
+        assert pipe.evaluate(inputs, labels) == pytest.approx(float(wanted), rel=1e-9)
+
+
 def auto() -> None:
     """All ranks settle on the same order and slices, and each step on the way has the loss of the unsplit model."""
     whole = build(ARCHITECTURES["llama"], seed=3)
@@ -150,7 +171,15 @@ def mesh() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cases = {"exact": exact, "auto": auto, "mismatch": mismatch, "absent": absent, "buffers": buffers, "mesh": mesh}
+    cases = {
+        "exact": exact,
+        "ragged": ragged,
+        "auto": auto,
+        "mismatch": mismatch,
+        "absent": absent,
+        "buffers": buffers,
+        "mesh": mesh,
+    }
     cases[sys.argv[1]](*sys.argv[2:])
     if sys.argv[1] not in ("mismatch", "absent"):
         dist.barrier()

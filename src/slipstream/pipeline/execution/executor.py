@@ -192,7 +192,7 @@ class Executor:
 
     def _end_forward_only(self, action: Action) -> None:
         self._release(self._received(action))
-        if action.slice == self._schedule.num_slices - 1:
+        if action.slice == self._schedule.slice_counts[action.microbatch] - 1:
             self._state.stores.pop((action.stage, action.microbatch)).free()
 
     def _backward(self, action: Action) -> None:

@@ -32,7 +32,7 @@ from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
-from slipstream.schedule import Schedule
+from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
 class WeightSource(NamedTuple):
@@ -142,12 +142,12 @@ class CausalLMFamily:
         """Returns the pairs of stages that skips go between past others: none."""
         return []
 
-    def split(self, batch: WholeBatch, lengths: Sequence[int], num_microbatches: int, seed: int) -> SplitBatch:
+    def split(self, batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
         """Returns the microbatches and slices of a batch. Raises SlipstreamError for tensors that don't fit."""
         (inputs,) = batch.inputs
         check_length(self.config, inputs.shape[-1])
         check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), batch.targets.max())))
-        return cut_batch(batch, lengths, num_microbatches, seed)
+        return cut_batch(batch, microbatches, seed)
 
     def begin(self) -> None:
         """Called before a step's forwards."""

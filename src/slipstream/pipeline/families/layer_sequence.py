@@ -25,11 +25,11 @@ from slipstream.model.sequential import (
     flatten_layers,
 )
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, check_rows
+from slipstream.pipeline.batch import SplitBatch, WholeBatch, check_rows, rows_of
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
-from slipstream.schedule import Schedule
+from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
 class SequenceFamily:
@@ -56,7 +56,7 @@ class SequenceFamily:
         self._layers = flatten_layers(model)
         self._routes = find_skip_routes(self._layers)
         self._cut, self._is_sliced = find_cut(self._layers), False
-        self._check_count(options.slices)
+        self._check_count(options.slices if options.microbatches is None else "of microbatches")
         self.compiled = tuple(compiled_modules(model))
         model.to(torch_dtype(options.precision.dtype))
         self._tracer = ShapeTracer(self._layers, device)
@@ -126,31 +126,38 @@ class SequenceFamily:
             )
         return balance_of(self._costs, _ranges(layout), layout.training.placement, self._layers)
 
-    def split(self, batch: WholeBatch, lengths: Sequence[int], num_microbatches: int, seed: int) -> SplitBatch:
-        """Splits rows into microbatches, the first ones a row longer where they don't divide, and traces each part."""
+    def split(self, batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
+        """Splits rows into microbatches and their tokens into slices, and traces each part."""
         inputs, targets = batch.inputs, batch.targets
         if batch.position_ids is not None or batch.document_ids is not None:
             raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")
-        _check_rows(inputs, targets, num_microbatches)
+        _check_rows(inputs, targets, len(microbatches))
+        length = sum(microbatches[0].slices)
         if self._is_sliced:
-            _check_tokens(targets, sum(lengths))
-        parts = [tensor.tensor_split(num_microbatches) for tensor in inputs]
-        values = [as_value(tensors, batch.is_tuple) for tensors in zip(*parts, strict=True)]
-        bounds: list[range | None] = [None]
-        if self._is_sliced:
-            bounds = [range(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
+            _check_tokens(targets, length)
+        rows = rows_of(microbatches)
+        values = [as_value(tuple(tensor[row] for tensor in inputs), batch.is_tuple) for row in rows]
+        bounds = [self._tokens_of(each) for each in microbatches]
         pieces = [
-            [BatchSlice(value, number, index, seed, tokens, sum(lengths)) for index, tokens in enumerate(bounds)]
+            [BatchSlice(value, number, index, seed, tokens, length) for index, tokens in enumerate(bounds[number])]
             for number, value in enumerate(values)
         ]
-        rows = targets.tensor_split(num_microbatches)
-        labels = [[row if t is None else row[:, t.start : t.stop] for t in bounds] for row in rows]
+        labels = [
+            [targets[row] if t is None else targets[row, t.start : t.stop] for t in cuts]
+            for row, cuts in zip(rows, bounds, strict=True)
+        ]
         for piece, label in zip(chain(*pieces), chain(*labels), strict=True):
             outputs = self._tracer.trace(piece, self._is_training()).boundaries[-1]
             if self._options.loss_fn is None:
                 _check_classes(outputs, label)
         num_valid = targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
         return SplitBatch(pieces, labels, num_valid)
+
+    def _tokens_of(self, microbatch: SlicedMicrobatch) -> list[range] | list[None]:
+        """Returns the tokens of each slice; None for the one slice of a sequence that isn't cut."""
+        if not self._is_sliced:
+            return [None]
+        return [range(a, b) for a, b in pairwise(accumulate(microbatch.slices, initial=0))]
 
     def begin(self) -> None:
         """Called before a step's forwards."""

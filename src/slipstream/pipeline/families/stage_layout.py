@@ -13,6 +13,7 @@ from slipstream.model.saving import RecomputePolicy
 from slipstream.schedule import (
     Op,
     Schedule,
+    SlicedMicrobatch,
     add_communication,
     add_offload,
     add_recompute,
@@ -64,10 +65,15 @@ class StageLayout:
 
 
 class ExecutedStep(NamedTuple):
-    """The layout of a step, and the tokens of its slices."""
+    """The layout of a step, and the rows and slices of its microbatches."""
 
     layout: StageLayout
-    slices: list[int]  # tokens of each
+    microbatches: Sequence[SlicedMicrobatch]
+
+    @property
+    def slices(self) -> list[int]:
+        """The tokens of each slice of a sequence; where microbatches differ, of the one with the most slices."""
+        return [*max((each.slices for each in self.microbatches), key=len, default=())]
 
 
 def check_lengths(schedule: Schedule, slices: int | Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.tuning import TrialMemory
-from slipstream.schedule import Op, Schedule
+from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 
 _BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
@@ -21,14 +21,14 @@ class MemoryLimit:
 
     def __init__(self, limit: float | None, ranks: Ranks) -> None:
         self._limit, self._ranks = limit, ranks
-        self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a batch, and slices
-        self._fitting: set[tuple[Schedule, tuple[int, ...]]] = set()
+        self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
+        self._fitting: set[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]]] = set()
 
     def check(self, step: RehearsedStep) -> None:
         """Raises SlipstreamError where the step would hold more than the limit, before it runs. Collective."""
         if self._limit is None:
             return
-        checked = step.schedule, _key(step)
+        checked = step.schedule, len(step.token_ids), tuple(step.microbatches)
         if checked not in self._fitting:
             held = self._memory(step)
             worst = max(range(len(held)), key=lambda rank: held[rank].peak)
@@ -37,25 +37,30 @@ class MemoryLimit:
             self._fitting.add(checked)
 
     def held_by(self, step: RehearsedStep) -> TrialMemory:
-        """Returns the bytes that every rank, and every slice on a stage, would hold in the step. Collective."""
+        """Returns the bytes that every rank, and every slice on a stage, would hold in the step. Collective.
+
+        All its microbatches are alike.
+        """
         held = self._memory(step)
-        table = self._tables[_key(step)]
+        table = self._tables[_key(step.microbatches[0])]
         forwards = (action for action in step.schedule.positions if action.op is Op.F)
         units = {StageSlice.of(forward, step.schedule) for forward in forwards}
         peaks = tuple(rank.peak + _token_bytes(step) for rank in held)
         return TrialMemory(peaks, {(unit.stage, unit.slice): _held(unit, table) for unit in units})
 
     def _memory(self, step: RehearsedStep) -> tuple[RankMemory, ...]:
-        key = _key(step)
-        table = self._tables.get(key)
-        if table is None or not _covers(table, step.schedule):
-            known = [] if table is None else [table]
-            table = self._tables[key] = _merged([*known, *self._ranks.pipeline.gather(rehearse(step))])
-        return memory_of(step.schedule, table)
+        alike = len(step.microbatches) == 1
+        for number, each in enumerate(step.microbatches):
+            table = self._tables.get(_key(each))
+            if table is None or not _covers(table, step.schedule, None if alike else number):
+                known = [] if table is None else [table]
+                self._tables[_key(each)] = _merged([*known, *self._ranks.pipeline.gather(rehearse(step, number))])
+        tables = [self._tables[_key(each)] for each in step.microbatches]
+        return memory_of(step.schedule, tables[0] if alike else tables)
 
 
-def _key(step: RehearsedStep) -> tuple[int, ...]:
-    return (step.token_ids.shape[0], *step.slices)
+def _key(microbatch: SlicedMicrobatch) -> tuple[int, ...]:
+    return (microbatch.num_sequences, *microbatch.slices)
 
 
 def _token_bytes(step: RehearsedStep) -> int:
@@ -63,9 +68,11 @@ def _token_bytes(step: RehearsedStep) -> int:
     return _BATCH_TENSORS * step.token_ids.nbytes
 
 
-def _covers(table: MemoryTable, schedule: Schedule) -> bool:
+def _covers(table: MemoryTable, schedule: Schedule, microbatch: int | None) -> bool:
+    """Returns whether the table has all actions of a microbatch, or of any."""
     computes = (action for action in schedule.positions if action.op in (Op.F, Op.B, Op.I))
-    return all((StageSlice.of(action, schedule), action.op) in table.footprints for action in computes)
+    chosen = (action for action in computes if microbatch in (None, action.microbatch))
+    return all((StageSlice.of(action, schedule), action.op) in table.footprints for action in chosen)
 
 
 def _held(unit: StageSlice, table: MemoryTable) -> float:
@@ -92,9 +99,10 @@ def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) ->
     most = {str(kind): size for kind, size in held.worst.during.items() if size} | {"tokens": _token_bytes(step)}
     parts = ", ".join(f"{kind} {size:.4g}" for kind, size in sorted(most.items(), key=lambda pair: -pair[1]))
     total = sum(most.values())
+    slices = ", ".join(str([*each.slices]) for each in step.microbatches)
     return (
         f"memory.limit={limit:.6g} bytes, but rank {rank} would hold {total:.6g}, {total - limit:.3g} too many, in the "
-        f"schedule {step.schedule.name!r} on slices {[*step.slices]}: {parts}. Try memory.recompute='full', "
+        f"schedule {step.schedule.name!r} on slices {slices}: {parts}. Try memory.recompute='full', "
         "memory.offload=0.5, a larger memory.num_flushes, more slices or microbatches, or schedule='auto', which keeps "
         "to the limit where it can."
     )

@@ -21,7 +21,7 @@ from slipstream.pipeline.memory.live_memory import MemoryMeter, memory_meter, te
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule
+from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
@@ -40,19 +40,19 @@ class RehearsedStep:
     scatter: Callable[[Transport], Transport]  # so that each of the tensor ranks sends a part
     num_parts: int  # into which tensor ranks divide a message
     batch: SplitBatch
-    slices: tuple[int, ...]  # tokens of each
+    microbatches: Sequence[SlicedMicrobatch]  # the rows and slices of each; of the first where all are alike
     token_ids: Tensor  # (batch, sequence)
 
 
-def rehearse(step: RehearsedStep) -> MemoryTable:
-    """Measures the bytes of this process's stages in a step, with all that its schedule does.
+def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
+    """Measures the bytes of this process's stages in a step, with all that its schedule does to microbatch `number`.
 
-    Every stage runs the first microbatch's slices forward and backward, from a made-up input, without weight gradients
+    Every stage runs the microbatch's slices forward and backward, from a made-up input, without weight gradients
     to begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted,
     on CUDA what its allocator has allocated. Not for rows of several documents.
     """
     batch, transport = step.batch, step.scatter(_MadeUpMessages(step.device))
-    step = replace(step, batch=SplitBatch([batch.slices[0]] * 2, [batch.targets[0]] * 2, batch.num_valid))
+    step = replace(step, batch=SplitBatch([batch.slices[number]] * 2, [batch.targets[number]] * 2, batch.num_valid))
     runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
     owned = _owned_tensors(step.stages)
     updated = {number: step.parameters.bytes_of(tensors) for number, tensors in owned.items()}
@@ -155,7 +155,7 @@ def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> I
         for split in (False, True):
             if (Op.I if split else Op.B) in ops:
                 _run(step, like, split, transport, [])  # fills what is cached from one step to the next
-                yield _Run(like, step.schedule.num_slices, _run(step, like, split, transport, tensors_alive()))
+                yield _Run(like, len(step.batch.slices[0]), _run(step, like, split, transport, tensors_alive()))
 
 
 def _run(
@@ -168,23 +168,22 @@ def _run(
     with _without_gradients(stage), memory_meter(step.device, present) as memory:
         watch = _MemoryWatch(stage, memory)
         executor.observe(watch)
-        run_together([executor], _alone(like, split, step.schedule), step.batch)
+        run_together([executor], _alone(like, split, step), step.batch)
         executor.finish()
     return watch.changes
 
 
-def _alone(like: StageSlice, split: bool, schedule: Schedule) -> Schedule:
+def _alone(like: StageSlice, split: bool, step: RehearsedStep) -> Schedule:
     """Returns the schedule of two microbatches on one stage, all others being on ranks that do nothing."""
-    row = [action for m in range(2) for action in _microbatch(like, split, m, schedule)]
-    placement = tuple(range(schedule.num_stages))
+    placement, num_slices = tuple(range(step.schedule.num_stages)), len(step.batch.slices[0])
+    row = [action for m in range(2) for action in _microbatch(like, split, m, len(placement), num_slices)]
     rows = tuple(tuple(row) if number == like.stage else () for number in placement)
-    counts = (schedule.num_slices,) * 2
-    return Schedule("rehearsal", rows, placement, num_microbatches=2, num_slices=counts[0], slice_counts=counts)
+    return Schedule("rehearsal", rows, placement, num_microbatches=2, num_slices=num_slices)
 
 
-def _microbatch(like: StageSlice, split: bool, microbatch: int, schedule: Schedule) -> Iterator[Action]:
+def _microbatch(like: StageSlice, split: bool, microbatch: int, num_stages: int, num_slices: int) -> Iterator[Action]:
     """Yields the forwards, then the backwards in reverse, each with the actions that go with it."""
-    not_first, not_last = like.stage > 0, like.stage + 1 < schedule.num_stages
+    not_first, not_last = like.stage > 0, like.stage + 1 < num_stages
     forward = [(Op.RECV_F, not_first), (Op.F, True), (Op.SEND_F, not_last), (Op.OFFLOAD, like.offloaded)]
     backward = [
         (Op.RELOAD, like.offloaded),
@@ -194,7 +193,7 @@ def _microbatch(like: StageSlice, split: bool, microbatch: int, schedule: Schedu
         (Op.SEND_B, not_first),
         (Op.W, split),
     ]
-    order = range(schedule.num_slices)
+    order = range(num_slices)
     for ops, slices in ((forward, order), (backward, reversed(order))):
         for index in slices:
             yield from (Action(op, like.stage, microbatch, index) for op, runs in ops if runs)

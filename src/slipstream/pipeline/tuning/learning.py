@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.tuning.slicings import SliceTimes, granularity_for, nearly_equal, promising
 from slipstream.pipeline.tuning.trials import Inquiry, Samples, Trial, TrialMemory, fastest, holdings_of, timed
-from slipstream.schedule import Schedule, in_flushes, join_backwards, make_schedule, split_backwards
+from slipstream.schedule import Schedule, SliceCounts, in_flushes, join_backwards, make_schedule, split_backwards
 from slipstream.simulator import TableCost, simulate
 
 COUNTS = (8, 4)  # slices whose times are measured
@@ -41,7 +41,7 @@ class SearchSpace:
     splits: bool
     limit: float | None = None
 
-    def make(self, num_slices: int) -> Schedule:
+    def make(self, num_slices: SliceCounts) -> Schedule:
         """Returns the schedule to start from."""
         schedule = make_schedule(self.name, self.num_ranks, self.num_microbatches, num_slices, self.stages_per_rank)
         return join_backwards(schedule) if self.reorders else schedule  # to be split where that pays
@@ -53,7 +53,11 @@ class SearchSpace:
         return in_flushes(join_backwards(alone), self.num_microbatches)
 
     def start(self, slices: Sequence[int]) -> Schedule:
-        start = self.make(len(slices))
+        return self.first(len(slices))
+
+    def first(self, num_slices: SliceCounts) -> Schedule:
+        """Returns the schedule to start from, with its backwards split where they may be."""
+        start = self.make(num_slices)
         return split_backwards(start) if self.splits else start
 
     def quick(self, slices: Sequence[int], cost: TableCost) -> Schedule:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
+from slipstream.pipeline.microbatches import check_microbatches, even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.learning import COUNTS, SearchSpace, learn_order, learn_slices
 from slipstream.pipeline.tuning.trials import Inquiry, Trial, TrialRequest, TrialResult
-from slipstream.schedule import AUTOMATIC, Op, Schedule, check_name, in_flushes, placed_as
+from slipstream.schedule import AUTOMATIC, Op, Schedule, SlicedMicrobatch, check_name, in_flushes, placed_as
 
 
 class Tuner:
@@ -24,24 +25,32 @@ class Tuner:
         """`default_slices` is their number where the options have none; `compiled` names modules whose backward is one
         piece, so that none is split."""
         schedule, slices = options.schedule, default_slices if options.slices is None else options.slices
-        num_flushes = options.memory.num_flushes
+        num_flushes, self._given = options.memory.num_flushes, options.given_microbatches
+        counts = [len(each.slices) for each in self._given]
+        if self._given:
+            slices = max((each.slices for each in self._given), key=len)
         self._reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
         _check(schedule, slices, options.num_microbatches, num_flushes)
         self.slices: int | Sequence[int] = COUNTS[0] if isinstance(slices, str) else slices
         if isinstance(schedule, Schedule):
             self.slices = schedule.num_slices if isinstance(slices, int) else self.slices
             self.schedule = schedule
+            if (counts or schedule.is_ragged) and [*schedule.slice_counts] != counts:
+                raise SlipstreamError(
+                    f"the schedule {schedule.name!r} has microbatches of {[*schedule.slice_counts]} slices. Give "
+                    f"microbatches=... with as many{f', not {counts}' if counts else ''}."
+                )
         else:
             self._freedom = SearchSpace(
                 placed_as(schedule, options.stages_per_rank),
                 num_ranks,
-                options.num_microbatches // num_flushes,
+                len(counts) or options.num_microbatches // num_flushes,
                 options.stages_per_rank,
                 self._reorders,
                 options.memory.recompute != "segments" and not compiled,  # W would hold what all segments recompute
                 options.memory.limit,
             )
-            self.schedule = in_flushes(self._freedom.start((0,) * self._count), num_flushes)
+            self.schedule = in_flushes(self._freedom.first(counts or self._count), num_flushes)
         self._num_flushes = num_flushes
         _check_fits(self.schedule, num_ranks, compiled)
         self._is_settled = False
@@ -99,6 +108,21 @@ class Tuner:
         """Returns the slices of such a sequence; slices found for another length are taken as their number."""
         found_for_another = self._reslices and length != self._length
         return slice_lengths(self._count if found_for_another else self.slices, length)
+
+    def microbatches(self, num_rows: int, length: int) -> list[SlicedMicrobatch]:
+        """Returns the rows and slices of each microbatch of such a batch.
+
+        Raises SlipstreamError where the microbatches that were given don't add up to it.
+        """
+        if self._given:
+            check_microbatches(self._given, num_rows, length)
+            return [*self._given]
+        return even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
+
+    @property
+    def are_microbatches_alike(self) -> bool:
+        """Whether they have the same rows and slices, but for a row more."""
+        return not self._given
 
     @property
     def _count(self) -> int:

@@ -13,16 +13,9 @@ from slipstream.planner.slicing.branch_and_bound import Limits, Solution, minimi
 from slipstream.planner.slicing.equal_stage_slicing import check_counts, slice_tokens
 from slipstream.planner.slicing.shortest_path import shortest_path
 from slipstream.planner.slicing.time_table import SliceTime, TimeTable, time_table
+from slipstream.schedule import SlicedMicrobatch
 
 BatchTime = Callable[[int, Any, Any], Any]  # (num_sequences, slice_length, context_length) -> seconds
-
-
-@dataclass(frozen=True)
-class SlicedMicrobatch:
-    """Sequences that go through the pipeline together, in slices of these lengths."""
-
-    num_sequences: int
-    slices: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,11 @@ def parse_config(values: dict[str, Any]) -> Config:
 
 def dump_config(config: Config) -> str:
     """Returns the configuration as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    values = config.model_dump(mode="json")
+    left_out = ("microbatches",) if config.pipeline.microbatches is None else ("num_microbatches", "slices")
+    for name in left_out:
+        del values["pipeline"][name]
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 # The axes of the mesh, as they are typed, and the settings that they are

@@ -8,8 +8,10 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from slipstream.errors import SlipstreamError
 from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.options import Memory, Precision, Record, Runtime
+from slipstream.pipeline.microbatches import check_microbatches, given_microbatches
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 from slipstream.training.config import sections
 
@@ -36,16 +38,24 @@ class Config(Record):
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
-        _check_slices(self.pipeline.slices, self.training.seq_len)
-        _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
+        pipeline, training, replicas = self.pipeline, self.training, self.parallel.data
+        if pipeline.microbatches is None:
+            _check_slices(pipeline.slices, training.seq_len)
+        _check_batch(training.batch_size, replicas, pipeline.num_microbatches)
+        if pipeline.microbatches is not None:
+            _check_microbatches(pipeline.microbatches, training.batch_size // replicas, training.seq_len)
         _check_partition(self.pipeline)
         _check_schedule(self.pipeline, self.memory.num_flushes)
         return self
 
     def pipeline_options(self) -> dict[str, Any]:
         """Returns the arguments of the Pipeline that the configuration gives."""
+        microbatches = self.pipeline.microbatches
+        given = {name: getattr(self.pipeline, name) for name in _PIPELINE_OPTIONS}
+        if microbatches is not None:
+            given |= {"microbatches": microbatches, "num_microbatches": 1, "slices": None}
         return {
-            **{name: getattr(self.pipeline, name) for name in _PIPELINE_OPTIONS},
+            **given,
             "schedule": named_schedule(self.pipeline),
             "seq_len": self.training.seq_len,
             "memory": self.memory,
@@ -81,6 +91,14 @@ def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
         )
 
 
+def _check_microbatches(microbatches: object, num_rows: int, seq_len: int) -> None:
+    """Raises ValueError where microbatches don't add up to a replica's rows, or their slices to the sequence."""
+    try:
+        check_microbatches(given_microbatches(microbatches), num_rows, seq_len, "a replica's batch", "training.seq_len")
+    except SlipstreamError as error:
+        raise ValueError(f"pipeline.{error}") from None
+
+
 def _check_schedule(pipeline: sections.PipelineSection, num_flushes: int) -> None:
     """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order."""
     if pipeline.num_microbatches % num_flushes:
@@ -114,12 +132,18 @@ def named_schedule(pipeline: sections.PipelineSection) -> str | Schedule:
 
 def _check_counts(schedule: Schedule, pipeline: sections.PipelineSection, num_flushes: int) -> None:
     slices = pipeline.slices
-    counts = {
-        "pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks),
-        "pipeline.num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
-        "pipeline.slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
-        "memory.num_flushes": (1, num_flushes),
-    }
+    counts: dict[str, tuple[int | str, int | str]]
+    counts = {"pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks), "memory.num_flushes": (1, num_flushes)}
+    if pipeline.microbatches is None and not schedule.is_ragged:
+        counts |= {
+            "pipeline.num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
+            "pipeline.slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
+        }
+    elif [len(lengths) for _, lengths in pipeline.microbatches or ()] != [*schedule.slice_counts]:
+        raise ValueError(
+            f"pipeline.schedule={pipeline.schedule} has microbatches of {[*schedule.slice_counts]} slices; give "
+            "pipeline.microbatches with as many slices"
+        )
     for name, (wanted, given) in counts.items():
         if wanted != given:
             raise ValueError(

@@ -85,8 +85,18 @@ class PipelineSection(Record):
     """Parts of a batch that go through the pipeline one after the other."""
     slices: Literal["auto"] | PositiveInt | list[PositiveInt] = 8
     """Token slices of a sequence: how many, or the length of each. auto: the first steps are measured for them."""
+    microbatches: list[tuple[PositiveInt, list[PositiveInt]]] | None = None
+    """In place of `num_microbatches` and `slices`: the rows of each part of a replica's batch, and the lengths of its
+    slices, such as `[[2, [704, 688, 656]], [1, [2048]]]` for 3 sequences of 2048 tokens."""
     partition: Literal["auto"] | list[int | float] = "auto"
     """Layers of each stage; [4.5, 3.5] ends the first one between a layer's attention and its feed-forward half."""
+
+    @model_validator(mode="after")
+    def _microbatches_alone(self) -> Self:
+        given = [name for name in ("num_microbatches", "slices") if name in self.model_fields_set]
+        if self.microbatches is not None and given:
+            raise ValueError(f"pipeline.microbatches says what pipeline.{given[0]} does; give one of the two")
+        return self
 
 
 class ParallelSection(Parallelism):

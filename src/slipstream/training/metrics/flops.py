@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.families import StageLayout
 from slipstream.planner.costs import AttentionCall, ModelCount, PartCount
 from slipstream.profiler import count_model
-from slipstream.schedule import Op
+from slipstream.schedule import Op, SlicedMicrobatch
 from slipstream.training.metrics.device_peak import DevicePeak
 from slipstream.units import long_duration_text
 
@@ -118,7 +118,7 @@ class FlopsMeter:
         self,
         seconds: float,
         layout: StageLayout | None = None,
-        slices: Sequence[int] = (),
+        microbatches: Sequence[SlicedMicrobatch] = (),
         documents: Sequence[int] | None = None,
     ) -> StepFigures:
         """Returns the figures of a step.
@@ -126,7 +126,7 @@ class FlopsMeter:
         Args:
             seconds: the time that the step took.
             layout: what ran; its R actions are what every replica recomputed. None: nothing was recomputed.
-            slices: the tokens of each slice of a sequence.
+            microbatches: the rows of each microbatch of a replica, and the tokens of its slices.
             documents: the tokens of each document of the batch, which attends to itself alone; see `document_lengths`.
                 Default: every sequence is one document.
         """
@@ -138,8 +138,9 @@ class FlopsMeter:
                     f"{self._seq_len}. Give the lengths of all documents of the whole batch."
                 )
             scores = sum(self._whole.scores(0, length) for length in documents)
-        if self._counted[0] != (layout, tuple(slices)):
-            self._counted = (layout, tuple(slices)), recomputed_flops(self.count, layout, slices, self._batch_size)
+        ran = layout, tuple(microbatches)
+        if self._counted[0] != ran:
+            self._counted = ran, recomputed_flops(self.count, layout, microbatches, self._batch_size)
         products_again, scores_again = self._counted[1]
         model = 3 * (self._products + scores)
         hardware = model + products_again + scores_again * scores / self._scores
@@ -173,7 +174,7 @@ def document_lengths(document_ids: Tensor) -> list[int]:
 
 
 def recomputed_flops(
-    count: ModelCount, layout: StageLayout | None, slices: Sequence[int], num_sequences: int
+    count: ModelCount, layout: StageLayout | None, microbatches: Sequence[SlicedMicrobatch], num_sequences: int
 ) -> tuple[float, float]:
     """Returns the FLOPs that the R actions of a step compute: of matrix products, and of attention's scores.
 
@@ -183,16 +184,16 @@ def recomputed_flops(
     """
     if layout is None or layout.recompute is None or layout.recompute.keeps_products:
         return 0.0, 0.0
-    ends = [*accumulate(slices, initial=0)]
-    rows = [len(part) for part in torch.arange(num_sequences).tensor_split(layout.training.num_microbatches)]
+    replicas = num_sequences / sum(each.num_sequences for each in microbatches)
     stages, what = layout.layers, layout.recompute
     forwards = [_Forward.of(_repeated(count, stages, stage, what)) for stage in range(len(stages))]
     products = scores = 0.0
     for action in layout.training.positions:
         if action.op is Op.R:
-            forward, size, first = forwards[action.stage], rows[action.microbatch], ends[action.slice]
-            products += size * slices[action.slice] * forward.products
-            scores += size * forward.scores(first, ends[action.slice + 1])
+            forward, each = forwards[action.stage], microbatches[action.microbatch]
+            first, tokens, size = sum(each.slices[: action.slice]), each.slices[action.slice], each.num_sequences
+            products += replicas * size * tokens * forward.products
+            scores += replicas * size * forward.scores(first, first + tokens)
     return products, scores
 
 
