@@ -29,7 +29,8 @@ def test_there_is_something_to_run() -> None:
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page: Path) -> None:
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where costs are kept
     names: dict[str, Any] = {"__name__": page.stem}
     for line, code in blocks(page):
         padded = "\n" * (line - 1) + code  # so that a traceback shows the page's own line

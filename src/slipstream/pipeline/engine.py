@@ -15,12 +15,13 @@ from slipstream.model.hooks import keyed_seed
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.execution import Executor, run_together
-from slipstream.pipeline.families import ExecutedStep, family_of, gather_state
+from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, family_of, gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.stage import Stage
-from slipstream.pipeline.tuning import TrialResult, Tuner
+from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
+from slipstream.planner.joint import JointPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
 from slipstream.timeline import Timeline
 
@@ -37,6 +38,11 @@ class Engine:
         self.device = self.ranks.device if options.device is None else torch.device(options.device)
         self.family = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
+        self.plan: JointPlan | None = None
+        if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
+            self.plan = self._plan_start(self.family, options, num_ranks)
+            options = with_plan(options, self.plan)
+            self.family.adopt(options)
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
         self.layout = self.family.lay_out(self.tuner.schedule, self.tuner.slices)  # of the next step
         self.stages: Mapping[int, Stage]
@@ -51,6 +57,17 @@ class Engine:
         self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
         self.last_step = ExecutedStep(self.layout, [])
         self.schedule_name = ""  # of the last step or evaluation
+
+    def _is_open(self, options: PipelineOptions, num_ranks: int) -> bool:
+        """Returns whether a plan is to decide where to cut, and can: parts of layers aren't measured."""
+        return is_free(options) and num_ranks > 1 and self.ranks.tensor.size == 1 and not self.family.compiled
+
+    def _plan_start(self, family: CausalLMFamily, options: PipelineOptions, num_ranks: int) -> JointPlan:
+        """Returns the plan of schedule, slices and partition. Collective."""
+        assert options.seq_len is not None
+        dtype = options.precision.dtype or str(family.config.dtype or torch.float32).removeprefix("torch.")
+        request = StartRequest(options.seq_len, 1, options.num_microbatches, num_ranks, dtype, options.memory.limit)
+        return plan_start(family.config, request, self.ranks, self.device)
 
     def step(self, whole: WholeBatch, loss_scale: float) -> Tensor:
         """Adds the batch's gradients, and returns the global mean loss. Collective."""

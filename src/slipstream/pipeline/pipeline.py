@@ -23,6 +23,7 @@ from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
+from slipstream.planner.joint import JointPlan
 from slipstream.planner.slicing import BatchSlicing
 from slipstream.schedule import Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable
@@ -57,7 +58,8 @@ class Pipeline:
             cheaper.
         stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
         seq_len: tokens of a sequence, from which partition="auto" knows what attention costs. Without it, and without
-            the slices' lengths, it counts weights alone. Sequences of other lengths are fine.
+            the slices' lengths, it counts weights alone. Sequences of other lengths are fine. With it, and schedule,
+            slices and partition "auto", all three are planned from measured costs (see `plan`).
         loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
             targets that are not -100.
         mesh: a DeviceMesh with an axis "pp", and "dp" and "tp" where they are used, by `slipstream.make_mesh`; default:
@@ -154,6 +156,11 @@ class Pipeline:
     def leads(self) -> bool:
         """Whether this is the one rank of all that writes and speaks for them."""
         return self._engine.ranks.leads
+
+    @property
+    def plan(self) -> JointPlan | None:
+        """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` says what was compared."""
+        return self._engine.plan
 
     @property
     def is_tuning(self) -> bool:

@@ -69,6 +69,18 @@ def make_grid(seq_len: int, longest_slice: int, granularity: int) -> Measurement
     return MeasurementGrid(list(fitted), unseen)
 
 
+def make_short_grid(seq_len: int, longest_slice: int, granularity: int) -> MeasurementGrid:
+    """Returns a few points, all of them fitted: for a plan of this run, within seconds.
+
+    Lengths double from the granularity to the longest; short and middling ones are measured late in the sequence too.
+    """
+    lengths = [min(granularity, longest_slice)]
+    while lengths[-1] < longest_slice:
+        lengths.append(min(2 * lengths[-1], longest_slice))
+    late = [(length, context) for length in lengths[:4] for context in (seq_len // 4, seq_len // 2, seq_len - length)]
+    return MeasurementGrid([*((length, 0) for length in lengths), *dict.fromkeys(p for p in late[1::2] if p[1] > 0)])
+
+
 def _lengths(longest: int, granularity: int) -> list[int]:
     """Returns 1, the first multiples of the granularity, then lengths in equal ratios up to the longest."""
     lengths = [1, *range(granularity, _DENSE * granularity + 1, granularity)]

@@ -24,7 +24,7 @@ from slipstream.model import (
 from slipstream.parallel import Ranks
 from slipstream.planner.costs import MeasuredLink, Profile, choose_stages, part_kinds
 from slipstream.profiler.layer_kinds import find_layer_kinds
-from slipstream.profiler.measurement_grid import make_grid
+from slipstream.profiler.measurement_grid import make_grid, make_short_grid
 from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
 from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions
 from slipstream.profiler.stage_bench import StageBench, seconds_of
@@ -47,6 +47,7 @@ class ProfileSettings:
     granularity: int | None = None  # slice lengths are multiples of it; default: a 32nd of the longest
     repeats: int = 15  # of every point, at most
     budget: float = 120.0  # seconds of measuring, without building the stages
+    few_points: bool = False  # whether a few points are enough, none of them held out of the fit
 
     def check(self) -> None:
         """Raises SlipstreamError for settings that can't be measured."""
@@ -100,7 +101,8 @@ def profile_model(
     with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bf16"):
         cuts = [_cut(anatomy, stage, len(kinds)) for stage in parts]
         benches = make_benches(config, settings, device, cuts)
-        grid = make_grid(settings.seq_len, settings.longest, settings.step)
+        make = make_short_grid if settings.few_points else make_grid
+        grid = make(settings.seq_len, settings.longest, settings.step)
         budget = TimeBudget(settings.budget, ranks, on_progress)
         stages = MeasurementRun(benches, parts, grid, budget, settings.repeats).run()
     return Profile(
@@ -117,6 +119,7 @@ def profile_model(
         stages=stages,
         optimizer_seconds=_optimizer_seconds(benches[0].stage, device),
         link=link,
+        disturbed=max(bench.disturbed for bench in benches),
     )
 
 

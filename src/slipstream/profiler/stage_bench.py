@@ -55,6 +55,7 @@ class StageBench:
         shape = (batch, seq_len, stage.hidden_size)
         self._hidden = torch.randn(shape, generator=generator, dtype=stage.hidden_dtype, device=device)
         self._store = PrefilledStore(seq_len)
+        self._wall, self._computing = 0.0, 0.0  # seconds
         self._fill()
 
     def run(self, length: int, context: int) -> dict[Op, float]:
@@ -144,10 +145,19 @@ class StageBench:
                 hidden = None if self.stage.is_first else self._hidden[:, start : start + length].contiguous()
                 self._compute(length, start, hidden)
 
+    @property
+    def disturbed(self) -> float:
+        """The share of the measuring during which a CPU's core did something else; 0 on other devices."""
+        return max(0.0, 1 - self._computing / self._wall) if self._device.type == "cpu" and self._wall else 0.0
+
     def _timed(self, work: Callable[[], object]) -> float:
         if self._others is not None:
             self._others.sum()
-        return seconds_of(work, self._device)
+        began = time.process_time()  # of all threads: with several, another program's share doesn't show
+        seconds = seconds_of(work, self._device)
+        self._computing += time.process_time() - began
+        self._wall += seconds
+        return seconds
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:

@@ -23,7 +23,7 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     settings: dict[str, Any] = {
         **config.pipeline_options(),
         "device": device,
-        "mesh": _mesh(config, device),
+        "mesh": make_mesh_of(config, device),
         "runtime": config.runtime.model_copy(update={"self_check": needs_check}),
         **changes,
     }
@@ -33,7 +33,7 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     return Pipeline.from_config(model_config, seed=config.training.seed, **settings)
 
 
-def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
+def make_mesh_of(config: Config, device: torch.device) -> DeviceMesh | None:
     """Returns the mesh of ranks; None where all of them are on the pipeline axis, or one process is measured alone."""
     if not dist.is_initialized() or dist.get_world_size() == config.pipeline.num_ranks:
         return None

@@ -4,6 +4,8 @@ output/
   config.yaml          the settings it ran with
   inputs/              the tokens, the tokenizer and the model's configuration; run_id, by which ranks see that
                        they share the folder
+  plan.yaml            the plan that was made where the configuration left it open, as a configuration of another run
+  plan.txt             the planned order, which plan.yaml names
   metrics.jsonl        one line per step, and one per validation
   schedule.txt         the order in which the last steps ran, sends and receives included
   timeline.png         the last step as it was measured
@@ -29,6 +31,8 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.inputs = path / "inputs"
         self.run_id = self.inputs / "run_id"
+        self.plan = path / "plan.yaml"
+        self.planned_schedule = path / "plan.txt"
         self.metrics = path / "metrics.jsonl"
         self.schedule = path / "schedule.txt"
         self.timeline = path / "timeline.png"
@@ -52,7 +56,8 @@ class RunFolder:
         """Removes what a run makes, and nothing else."""
         for folder in [*self._exports(), self.inputs, self.checkpoints, self.tensorboard]:
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.config, self.metrics, self.schedule, self.timeline, self.perfetto, self.comparison):
+        pictures = (self.schedule, self.timeline, self.perfetto, self.comparison)
+        for file in (self.config, self.plan, self.planned_schedule, self.metrics, *pictures):
             file.unlink(missing_ok=True)
 
     def _exports(self) -> list[Path]:

@@ -18,6 +18,7 @@ from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
 from slipstream.training.data import PackedSequences, TokenBatch, TokenisedText, unigram_entropy
 from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord
+from slipstream.training.planned_start import start_settings
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export, write_sample
 from slipstream.training.training_step import autocast, make_optimizer, make_scheduler, train_step
@@ -38,7 +39,9 @@ class Trainer:
         if section.every:
             self._checkpoints.prepare()
         saved = None if section.resume == "no" else self._checkpoints.find(section.resume)
-        self._pipe = make_pipeline(config, device, **tuned_settings(config, saved.facts["tuned"] if saved else None))
+        earlier = saved.facts["tuned"] if saved else None
+        settings = start_settings(config, device, progress, earlier) or tuned_settings(config, earlier)
+        self._pipe = make_pipeline(config, device, **settings)
         train = TokenisedText.load(self._folder.inputs, "train")
         self._sequences = PackedSequences(train, training.seq_len, training.seed)
         steps_by_epochs = int((training.epochs or 0) * self._sequences.num_sequences) // training.batch_size

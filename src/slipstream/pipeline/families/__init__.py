@@ -1,6 +1,6 @@
 """The kinds of models a Pipeline trains: causal LMs and sequences of layers."""
 
-from slipstream.pipeline.families.causal_lm import WeightSource
+from slipstream.pipeline.families.causal_lm import CausalLMFamily, WeightSource
 from slipstream.pipeline.families.export import gather_state
 from slipstream.pipeline.families.model_family import family_of
 from slipstream.pipeline.families.sequence_partition import Balance

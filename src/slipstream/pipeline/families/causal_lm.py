@@ -87,6 +87,10 @@ class CausalLMFamily:
                 check_tensor_parallel(self.config, parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel)
         self._anatomy = find_anatomy(self.config)
 
+    def adopt(self, options: PipelineOptions) -> None:
+        """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
+        self._options = options
+
     def length(self, batch: WholeBatch) -> int:
         """Returns the tokens of a sequence."""
         if batch.is_tuple:

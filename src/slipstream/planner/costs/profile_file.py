@@ -60,6 +60,7 @@ class Profile:
     stages: tuple[MeasuredStage, ...]
     optimizer_seconds: float  # of an AdamW step, per parameter
     link: MeasuredLink | None = None  # None where a single process measured
+    disturbed: float = 0.0  # the share of the measuring during which something else had this process's core
     format: int = FORMAT
 
     # --- what a stage costs ------------------------------------------------------------------------------------------

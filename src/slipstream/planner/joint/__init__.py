@@ -2,4 +2,5 @@
 
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.joint_search import JointProblem, find_joint_plan
+from slipstream.planner.joint.profile_units import ProfileUnits
 from slipstream.planner.joint.unit_costs import UnitCosts

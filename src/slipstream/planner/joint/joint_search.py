@@ -41,6 +41,7 @@ class JointProblem:
         costs: what each unit of the model costs, for a microbatch.
         granularity: slices begin at multiples of this many tokens.
         most_slices: the largest number of slices of a sequence.
+        longest_slice: tokens of the longest slice. None: the sequence.
         memory_limit: bytes of each rank, for weights, gradients, optimizer state and activations. None: no limit.
         split: whether backwards may be split into input and weight gradients.
         effort: how many actions list scheduling may place; some 5 million take a second.
@@ -52,9 +53,15 @@ class JointProblem:
     num_microbatches: int = 1
     granularity: int = 64
     most_slices: int = 32
+    longest_slice: int | None = None
     memory_limit: float | None = None
     split: bool = True
     effort: float = 2e8
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest slice that is allowed."""
+        return self.longest_slice or self.seq_len
 
     @cached_property
     def num_units(self) -> int:
@@ -63,8 +70,9 @@ class JointProblem:
 
     @cached_property
     def ideal(self) -> float:
-        """All work divided by the ranks, with the sequence whole."""
-        whole = SlicedUnits(self.costs, (self.seq_len,))
+        """All work divided by the ranks, in as few slices as are allowed."""
+        count = -(-self.seq_len // self.longest)
+        whole = SlicedUnits(self.costs, equal_time_slices(self.seq_len, count, 0.0, self.granularity))
         return float(whole.unit_work().sum()) * self.num_microbatches / self.num_ranks
 
 
@@ -218,6 +226,8 @@ class _PlacementSearch:
             if count <= min(problem.most_slices, units):
                 for share in _SHARES:
                     slices = equal_time_slices(problem.seq_len, count, share, problem.granularity)
+                    if max(slices) > problem.longest:
+                        continue
                     bounds = self._evened(_Candidate(bounds or self._even_bounds(slices), slices)).bounds
                     yield _Candidate(bounds, slices)
 
@@ -242,8 +252,10 @@ class _PlacementSearch:
     def _mean_stage_seconds(self, op: Op, length: Any, context: Any) -> Any:
         """The seconds of all units on a slice, divided by the ranks, and of a stage besides."""
         lengths, contexts = np.broadcast_arrays(length, context)
-        units, fixed = self.problem.costs.seconds(op, lengths.ravel(), contexts.ravel())
-        return (units.sum(axis=0) / self.problem.num_ranks + fixed).reshape(lengths.shape)
+        known = np.minimum(lengths, self.problem.longest)
+        units, fixed = self.problem.costs.seconds(op, known.ravel(), contexts.ravel())
+        seconds = (units.sum(axis=0) / self.problem.num_ranks + fixed).reshape(lengths.shape)
+        return np.where(lengths > self.problem.longest, inf, seconds)
 
     def _even_bounds(self, slices: tuple[int, ...]) -> tuple[int, ...]:
         """Stages of equal work, as far as units allow."""
@@ -276,7 +288,9 @@ class _PlacementSearch:
                 changes = self._changes(candidate)
 
     def _changes(self, candidate: _Candidate) -> list[_Candidate]:
-        return [*_cuts(candidate), *_slicings(candidate, self.problem)]
+        longest = self.problem.longest
+        slicings = (each for each in _slicings(candidate, self.problem) if max(each.slices) <= longest)
+        return [*_cuts(candidate), *slicings]
 
 
 def _cuts(candidate: _Candidate) -> Iterator[_Candidate]:

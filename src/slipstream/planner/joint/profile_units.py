@@ -40,7 +40,8 @@ class ProfileUnits:
         return min(fit.lengths[-1] for stage in self.profile.stages for fit in stage.fits.values())
 
     def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
-        return self._by_part([stage.fits[op](lengths, contexts) for stage in self.profile.stages])
+        units, fixed = self._by_part([stage.fits[op](lengths, contexts) for stage in self.profile.stages])
+        return np.maximum(units, 0.0), np.maximum(fixed, 0.0)  # differences of noisy measurements may be below 0
 
     def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
         kept, _ = self._contexts(lengths)

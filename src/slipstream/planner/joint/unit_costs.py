@@ -24,10 +24,25 @@ class UnitCosts(Protocol):
     the head with the loss. A stage is a run of units; `of a stage` below is what each stage costs besides its units.
     """
 
-    num_layers: int
-    units_per_layer: int  # 2 where layers can be cut in half, else 1
-    latency: float  # seconds of a message, however short
-    bandwidth: float | None  # bytes per second; None: messages take only their latency
+    @property
+    def num_layers(self) -> int:
+        """The number of the model's layers."""
+        ...
+
+    @property
+    def units_per_layer(self) -> int:
+        """2 where layers can be cut in half, else 1."""
+        ...
+
+    @property
+    def latency(self) -> float:
+        """The seconds of a message, however short."""
+        ...
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second; None: messages take only their latency."""
+        ...
 
     def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
         """Returns the seconds of F, B, I or W of each unit, (units, slices), and of a stage besides, (slices,)."""

@@ -70,7 +70,7 @@ class RunState:
             "random_state": {"seed": seed, "num_steps": num_steps},
             "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
             "loss_scale": dict(self._loss_scale.state_dict()),
-            "tuned": None if pipe.is_tuning else {"schedule": str(pipe.order), "slices": slices},
+            "tuned": None if pipe.is_tuning else {"schedule": str(pipe.order), "slices": slices, **_cut(pipe)},
             "mesh": {axis: group.size for axis, group in pipe.axes.items()},
             "versions": versions(),
         }
@@ -98,6 +98,12 @@ class RunState:
         scheduler.load_state_dict({"last_epoch": number, "_step_count": number + 1, "_last_lr": rates, **same})
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def _cut(pipe: Pipeline) -> dict[str, Any]:
+    """Returns the layers of each stage, and whether all activations are computed again, as a plan chooses them."""
+    layers = [stage.stop - stage.start for stage in pipe.layout.layers]
+    return {"partition": layers, "recompute": "none" if pipe.layout.recompute is None else "full"}
 
 
 def describe_model(config: PretrainedConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +36,21 @@ class Config(Record):
     tracking: sections.TrackingSection = sections.TrackingSection()
     sample: sections.SampleSection = sections.SampleSection()
     plan: sections.PlanSection = sections.PlanSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_open_what_is_not_named(cls, values: Any) -> Any:
+        """Leaves order, slices and cut to a plan where the configuration names none of what a plan decides."""
+        if not isinstance(values, dict):
+            return values
+        pipeline, memory, parallel = ((values.get(name) or {}) for name in ("pipeline", "memory", "parallel"))
+        if not all(isinstance(section, dict) for section in (pipeline, memory, parallel)):
+            return values
+        named = {"schedule", "slices", "microbatches", "partition", "stages_per_rank"} & pipeline.keys()
+        named |= {"recompute", "offload", "num_flushes"} & memory.keys()
+        if named or parallel.get("tensor", 1) != 1 or pipeline.get("num_ranks") == 1:
+            return values
+        return values | {"pipeline": pipeline | {"schedule": "auto", "slices": "auto"}}
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
@@ -156,6 +172,9 @@ def _check_partition(pipeline: sections.PipelineSection) -> None:
     partition, num_stages = pipeline.partition, pipeline.num_ranks * pipeline.stages_per_rank
     if partition == "auto":
         return
+    with suppress(ScheduleError):  # which is reported where the schedule is checked
+        schedule = named_schedule(pipeline)
+        num_stages = schedule.num_stages if isinstance(schedule, Schedule) else num_stages
     if not are_allowed_layer_counts(partition):
         raise ValueError(
             f"pipeline.partition={partition} must give stages of {ALLOWED_LAYER_COUNTS}; such as [4.5, 3.5]"

@@ -1,0 +1,100 @@
+"""schedule, slices and partition "auto" together: a plan from measured costs, made before the stages are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PretrainedConfig
+
+from slipstream.parallel import Ranks
+from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.tuning.slicings import granularity_for
+from slipstream.planner.costs import StateBytes
+from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_joint_plan
+from slipstream.profiler import ProfileSettings, find_costs
+
+_BUDGET = 90.0  # seconds of measuring, at most
+_REPEATS = 3  # of every point
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """What a plan before the first step is for.
+
+    Args:
+        seq_len: tokens of a sequence.
+        microbatch_size: rows of a microbatch.
+        num_microbatches: microbatches of a step.
+        num_ranks: ranks of the pipeline.
+        dtype: in which the model computes, as in `ProfileSettings`.
+        memory_limit: bytes of each rank. None: no limit.
+        split: whether backwards may be split.
+    """
+
+    seq_len: int
+    microbatch_size: int
+    num_microbatches: int
+    num_ranks: int
+    dtype: str
+    memory_limit: float | None = None
+    split: bool = True
+
+
+def plan_start(
+    config: PretrainedConfig,
+    request: StartRequest,
+    ranks: Ranks,
+    device: torch.device,
+    say: Callable[[str], None] = lambda text: None,
+) -> JointPlan:
+    """Returns the plan with the shortest simulated step, from costs that are measured here once and kept. Collective.
+
+    The leader searches, and all ranks follow. `say` gets a line about each measuring that has to be repeated.
+
+    Raises:
+        SlipstreamError: where nothing fits the memory limit, or the model can't be measured.
+    """
+    length = request.seq_len
+    step = granularity_for(length)
+    settings = ProfileSettings(
+        seq_len=length,
+        microbatch_size=request.microbatch_size,
+        dtype=request.dtype,
+        longest_slice=max(step, length // 2 // step * step),
+        granularity=step,
+        repeats=_REPEATS,
+        budget=_BUDGET,
+        few_points=True,
+    )
+    profile = find_costs(config, settings, device, ranks, say)
+    units = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
+    problem = JointProblem(
+        costs=units,
+        seq_len=length,
+        num_ranks=request.num_ranks,
+        num_microbatches=request.num_microbatches,
+        granularity=step,
+        longest_slice=settings.longest,
+        memory_limit=request.memory_limit,
+        split=request.split,
+    )
+    plan: JointPlan = ranks.decided(lambda: find_joint_plan(problem))
+    return plan
+
+
+def is_free(options: PipelineOptions) -> bool:
+    """Returns whether everything that a start plan decides is left to it, and it knows what it has to."""
+    auto = (options.schedule, options.slices, options.partition) == ("auto", "auto", "auto")
+    memory = options.memory
+    plain = (memory.recompute, memory.offload, memory.num_flushes) == ("none", 0, 1) and options.stages_per_rank == 1
+    return auto and plain and options.seq_len is not None
+
+
+def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
+    """Returns the options in which the plan's choices are given."""
+    memory = options.memory.model_copy(update={"recompute": "full"}) if plan.recompute else options.memory
+    return replace(
+        options, schedule=plan.schedule, slices=list(plan.slices), partition=list(plan.partition), memory=memory
+    )

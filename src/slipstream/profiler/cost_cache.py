@@ -1,0 +1,116 @@
+"""Profiles that runs have measured, kept so that a second start of the same model on the same hardware measures none.
+
+They lie in `$XDG_CACHE_HOME/slipstream/costs`, by default in `~/.cache/slipstream/costs`, a file for each model, dtype,
+hardware, number of processes and settings. Deleting them is safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel import Ranks
+from slipstream.planner.costs import Profile, load_profile
+from slipstream.profiler.link_measurement import measure_link
+from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions
+from slipstream.profiler.profile_run import ProfileSettings, profile_model
+
+_BUSY = 0.05  # of the measuring: above it, another program has a core
+_ATTEMPTS = 2
+
+
+def cache_folder() -> Path:
+    """Returns the folder of the kept profiles, which need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "slipstream" / "costs"
+
+
+@dataclass(frozen=True)
+class CostCache:
+    """The kept profile of one model with these settings on this hardware."""
+
+    config: PretrainedConfig
+    settings: ProfileSettings
+    device: torch.device
+    num_processes: int
+
+    @property
+    def path(self) -> Path:
+        """The file of the profile."""
+        hardware = identify_hardware(self.device, self.num_processes)
+        key = [asdict(identify_model(self.config)), asdict(hardware), asdict(self.settings)]
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return cache_folder() / f"{self.config.model_type}-{digest[:16]}.json"
+
+    def find(self, say: Callable[[str], None]) -> Profile | None:
+        """Returns the profile; None, after saying why, where it is unreadable or was measured with other versions."""
+        if not self.path.exists():
+            return None
+        try:
+            profile = load_profile(self.path)
+        except SlipstreamError as error:
+            say(f"costs are measured again: {error}")
+            return None
+        here = versions()
+        changed = [f"{name} {old}" for name, old in profile.versions.items() if here.get(name) != old]
+        if changed:
+            say(f"costs are measured again: those in {self.path} are from {', '.join(changed)}")
+            return None
+        return profile
+
+    def keep(self, profile: Profile, say: Callable[[str], None]) -> None:
+        """Writes the profile under another name and renames it, so that no other run reads half a file."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_suffix(f".{os.getpid()}")
+            profile.save(part)
+            part.replace(self.path)
+        except OSError as error:
+            say(f"the measured costs can't be kept in {self.path.parent}: {error.strerror}")
+
+
+def find_costs(
+    config: PretrainedConfig,
+    settings: ProfileSettings,
+    device: torch.device,
+    ranks: Ranks,
+    say: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """Returns the kept profile, or measures one on all ranks at the same time and keeps it. Collective.
+
+    `say` gets a line, on the leader, where something is measured again: a profile of other versions, or one during
+    which another program used the cores. A profile that was disturbed twice is used but not kept.
+    """
+    cache = CostCache(config, settings, device, ranks.pipeline.size)
+    found: Profile | None = ranks.decided(lambda: cache.find(say))
+    if found is not None:
+        return found
+    profiles: list[Profile] = []
+    for attempt in range(_ATTEMPTS):
+        link = measure_link(device)
+        profiles.append(_leaders(profile_model(config, settings, device, link), ranks))
+        if profiles[-1].disturbed <= _BUSY:
+            break
+        if ranks.leads:
+            last = attempt == _ATTEMPTS - 1
+            next_step = "the costs are used, but not kept" if last else "measuring again"
+            say(f"another program used the cores for {profiles[-1].disturbed:.0%} of the measuring: {next_step}")
+    best = min(profiles, key=lambda profile: profile.disturbed)
+    if ranks.leads and best.disturbed <= _BUSY:
+        cache.keep(best, say)
+    return best
+
+
+def _leaders(mine: Profile, ranks: Ranks) -> Profile:
+    """Returns the leader's profile, with the largest disturbance of any rank."""
+    disturbed = max(ranks.world.gather(mine.disturbed))
+    leader: Profile = ranks.follow(mine)
+    return replace(leader, disturbed=disturbed)

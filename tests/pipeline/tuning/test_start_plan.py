@@ -1,0 +1,64 @@
+"""With schedule, slices and partition "auto", a pipeline is planned from measured costs before its stages are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import Memory, Pipeline, Runtime
+from slipstream.planner.joint import JointPlan
+from support.architectures import build, gradient_error, gradients, llama, tokens, unsplit_step
+
+LENGTH = 64
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def planned(**options: Any) -> Pipeline:
+    free = {"schedule": "auto", "slices": "auto", "seq_len": LENGTH, "num_ranks": 2}
+    model = options.pop("model", None)
+    settings = {"runtime": Runtime(self_check=False), **free, **options}
+    return Pipeline.from_config(llama(), **settings) if model is None else Pipeline(model, **settings)
+
+
+def test_the_plan_runs_from_the_first_step() -> None:
+    pipe = planned()
+    assert isinstance(pipe.plan, JointPlan)
+    assert not pipe.is_tuning
+    assert pipe.slices(LENGTH) == list(pipe.plan.slices)
+    assert [stage.stop - stage.start for stage in pipe.layout.layers] == list(pipe.plan.partition)
+    assert pipe.order.actions == pipe.plan.schedule.actions
+    inputs = tokens(batch=1, length=LENGTH)
+    assert torch.isfinite(pipe.step(inputs, inputs))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_planned_step_has_the_gradients_of_the_whole_model(num_ranks: int) -> None:
+    config, inputs = llama(), tokens(batch=2, length=LENGTH)
+    whole = build(config).double()
+    loss = unsplit_step(whole, inputs, inputs)
+    pipe = planned(num_ranks=num_ranks, num_microbatches=2, model=build(config).double())
+    assert pipe.plan is not None
+    assert pipe.step(inputs, inputs) == pytest.approx(float(loss), rel=1e-12)
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"schedule": "1f1b"},
+        {"slices": 4},
+        {"partition": [2, 2]},
+        {"seq_len": None},
+        {"memory": Memory(recompute="full")},
+    ],
+    ids=str,
+)
+def test_nothing_is_planned_where_anything_is_given(given: dict[str, object]) -> None:
+    assert planned(**given).plan is None

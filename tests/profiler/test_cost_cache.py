@@ -1,0 +1,109 @@
+"""Costs are measured once: kept, found again, and measured again where they would be wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.parallel import Ranks
+from slipstream.planner.costs import Profile
+from slipstream.profiler import ProfileSettings, cost_cache, find_costs
+from support.architectures import llama
+
+CPU = torch.device("cpu")
+SETTINGS = ProfileSettings(seq_len=64, longest_slice=32, granularity=8, repeats=2, budget=20.0, few_points=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "slipstream" / "costs"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The disturbances of the next measurements, by another program, which are used up one after the other."""
+    disturbances: list[float] = []
+    measure = cost_cache.profile_model
+
+    def profile_model(*arguments: object) -> Profile:
+        profile: Profile = measure(*arguments)  # type: ignore[arg-type]
+        return replace(profile, disturbed=disturbances.pop(0))
+
+    monkeypatch.setattr(cost_cache, "profile_model", profile_model)
+    return disturbances
+
+
+def costs(lines: list[str]) -> Profile:
+    return find_costs(llama(), SETTINGS, CPU, Ranks.of(), lines.append)
+
+
+def test_a_second_start_measures_nothing(measured: list[float], cache: Path) -> None:
+    measured += [0.0]
+    lines: list[str] = []
+    first = costs(lines)
+    assert costs(lines) == first
+    assert len([*cache.iterdir()]) == 1
+    assert (measured, lines) == ([], [])
+
+
+def test_other_settings_are_another_file(measured: list[float], cache: Path) -> None:
+    measured += [0.0, 0.0]
+    costs([])
+    find_costs(llama(), replace(SETTINGS, microbatch_size=2), CPU, Ranks.of())
+    assert len([*cache.iterdir()]) == 2
+
+
+def test_costs_of_another_version_are_measured_again(measured: list[float], cache: Path) -> None:
+    measured += [0.0, 0.0]
+    costs([])
+    (path,) = cache.iterdir()
+    values = json.loads(path.read_text())
+    values["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(values))
+    lines: list[str] = []
+    costs(lines)
+    assert measured == []
+    assert "measured again" in lines[0]
+    assert "torch 1.0" in lines[0]
+
+
+def test_a_damaged_file_is_measured_again(measured: list[float], cache: Path) -> None:
+    measured += [0.0, 0.0]
+    costs([])
+    (path,) = cache.iterdir()
+    path.write_text(path.read_text()[:100])
+    lines: list[str] = []
+    costs(lines)
+    assert "isn't a profile" in lines[0]
+    assert costs([]).parts == costs([]).parts
+
+
+def test_a_busy_machine_is_measured_again_and_what_stays_disturbed_is_not_kept(
+    measured: list[float], cache: Path
+) -> None:
+    measured += [0.4, 0.01]
+    lines: list[str] = []
+    assert costs(lines).disturbed == 0.01
+    assert lines == ["another program used the cores for 40% of the measuring: measuring again"]
+    for path in cache.iterdir():
+        path.unlink()
+    measured += [0.4, 0.3]
+    assert costs(lines).disturbed == 0.3
+    assert "not kept" in lines[-1]
+    assert [*cache.iterdir()] == []
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line_only(
+    measured: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured += [0.0]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    lines: list[str] = []
+    costs(lines)
+    assert "can't be kept" in lines[0]
