@@ -1,11 +1,11 @@
 """How well the simulator predicts: simulated step against measured, over many schedules, slices and microbatches.
 
-    python -m benchmarks.predicted                  # prints tables, writes results/predicted.json
+    python -m benchmarks.predicted                  # prints tables, writes results/predicted_2_ranks.json
 
 A schedule is predicted from action times that were measured on other schedules of the same stages and slices: one with
-whole and one with split backwards, which take turns with it. Two processes run 7 cuts of 1024 tokens. Four ranks with
-eight stages run in one process, where ranks can't run at the same time: there the measured step is the order that ran
-with the very times its own actions took.
+whole backwards and one with split ones, which alternate with it. Two processes run 7 cuts of 1024 tokens. Four ranks
+with eight stages run in one process, where ranks can't run at the same time: there the measured step is the order that
+ran with the very times its own actions took.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from scipy.stats import spearmanr
 
-from benchmarks.harness import few, restart_in_environment, setting, write
+from benchmarks.harness import few, is_trial, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.waterfall import WithoutLinks
 from slipstream import Pipeline, Runtime, Schedule, make_schedule, simulate
 from slipstream.pipeline.tuning.trials import Samples
 from slipstream.schedule import split_backwards
 
-TOKENS = 1024  # of a step, over all microbatches
-WARM_UPS, ROUNDS = 2, 5
+TOKENS = 128 if is_trial() else 1024  # of a step, over all microbatches
+WARM_UPS, ROUNDS = (1, 1) if is_trial() else (2, 5)
 # By placement: stages per rank, the schedule whose actions are timed, and those that are predicted.
 PLACEMENTS = [
     (1, "1f1b", ("gpipe", "1f1b", "zb-h1", "zb-h2")),
