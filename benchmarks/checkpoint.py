@@ -3,7 +3,7 @@
     python -m benchmarks.checkpoint                    # prints and writes results/checkpoint.json
 
 Two ranks train with AdamW. Three ways take turns, each over the same number of steps: no checkpoint, one that is
-written beside the steps (and waited for at their end, where it isn't ready), one that is waited for before them.
+written during the steps (and waited for at their end, where it isn't ready), one that is waited for before them.
 Each save has the same bytes: parameters and both moments. Differences are of medians. The stall is what a rank spends
 in `save` and `keep`, when training stands still.
 """

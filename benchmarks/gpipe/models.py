@@ -61,7 +61,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return total, torch.tensor(targets.numel())
 
 
-# Rows of a microbatch beside each: a step of many takes two processes a second or two.
+# Next to each, the rows of a microbatch: a step of many takes two processes a second or two.
 SMALL = {
     "AmoebaNet-D (6, 64), 64x64 images": (amoebanet(6, 64, 64), 4),
     "Transformer-8, width 256, 128 tokens": (transformer(8, 256, 4, 4000, 128), 1),

@@ -4,7 +4,7 @@
 
 Every layer of the paper's models is timed on one core, in microbatches of one size, as many as M says. Stages are
 balanced by these times in several ways, and a step of GPipe's schedule is simulated. For K=2 smaller models also run
-on two processes, beside a simulation from their own layers' times, taken while both processes compute.
+on two processes, next to a simulation from their own layers' times, taken while both processes compute.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def test_dropout_is_the_same_for_every_number_of_stages_and_schedule(schedule: s
             runtime=Runtime(self_check=False),
         )
         first, second = pipe.step(inputs, inputs), pipe.step(inputs, inputs)
-        assert first != second  # every step draws anew
+        assert first != second  # every step draws other numbers
         results.append((first, second, gradients(pipe.named_parameters())))
     for first, second, found in results[1:]:
         assert (first, second) == results[0][:2]

@@ -69,7 +69,7 @@ def _costs(model: nn.Sequential) -> list[float]:
 
 @examples(30)
 @given(sequences(), st.integers(1, 8), st.sampled_from(ORDERS), st.sampled_from(RECOMPUTE))
-@example(["norm"] * 4, 5, ("gpipe", 1), "none")  # moving averages: sums of several microbatches, layer beside layer
+@example(["norm"] * 4, 5, ("gpipe", 1), "none")  # moving averages: sums of several microbatches, in neighbouring layers
 def test_the_number_of_ranks_changes_no_bit(
     kinds: list[str], num_microbatches: int, order: tuple[str, int], recompute: str | int
 ) -> None:

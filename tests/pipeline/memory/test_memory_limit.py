@@ -92,7 +92,7 @@ def test_auto_uses_the_room_there_is(schedule: str, stages_per_rank: int) -> Non
 
 
 @pytest.mark.more
-def test_auto_begins_anew_after_it_found_no_room() -> None:
+def test_auto_begins_again_after_it_found_no_room() -> None:
     with pytest.raises(SlipstreamError) as raised:
         pipeline(schedule="auto", memory_limit=1).step(tokens(batch=4), tokens(batch=4))
     pipe = pipeline(schedule="auto", memory_limit=float(re.findall(r"=(\d+) or more", str(raised.value))[0]) - 1)

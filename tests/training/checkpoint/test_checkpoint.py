@@ -358,7 +358,7 @@ def test_facts_are_json(run: Run) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_of_a_gpu(run: Run) -> None:
-    """They are copied before `save` returns, beside kernels that are still queued before and after it."""
+    """They are copied before `save` returns, while kernels are still queued before and after it."""
     value = torch.randn(4096, 4096, device="cuda")
     there = TensorShard("a", ParameterShare.whole((4096, 4096)), torch.zeros_like(value))
     for _ in range(3):

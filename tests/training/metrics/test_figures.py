@@ -127,7 +127,7 @@ def test_what_keeps_products_repeats_none(gpt: FlopsMeter, recompute: str) -> No
     assert step.hardware_flops == step.model_flops
 
 
-def test_a_new_layout_or_new_slices_are_counted_anew(gpt: FlopsMeter) -> None:
+def test_a_new_layout_or_new_slices_are_counted_again(gpt: FlopsMeter) -> None:
     slices, full = [400, 112], layout("gpipe", [400, 112], "full")
     first = gpt.of_step(1.0, full, alone(slices))
     assert gpt.of_step(1.0, full, alone([112, 400])).hardware_flops < first.hardware_flops  # the last is left alone

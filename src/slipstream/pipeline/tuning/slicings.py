@@ -87,7 +87,7 @@ def promising(start: OrderOfSlices, best: OrderOfSlices, cost: Costs, length: in
 
 def _searched(start: OrderOfSlices, cost: Costs, length: int, granularity: int) -> Iterator[Slices]:
     # Its compiled code takes a while to load.
-    from slipstream.planner.slicing.schedule_slicing import slice_for_schedule
+    from slipstream.planner.slicing import slice_for_schedule
 
     def candidate(slices: Slices) -> tuple[Schedule, TableCost]:
         return start(slices), cost(slices)
