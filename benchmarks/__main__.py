@@ -68,7 +68,7 @@ def first_line(name: str) -> str:
 
 
 def run(name: str, arguments: str, environment: dict[str, str]) -> bool:
-    """Runs a program; whether it ended well."""
+    """Runs a program; returns whether it succeeded."""
     print(f"\n== {name} {arguments}", flush=True)
     began = time.perf_counter()
     command = [sys.executable, "-m", f"benchmarks.{name}", *shlex.split(arguments)]

@@ -1,6 +1,7 @@
 """Contenders in separate processes, run one after the other: none meets the memory that another one has used.
 
-Who isn't running is stopped: gloo's threads wake up a hundred times a second each, on cores that others are timed on.
+Processes that wait are stopped: each of gloo's threads wakes up a hundred times a second, on cores where others are
+timed.
 """
 
 from __future__ import annotations

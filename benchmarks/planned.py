@@ -213,8 +213,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _regret(rows: list[dict[str, Any]], batch: tuple[int, int]) -> float:
-    """How much slower the configuration with the shortest predicted step is than the fastest one measured, at equal
-    pace."""
+    """Returns by how much the configuration predicted to be fastest is slower than the fastest, at equal pace."""
     own = [row for row in rows if (row["sequences"], row["tokens"]) == batch]
     chosen = min(own, key=lambda row: row["predicted"])
     return _paced(chosen) / min(map(_paced, own)) - 1

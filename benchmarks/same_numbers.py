@@ -1,4 +1,4 @@
-"""Whether a change of the sources leaves losses and gradients as they were, to the bit: ten small trainings.
+"""Checks that a change of the sources leaves losses and gradients as they were, to the bit, in ten small trainings.
 
     python -m benchmarks.same_numbers           # compares with results/same_numbers.json; exit code 1 if any differs
     python -m benchmarks.same_numbers --record  # writes it
@@ -125,7 +125,7 @@ CASES = [
 
 
 def build(case: Case) -> Pipeline:
-    """The one place that knows how a pipeline is constructed."""
+    """Builds a case's pipeline, in the one place that knows how."""
     options = case.settings | ({"mesh": make_mesh(**case.mesh)} if case.mesh else {"num_ranks": 2})
     records = {
         "memory": Memory(recompute=options.pop("recompute", "none")),
@@ -150,7 +150,7 @@ def token_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def batch(case: Case, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, of which some don't count."""
+    """Returns inputs and targets, of which some don't count."""
     generator = torch.Generator().manual_seed(seed)
     if case.model == "images":
         inputs = torch.randn(2 * BATCH, 2, 8, 8, generator=generator)
@@ -162,7 +162,7 @@ def batch(case: Case, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def document_ids() -> Tensor:
-    """Other documents in every row; some cuts fall inside a document, some between two."""
+    """Returns document ids that differ from row to row; some cuts fall inside a document, some between two."""
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     for row, starts in enumerate([(3, 17, 18, 52), (30, 41), (5, 35), ()]):
         for start in starts:
@@ -171,7 +171,7 @@ def document_ids() -> Tensor:
 
 
 def train(case: Case) -> Numbers:
-    """This process's losses and gradients, step by step."""
+    """Trains; returns this process's losses and gradients, step by step."""
     pipe = build(case)
     learning_rate = {"AdamW": 1e-2, "SGD": 0.1}[case.optimizer]
     optimizer = getattr(torch.optim, case.optimizer)(pipe.parameters(), lr=learning_rate)
@@ -186,7 +186,7 @@ def train(case: Case) -> Numbers:
 
 
 def take_step(pipe: Pipeline, case: Case, step: int) -> Tensor:
-    """Each replica has its own rows."""
+    """Takes a step, in which each replica has different rows, and returns the loss."""
     inputs, targets = (tensor.chunk(pipe.num_replicas)[pipe.replica] for tensor in batch(case, seed=step))
     more = {"document_ids": document_ids()} if case.documents else {}
     return pipe.step(inputs, targets, **more)
@@ -205,7 +205,7 @@ def prepare() -> None:
 
 
 def rank_of_meshes(rank: int, store: str) -> tuple[int, dict[str, Numbers]]:
-    """One process of all meshes, one after the other; its rank, and what it computes."""
+    """Runs as one process of all meshes, one after the other; returns its rank, and what it computed."""
     prepare()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     place = {"rank": rank, "world_size": NUM_PROCESSES, "init_method": f"file://{store}"}
@@ -217,7 +217,7 @@ def rank_of_meshes(rank: int, store: str) -> tuple[int, dict[str, Numbers]]:
 
 
 def run_meshes() -> dict[str, Numbers]:
-    """Of all ranks, which meet in a file, so that no port is open. The first that fails, or the time, ends them all."""
+    """Runs all meshes; ranks connect through a file, so that no port is open. One that fails, or the time, ends all."""
     deadline = time.monotonic() + MESH_SECONDS
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
         run_rank = partial(rank_of_meshes, store=str(Path(folder, "store")))
@@ -230,14 +230,14 @@ def run_meshes() -> dict[str, Numbers]:
 
 
 def run() -> dict[str, Numbers]:
-    """What every configuration computes, in the order of CASES."""
+    """Returns what every configuration computes, in the order of CASES."""
     prepare()
     found = {case.name: train(case) for case in CASES if not case.mesh}
     return found | run_meshes()
 
 
 def difference(expected: Numbers, found: Numbers) -> str:
-    """Told by the first name that differs, or is on one side only."""
+    """Describes how two results differ, by the first name that differs or is in one of them only."""
     differing = [name for name in expected | found if expected.get(name) != found.get(name)]
     if not differing:
         return "equal"
@@ -245,7 +245,7 @@ def difference(expected: Numbers, found: Numbers) -> str:
 
 
 def compare(found: dict[str, Numbers]) -> bool:
-    """Prints the table; whether all is as it was recorded."""
+    """Prints the table; returns whether everything equals the record."""
     record = json.loads((RESULTS / f"{NAME}.json").read_text())
     now = setting()
     for key in ("cpu", "python", "torch", "transformers", "environment"):

@@ -101,7 +101,7 @@ def costs(problem: dict) -> TableCost:
 
 
 def compare(index: int) -> dict[str, object]:
-    """One problem's best hand-written schedule that fits, the found order, both simulated, and the bound."""
+    """Returns one problem's best hand-written schedule that fits and the found order, both simulated, and the bound."""
     problem = draw(index)
     p, v, cost = problem["p"], problem["v"], costs(problem)
     placement = [*range(p), *reversed(range(p))] if problem["placement"] == "V" else [*range(p)] * v
@@ -159,7 +159,7 @@ def _band(number: int) -> str:
 
 
 def timed_16_cubed() -> dict[str, float]:
-    """Wall seconds of 16 ranks, microbatches and slices in a new process: without numba's cache, and with it."""
+    """Returns the wall seconds of 16 ranks, microbatches and slices in a new process without and with numba's cache."""
     with tempfile.TemporaryDirectory() as cache:
         program = (
             "import time; began = time.perf_counter()\n"

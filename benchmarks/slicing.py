@@ -82,7 +82,7 @@ def as_printed(times: Floats, floors: Floats, weight: Floats, limits: Floats) ->
 
 
 def algorithm_1(table: TimeTable, num_stages: int, search: PathSearch) -> tuple[CutPath, int]:
-    """Limits from small to large in steps of EPSILON, until K times the limit exceeds the best latency."""
+    """Runs Algorithm 1 with limits that grow in steps of EPSILON until K times the limit exceeds the best latency."""
     limit, solves = table.least[0], 0
     best: CutPath | None = None
     while best is None or num_stages * limit <= latency(best, num_stages):

@@ -6,8 +6,8 @@ Two hosts of this machine (benchmarks/hosts.py) with one rank each. Their link i
 directions, or left as it is; its delay stays the machine's own. In one slice, an activation is sent when all of it is
 computed, and the other host waits for all of it. In eight, the next slices are computed while one is on the way.
 
-Each slicing has processes of its own. They take steps in turns, link by link, so that what else the machine does
-meets all of them. A step is forward and backward; its time is the slower rank's.
+Each slicing has separate processes. They take steps alternately, link by link, so that other load on the machine
+affects all of them alike. A step is forward and backward; its time is the slower rank's.
 """
 
 from __future__ import annotations

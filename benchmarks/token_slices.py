@@ -2,8 +2,8 @@
 
     python -m benchmarks.token_slices                  # prints tables, writes results/token_slices.json
 
-A step is forward and backward, its time the slower rank's. Every contender has processes of its own and they take
-turns of some steps, so that what else the machine does meets all of them; ratios are of medians.
+A step is forward and backward, its time the slower rank's. Every contender has separate processes. They take
+turns of a few steps, so that other load on the machine affects all of them alike; ratios are of medians.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SLICED_AT_ONCE = "two processes, a sequence each in 8 slices"
 
 
 def ours(length: int) -> dict[str, dict[str, object]]:
-    """Ways to run one sequence."""
+    """Returns the ways to run one sequence."""
     slices = [length * part // 32 for part in TURNS_SLICES]
     return {
         "whole": {"slices": 8, "partition": CUT},
@@ -130,7 +130,7 @@ def alone(batch: int, length: int, slices: Sequence[int]) -> list[Contender]:
 
 
 def one_sequence(length: int, rounds: dict[str, int], ways: Sequence[str], apart: bool) -> dict[str, object]:
-    """torch's 1F1B refuses a single microbatch on two stages."""
+    """Compares all contenders on one sequence; torch's 1F1B is missing, as it refuses one microbatch on two stages."""
     contenders = [
         Contender(name, Peer, name.removeprefix("torch "), 1, 1, length)
         for name in ("torch gpipe", INTERLEAVED, ZERO_BUBBLE)
@@ -146,7 +146,7 @@ def one_sequence(length: int, rounds: dict[str, int], ways: Sequence[str], apart
 
 
 def several_sequences(batch: int, length: int, rounds: dict[str, int], fewer: Sequence[int]) -> dict[str, object]:
-    """One microbatch a sequence, and for torch without zero-bubble also as many as `fewer` says."""
+    """Compares all with one microbatch per sequence, and torch without zero-bubble also with the numbers in `fewer`."""
     names = (*ONE_STAGE, INTERLEAVED, ZERO_BUBBLE)
     contenders = [Contender(name, Peer, name.removeprefix("torch "), batch, batch, length) for name in names]
     contenders += [

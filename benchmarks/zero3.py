@@ -139,10 +139,11 @@ class Ptdp:
         return {"bytes": sum(found.values()), "formula": self.formula(), **found}
 
     def formula(self) -> float:
-        """Messages, the replicas' gradients, and the all-reduces of layers, two a pass, of embedding and head, one
-        each, and of the loss, three numbers a token (PTD-P section 2.3).
+        """Returns the bytes that all ranks send in a step by PTD-P section 2.3, in float32.
 
-        In bytes of float32; a message is sent once by a stage's tensor ranks together, and gathered by the receivers.
+        They are messages, the replicas' gradients, and all-reduces: two of each layer in each pass, one of the
+        embedding and of the head, and three numbers per token for the loss. A stage's tensor ranks send a message once,
+        together; the receivers gather it.
         """
         pp, dp, tp = self.mesh
         hidden, layers = self.config.hidden_size, self.config.num_hidden_layers
@@ -163,7 +164,7 @@ def in_all(num_bytes: float) -> float:
 
 
 def compare(num_processes: int, sequences: int, length: int, repeats: int) -> dict[str, object]:
-    """Runs both systems on so many processes, one after the other."""
+    """Runs both systems on `num_processes`, one after the other."""
     contenders = [Contender("ZeRO-3", Zero3, sequences, length, num_processes=num_processes)]
     for mesh in WORLDS[num_processes]:
         name = " x ".join(f"{axis} {size}" for axis, size in zip(("pp", "dp", "tp"), mesh, strict=True) if size > 1)

@@ -59,8 +59,11 @@ def _squares(costs: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
-    """torchgpipe's method, after Barany and Grinberg 2015: from the emptiest block that is nearest to the fullest one,
-    shift a border by one layer, until no two blocks differ by more than the dearest layer."""
+    """Balances as torchgpipe does, after Barany and Grinberg 2015.
+
+    Of the emptiest blocks, the one nearest to the fullest gets a layer from its neighbour, until no two blocks differ
+    by more than the most expensive layer.
+    """
     scale = max(costs)
     bounds = [*range(num_stages), len(costs)]
     while True:
@@ -83,8 +86,9 @@ def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def for_flush(forward: Sequence[float], backward: Sequence[float], num_stages: int) -> list[int]:
-    """The least sum of the longest forward and the longest backward of a stage: what a microbatch adds to a step in
-    which all forwards run before all backwards.
+    """Minimises the longest forward plus the longest backward of a stage.
+
+    That is what a microbatch adds to a step in which all forwards run before all backwards.
 
     The longest backward is minimised under a cap on the forwards, which is then lowered below what that took, as long
     as the sum can still get less.
@@ -114,7 +118,7 @@ def of_sum(balance: Balance) -> Split:
 
 
 def between_cells(cell_of: Sequence[str]) -> Balance:
-    """`partition_layers`, but layers of one cell, which stand together, stay together."""
+    """Returns `partition_layers` for whole cells: the layers of a cell, which are neighbours, stay on one stage."""
     starts = [i for i, cell in enumerate(cell_of) if i == 0 or cell != cell_of[i - 1]]
     sizes = [b - a for a, b in pairwise([*starts, len(cell_of)])]
 

@@ -35,8 +35,10 @@ def peak(row: Row) -> int:
 
 
 def fit(rows: Sequence[Row]) -> dict[str, Any]:
-    """Bytes of each term by least squares of the relative error, over K > 1: one rank alone keeps no rows that came in,
-    as the batch is the caller's."""
+    """Fits the bytes of each term by least squares of the relative error, over K > 1.
+
+    One rank alone keeps no incoming rows, as the batch belongs to the caller.
+    """
     found = {}
     for recompute, terms in TERMS.items():
         chosen = [row for row in rows if row["recompute"] == recompute and row["K"] > 1]

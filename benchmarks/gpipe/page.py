@@ -90,7 +90,7 @@ def model_size_rows(reports: dict[str, Row]) -> str:
 
 def layer_rows(layers: dict[str, Row]) -> str:
     return table(
-        "model | layers | parameters | forward, s | backward, s | Gflop/s | dearest layer, of all",
+        "model | layers | parameters | forward, s | backward, s | Gflop/s | most expensive layer, share",
         (
             [
                 name,

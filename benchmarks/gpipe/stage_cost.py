@@ -42,12 +42,14 @@ class StageCost:
         return self.times.layers[border - 1].output_bytes + self._skip_bytes(border)
 
     def _skip_bytes(self, border: int) -> int:
-        """Of all skips across a border. One that goes on past the next stage is counted at every border, though only
-        its two ends see it."""
+        """Returns the bytes of all skips across a border.
+
+        A skip over several stages counts at every border, although only its two ends see it.
+        """
         return sum(skip.num_bytes for skip in self.times.skips if skip.stash < border <= skip.pop)
 
     def seconds(self, action: Action) -> float:
-        """A backward that is split, as lowering does it, is half input gradients and half weight gradients."""
+        """Returns the seconds of an action; of a backward that is split, I and W take half each."""
         if action.op in (Op.F, Op.R):
             return self._forward[action.stage]
         again = self._forward[action.stage] if self.recomputes_in_backward else 0.0
@@ -69,8 +71,11 @@ class StageCost:
 
 
 def schedule_of(num_stages: int, num_microbatches: int, recompute: str, cost: StageCost) -> Schedule:
-    """GPipe's. Recomputed is nothing, or everything: once the gradient has come, as a part of B (then `cost` has
-    it), or as soon as the rank has time (section 2.3), apart from what has its backward at once."""
+    """Returns GPipe's schedule with one way to recompute.
+
+    Nothing is recomputed, or everything: as part of B, once the gradient has arrived (then `cost` includes it), or as
+    soon as the rank has time (section 2.3), except for a forward whose backward follows immediately.
+    """
     plain = make_schedule("gpipe", num_stages, num_microbatches)
     return add_recompute(plain, seconds=cost.seconds) if recompute == EARLY else plain
 

@@ -71,8 +71,10 @@ def balance_rows(name: str, times: Times) -> list[Row]:
 
 
 def throughput_rows(name: str, times: Times, link: Link, base: tuple[int, int]) -> list[Row]:
-    """Microbatches a second over those of the `base`, (K, M), recomputed and split in the same way; and over those of
-    K=1 without recomputation and waiting, so that all rows compare."""
+    """Returns the throughput of each K and M relative to the `base`, (K, M), recomputed and split in the same way.
+
+    It is also given relative to K=1 without recomputation, by which all rows can be compared.
+    """
     rows = []
     for recompute in RECOMPUTE:
         again = [0.0] * len(times.layers) if recompute == NONE else times.forward

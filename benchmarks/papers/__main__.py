@@ -1,4 +1,4 @@
-"""Predict every row of the papers' tables, print them, and record them: `python -m benchmarks.papers`."""
+"""Predicts every row of the papers' tables, prints and records them: `python -m benchmarks.papers`."""
 
 from __future__ import annotations
 

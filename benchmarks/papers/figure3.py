@@ -24,7 +24,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "images" / "slice-times.png"
 
 
 def layer_seconds(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
-    """Slice lengths, and seconds of the forward and the whole backward of the first kind of layer, without context."""
+    """Returns slice lengths, and the seconds of the first kind of layer, forward and backward, without context."""
     times = [profile.part_time(profile.kind_names[0], op) for op in (Op.F, Op.B)]
     lengths = np.array([length for length, _ in profile.stages[0].activation_bytes])
     known = [time for time in times if time is not None]

@@ -85,7 +85,7 @@ def batch_seconds(
 
 
 def best_num_checkpoints(num_layers: int, checkpoint_bytes: float, layer_bytes: float) -> float:
-    """How many checkpoints a stage of l layers keeps for the least memory: sqrt(l · A_layer / A_checkpoint).
+    """Returns how many checkpoints a stage of l layers keeps for the least memory: sqrt(l · A_layer / A_checkpoint).
 
     c checkpoints hold c · A_checkpoint, and what is recomputed from one of them (l/c) · A_layer; that is PTD-P's and
     Chen's trade, the sum least where both are equal.

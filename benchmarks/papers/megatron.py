@@ -234,7 +234,7 @@ def studies() -> dict[str, dict[str, object]]:
 
 
 def _eq_1(microbatch_size: int, cluster: Cluster, batch_size: int = 128) -> float:
-    """Sequences per second by eq. 1 with p = 8, t_f and t_b of the four layers on one GPU."""
+    """Returns sequences per second by eq. 1 with p = 8, t_f and t_b of the four layers on one GPU."""
     costs = UnfusedCosts(gpt(GPT_1B.hidden_size, GPT_1B.num_heads, 4), cluster, 1, microbatch_size)
     once = 4 * _passes(costs, costs.model.layers[0], (Op.F, Op.R, Op.B))
     return batch_size / ((batch_size / microbatch_size + 8 - 1) * once)

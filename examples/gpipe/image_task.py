@@ -22,7 +22,7 @@ def draw(num_images: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _own_coordinates(num_images: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Of every pixel as the shape sees it: its centre is (0, 0), its radius 1, and it stands upright; (n, 32, 32)."""
+    """Returns every pixel's x and y, (n, 32, 32), where the shape is upright, its centre (0, 0) and its radius 1."""
     radius = 6 + 5 * torch.rand(num_images, 1, 1, generator=generator)  # pixels
     centre = radius + (SIZE - 2 * radius) * torch.rand(2, num_images, 1, 1, generator=generator)
     angle = math.pi / 6 * (2 * torch.rand(num_images, 1, 1, generator=generator) - 1)
@@ -32,7 +32,7 @@ def _own_coordinates(num_images: int, generator: torch.Generator) -> tuple[Tenso
 
 
 def _masks(x: Tensor, y: Tensor) -> list[Tensor]:
-    """Where each of SHAPES is, for all images."""
+    """Returns which pixels each of SHAPES covers, for all images."""
     square_of_radius, farther = x**2 + y**2, torch.maximum(x.abs(), y.abs())
     return [
         square_of_radius < 1,

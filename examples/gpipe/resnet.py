@@ -73,7 +73,7 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _name(name: str) -> str:
-    """Such as resnet.encoder.stages.1.layers.0.layer.2.convolution.weight -> block1_0.expand.0.weight."""
+    """Renames e.g. resnet.encoder.stages.1.layers.0.layer.2.convolution.weight to block1_0.expand.0.weight."""
     parts = name.split(".")
     if parts[0] == "classifier":
         return f"classify.{parts[-1]}"

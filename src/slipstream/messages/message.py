@@ -1,6 +1,6 @@
 """The format of a message: tensors of any shapes and dtypes in one buffer, behind a header that describes them.
 
-gloo accepts a shorter message into a larger buffer without a word, so every message says what it is.
+gloo silently accepts a shorter message into a larger buffer, so every message says what it is.
 """
 
 from __future__ import annotations

@@ -110,9 +110,10 @@ class LocalTransport(Transport):
 class DistributedTransport(Transport):
     """Point-to-point messages of torch.distributed: gloo and NCCL, a separate communicator for every channel.
 
-    Buffers come from a pool by size, so there are as many as messages were ever in flight at once. A send waits for the
-    send `window` messages before it on its channel: that is less than a rendezvous demands, for which the schedule is
-    proven to end, and gloo tells that a send is done only to those who wait. On a channel without a window none waits.
+    Buffers come from a pool by size, so there are as many as messages were ever in flight at the same time. A send
+    waits for the send `window` messages before it on its channel: that is less than a rendezvous demands, for which the
+    schedule is proven to end, and gloo reports that a send is done only to a caller that waits. On a channel without a
+    window none waits.
     """
 
     def __init__(

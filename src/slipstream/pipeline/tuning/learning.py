@@ -179,8 +179,8 @@ def _find(
 def _order_within(limit: float, frugal: Trial, cost: TableCost, splits: bool) -> Inquiry[Schedule]:
     """Returns the fastest order found, by simulation, of those whose peaks are within the limit, as `frugal`'s is.
 
-    `find_order` counts activations alone, from their forward to the end of their backward. What is held besides is
-    guessed to be what `frugal` holds besides; the room that this leaves over one microbatch is halved, and halved
+    `find_order` counts activations alone, from their forward to the end of their backward. Everything else is
+    assumed to be what it is for `frugal`; the room that this leaves over one microbatch is halved, and halved
     again towards the most that keeps to the limit.
     """
     start = frugal.schedule

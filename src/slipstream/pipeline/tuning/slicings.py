@@ -14,7 +14,7 @@ from slipstream.schedule import Op, Schedule
 from slipstream.simulator import TableCost, simulate
 
 GRANULARITY = 64  # tokens: matrix products like multiples of it
-_MOST_SLICES = (16, 10, 7, 5)  # the best slicing of at most so many is searched for
+_MOST_SLICES = (16, 10, 7, 5)  # for each, the best slicing of at most this many is searched for
 _GROWTHS = (1.0, 2.0, 3.0, 5.0)  # of the longest slice over the first
 _LASTS = (1.0, 0.5)  # of the last slice over the longest
 _WANTED = 4

@@ -66,7 +66,7 @@ COUNT = PlausibleRange(1, 1e6, "a whole number")
 class Device:
     """One accelerator.
 
-    `efficiency` has (tokens, fraction) pairs: the fraction of the peak that matrix products of so many tokens reach,
+    `efficiency` has (tokens, fraction) pairs: the fraction of the peak that matrix products of this many tokens reach,
     interpolated linearly over the logarithm of the tokens.
     """
 
@@ -82,7 +82,7 @@ class Device:
     host_memory: Annotated[float, BYTES] = 32e9  # bytes of the host's memory for each device
 
     def matmul_flops(self, dtype: str, num_tokens: Any) -> Any:
-        """Returns the FLOP/s that matrix products of so many tokens reach, as a number or an array."""
+        """Returns the FLOP/s that matrix products of `num_tokens` tokens reach, as a number or an array."""
         if dtype not in self.flops:
             known = ", ".join(self.flops)
             raise SlipstreamError(f"dtype={dtype!r} has no peak on {self.name}: use {known}, or add flops.{dtype}.")
@@ -97,7 +97,7 @@ class Device:
 
 @dataclass(frozen=True)
 class LinkKind:
-    """A connection of two devices: bytes per second in one direction, shared by so many devices of a node."""
+    """A connection of two devices: bytes per second in one direction, which `shared_by` devices of a node share."""
 
     bandwidth: Annotated[float, BANDWIDTH]
     latency: Annotated[float, SECONDS]  # seconds of a message, however short
