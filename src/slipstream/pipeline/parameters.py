@@ -1,4 +1,4 @@
-"""A rank's parameters: what the optimizer updates of them, and what becomes of their gradients in a step."""
+"""Keeps a rank's parameters: what the optimizer updates of them, and how their gradients are reduced in a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class ParameterShard:
 
 
 class Parameters:
-    """Around a step: `begin`, `reduce` of every stage, `end`. Then `.grad` of what `named` yields is complete."""
+    """The parameters of a rank, whose gradients are reduced in each step.
+
+    Call `begin`, `reduce` of every stage, and `end`; then `.grad` of what `named` yields is complete.
+    """
 
     def __init__(
         self,
@@ -120,8 +123,8 @@ class Parameters:
         return copies, updated
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns what it
-        was. Each weight counts once, wherever it has copies. Collective."""
+        """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns the
+        norm before. Each weight counts once, wherever it has copies. Collective."""
         named = [(name, p.grad) for name, p in self.named() if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for name, gradient in named:

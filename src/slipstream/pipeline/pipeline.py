@@ -44,8 +44,8 @@ class Pipeline:
         model: a causal LM of transformers with its weights in memory; with `from_config` and `from_pretrained` each
             rank holds only its own layers. Or an nn.Sequential of any layers that take and return a tensor or a tuple
             of tensors (GPipe): see docs/sequences.md.
-        schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the first steps are measured, and the order
-            chosen that is best for them; "auto-v": the same in a V-shaped placement, where each rank has two stages and
+        schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the first steps are measured, and the best
+            order for them is chosen; "auto-v": the same in a V-shaped placement, where each rank has two stages and
             the first rank the first and the last; or a Schedule, which says how many microbatches, slices and stages
             there are.
         num_microbatches: the number of parts into which the rows of a batch are divided.
@@ -68,7 +68,7 @@ class Pipeline:
         num_ranks: without a process group, the ranks in this process (default 1, or as many ranks as a Schedule has).
         device: default: the CPU, or with NCCL the current GPU.
         memory: recomputation, offloading, and the most that a rank may hold.
-        parallel: what ranks share besides the layers: tokens, the optimizer's state, parameters.
+        parallel: what ranks share in addition to the layers: tokens, the optimizer's state, parameters.
         precision: the dtypes of parameters, and of what the optimizer updates.
         runtime: fused kernels, the self-check, and how long a rank waits for a message.
         microbatches: in place of `num_microbatches` and `slices`, the rows of each microbatch and the tokens of its
@@ -233,8 +233,8 @@ class Pipeline:
             position_ids: (batch, sequence); default: from 0 in every document.
             document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
                 transformers, where position_ids don't count on.
-            loss_scale: what the loss is multiplied by on the way, so that small gradients of float16 don't vanish; they
-                are divided by it at the end. A power of two changes no digit of them.
+            loss_scale: a factor of the loss, so that small gradients of float16 don't vanish; they are divided by it at
+                the end. A power of two changes none of their digits.
 
         Returns:
             A float64 scalar, equal on every rank.
@@ -279,7 +279,7 @@ class Pipeline:
         return rehearse(self._engine.rehearsed_step(WholeBatch.of(self.device, inputs, targets)))
 
     def refresh(self) -> None:
-        """Call it after changing what `named_parameters` yields by other means than training: by a checkpoint."""
+        """Takes over changes of what `named_parameters` yields that training didn't make: of a loaded checkpoint."""
         self._engine.parameters.refresh()
 
     def save_pretrained(self, folder: str | Path) -> None:
