@@ -61,7 +61,7 @@ class ScatterGather(Transport):
         return self._parts.may_receive(message)
 
     def receive(self, message: Message) -> Tensors:
-        """Collective over the tensor axis."""
+        """Returns a message's tensors, gathered from the ranks' parts. Collective over the tensor axis."""
         shapes = [spec.shape for spec in self._specs.pop(message)]
         whole = [self._tensor.all_gather(part).view(-1) for part in self._parts.receive(message)]
         self._parts.release(message)

@@ -77,8 +77,10 @@ class SkipMessages:
         return tensors
 
     def _proven_by(self, message: SkipSend) -> SkipSend | None:
-        """The last message the other way that its sender must have received before: a gradient proves that its skip
-        arrived; a skip, that the gradient did of the backward that its sender ran last."""
+        """Returns the last message the other way that this one's sender must have received before it; None: none.
+
+        A gradient proves that its skip arrived; a skip, that the gradient of its sender's last backward did.
+        """
         there, here = message.stage, message.to
         if message.op is Op.SEND_B:
             return SkipSend(Op.SEND_F, here, message.microbatch, message.slice, to=there)

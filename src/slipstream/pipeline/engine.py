@@ -31,7 +31,7 @@ class Engine:
     are collective, in the same order."""
 
     def __init__(self, model: object, options: PipelineOptions) -> None:
-        """Collective."""
+        """Builds this rank's part of the pipeline. Collective."""
         self.ranks = Ranks.of(options.mesh)
         # A mesh that is kept would keep its groups alive, with their threads, when the interpreter ends.
         options = replace(options, mesh=None)
@@ -181,7 +181,7 @@ class Engine:
             self.transport.expect(self.layout.training)
 
     def _connect(self, timeout: timedelta) -> Transport:
-        """Collective."""
+        """Returns the transport between the ranks. Collective."""
         if self.ranks.pipeline.size == 1:
             return LocalTransport()
         training = self.layout.training

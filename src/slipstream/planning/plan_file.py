@@ -67,7 +67,7 @@ def plan_settings(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _predicted(plan: Plan) -> dict[str, Any]:
-    """The predictions and what they are based on, which training doesn't read."""
+    """Returns the predictions and what they are based on, which training doesn't read."""
     best = plan.best
     return {
         "model": plan.model,

@@ -70,7 +70,7 @@ def plan(
 
 
 def _profile_path(cluster: str | Path | Cluster) -> Path | None:
-    """The file of a profile; None where this is a cluster, or a cluster's name or description."""
+    """Returns the file of a profile; None where this is a cluster, or a cluster's name or description."""
     if isinstance(cluster, Cluster) or Path(cluster).suffix != ".json":
         return None
     try:

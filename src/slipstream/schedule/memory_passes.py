@@ -67,7 +67,7 @@ class _Row:
         return self._waiting[0].with_op(Op.R)
 
     def has_time(self, ready: float) -> bool:
-        """Whether the next R fits before an action that can start at `ready`, in time and in memory."""
+        """Returns whether the next R fits before an action that can start at `ready`, in time and in memory."""
         if not self._waiting or self._free + self._seconds(self.next_recompute) > ready:
             return False
         until_backward = takewhile(lambda action: action != self._waiting[0], self._ahead)

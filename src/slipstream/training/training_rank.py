@@ -80,8 +80,10 @@ def _describe(config: Config) -> dict[str, str]:
 
 
 def _prepare(config: Config, ranks: launch.ConnectedRanks) -> None:
-    """Rank 0 checks the run and writes its folder. Raises SlipstreamError on every rank if that fails, or if a rank
-    doesn't see the folder. Collective."""
+    """Lets rank 0 check the run and write its folder. Collective.
+
+    Raises SlipstreamError on every rank if that fails, or if a rank doesn't see the folder.
+    """
     world, folder = RankGroup(dist.group.WORLD), RunFolder(config.training.output)
     problem, run_id = None, uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another id
     if world.rank == 0:

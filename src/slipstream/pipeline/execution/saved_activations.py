@@ -45,7 +45,7 @@ class SavedActivations:
         return replay.forward(store)
 
     def is_offloaded(self, action: Action) -> bool:
-        """Whether the slice of an action on its stage goes to the host."""
+        """Returns whether the slice of an action on its stage goes to the host."""
         return self._is_scheduled(Op.OFFLOAD, action)
 
     def offload(self, action: Action) -> None:

@@ -154,10 +154,10 @@ class CausalLMFamily:
         return cut_batch(batch, microbatches, seed)
 
     def begin(self) -> None:
-        """Called before a step's forwards."""
+        """Begins a step: called before its forwards."""
 
     def end(self) -> None:
-        """Called after a step's last action."""
+        """Ends a step: called after its last action."""
 
 
 def plan_shares(

@@ -160,7 +160,7 @@ class SequenceFamily:
         return [range(a, b) for a, b in pairwise(accumulate(microbatch.slices, initial=0))]
 
     def begin(self) -> None:
-        """Called before a step's forwards."""
+        """Begins a step: called before its forwards."""
         for stage in self._stages.values():
             stage.statistics.begin()
 

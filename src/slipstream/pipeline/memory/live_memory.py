@@ -87,8 +87,11 @@ def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> Abstra
 
 
 def tensors_alive() -> list[Tensor]:
-    """Every tensor that Python knows of, in this whole process; those that only stand for one have no memory: what
-    torch.compile has traced with stays in its caches."""
+    """Returns every tensor in this process that Python knows of.
+
+    It leaves out those that only stand for one and have no memory: what torch.compile has traced with stays in its
+    caches.
+    """
     gc.collect()
     found = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
     return [each for each in found if not isinstance(each, FakeTensor)]

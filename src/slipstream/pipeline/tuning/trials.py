@@ -77,7 +77,7 @@ class Samples:
         return max(0.0, min(self.messages, default=0.0))
 
     def cost(self, typical: Callable[[Sequence[float]], float] = median) -> TableCost:
-        """`typical` of an action's times; min, of few steps, is what a disturbed one doesn't change."""
+        """Returns costs with each action's `typical` time; a disturbance of some steps doesn't change their min."""
         return TableCost({key: typical(seconds) for key, seconds in self.actions.items()}, latency=self.latency)
 
 

@@ -104,7 +104,7 @@ class AnalyticCosts:
         return total
 
     def _elementwise_seconds(self, count: OpCount, tokens: Any) -> Any:
-        """The time of the kernels other than matrix products and attention, which only move bytes."""
+        """Returns the time of the kernels other than matrix products and attention, which only move bytes."""
         wide = count.wide_bytes.per_token * tokens + count.wide_bytes.constant / self.tensor_parallel
         return (wide + count.other_bytes.at(tokens) / self.tensor_parallel) / self.cluster.device.bytes_per_second
 
@@ -113,7 +113,7 @@ class AnalyticCosts:
         return sum(n * self._part_reduce_seconds(part, op, length) for n, part in self.model.counted(layers))
 
     def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
-        """The all-reduces between tensor-parallel ranks: of a layer's two outputs, and of its two gradients."""
+        """Returns the time of all-reduces between tensor-parallel ranks: of a layer's two outputs or two gradients."""
         in_layer = 2 if part.attentions else 0
         times = {Op.F: in_layer or int(part is self.model.embedding), Op.I: in_layer or int(part is self.model.head)}
         return times.get(op, 0) * self.cluster.all_reduce_seconds(self.message_bytes(length), self.tensor_parallel)

@@ -30,7 +30,7 @@ def makespan_bound(problem: OrderingProblem) -> float:
 
 
 def _bytes_under(problem: OrderingProblem) -> Floats:
-    """The bytes on each unit's rank of its forward and of all forwards that it needs.
+    """Returns the bytes on each unit's rank of its forward and of all forwards that it needs.
 
     They are also the bytes of all units whose backwards need this unit's backward.
     """
@@ -98,7 +98,7 @@ def _raise_paths(graph: ActionGraph, numbers: Ints, paths: Floats, onward: bool)
 
 @compiled
 def _travels(graph: ActionGraph, senders: Ints, tails: Floats) -> Floats:
-    """The longest path of each message after its channel is free again."""
+    """Returns the longest path of each message after its channel is free again."""
     travels = np.zeros(len(senders))
     for k in range(len(senders)):
         sender = senders[k]
@@ -110,7 +110,7 @@ def _travels(graph: ActionGraph, senders: Ints, tails: Floats) -> Floats:
 
 
 def _on_machines(graph: ActionGraph, numbers: Ints, heads: Floats, tails: Floats) -> float:
-    """The largest one-machine bound over the ranks and the channels, for these actions and their messages."""
+    """Returns the largest one-machine bound over the ranks and the channels, for these actions and their messages."""
     found = [0.0]
     for rank in range(graph.counts[0]):
         here = numbers[graph.rank[numbers] == rank]
@@ -154,7 +154,7 @@ def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
 
 
 def _turn_by_turn(graph: ActionGraph, turns: Ints, apart: Floats, paths: _Paths) -> float:
-    """The longest sum of the path to a turn, from turn to turn, and from the last, over the size of the steps."""
+    """Returns the longest sum of the path to a turn, from turn to turn, and from the last, over all sizes of steps."""
     first, last = paths.heads[turns].min(), (paths.tails[turns] + graph.seconds[turns]).min()
     least = graph.seconds[turns].min()
     ways = [0.0]
@@ -165,7 +165,7 @@ def _turn_by_turn(graph: ActionGraph, turns: Ints, apart: Floats, paths: _Paths)
 
 
 def _memory_over_time(graph: ActionGraph, here: Ints, paths: _Paths) -> float:
-    """The bound from bytes times seconds: a unit is held from its forward over its chain's turn to its backward."""
+    """Returns the bound by bytes times seconds: a unit is held from its forward to its backward, past the turn."""
     num_units = len(graph.seconds) // 3
     back, weight = here + num_units, here + 2 * num_units
     seconds = graph.seconds[here] + paths.to_turn[here] + paths.from_turn[back]
@@ -207,7 +207,7 @@ def _turns_apart(graph: ActionGraph, here: Ints, under: Floats, paths: _Paths) -
 
 @compiled
 def _freed_at(graph: ActionGraph, mine: Ints, paths: _Paths, size: float) -> float:
-    """The earliest time, in seconds from its turn, by which a chain can have freed `size` bytes of one rank."""
+    """Returns the earliest time, in seconds from its turn, by which a chain can have freed `size` bytes of one rank."""
     num_units = len(graph.seconds) // 3
     if len(mine) == 0:
         return -np.inf  # it holds nothing on this rank
@@ -229,7 +229,7 @@ def _freed_at(graph: ActionGraph, mine: Ints, paths: _Paths, size: float) -> flo
 
 @compiled
 def _turn_after(graph: ActionGraph, mine: Ints, theirs: Ints, slack: float, under: Floats, paths: _Paths) -> float:
-    """The least seconds from one chain's turn to another's, on one machine that frees `mine` and runs `theirs`.
+    """Returns the least seconds from one chain's turn to another's, on one machine that frees `mine` and runs `theirs`.
 
     When a forward of theirs starts, all that it needs is held as well: `under` bytes. The first chain has then
     freed what exceeds `slack`. So every backward without which that is impossible has ended, and the weight

@@ -207,7 +207,7 @@ class OrderSearch:
 
 
 def splittings(problem: OrderingProblem) -> dict[str, Flags]:
-    """The choices of which backwards list scheduling splits."""
+    """Returns the choices of which backwards list scheduling splits."""
     none = np.zeros(problem.num_units, np.bool_)
     if not problem.split:
         return {"none": none}

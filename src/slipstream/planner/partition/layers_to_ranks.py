@@ -84,7 +84,7 @@ def evenest_ranks(
 def _value(
     counts: list[int] | None, stage_costs: Floats, stage_bytes: Floats, limits: Floats, placement: tuple[int, ...]
 ) -> tuple[float, float]:
-    """The largest and the sum of squares of the ranks' costs; infinite where the layers don't fit."""
+    """Returns the largest and the sum of squares of the ranks' costs; infinite where the layers don't fit."""
     if counts is None:
         return inf, inf
     bounds = np.cumsum([0, *counts])
@@ -108,7 +108,7 @@ def _extend(labels: _PartialPartitions, costs: Floats, sizes: Floats, rank: int,
 
 
 def _bounds(costs: Floats, open_ranks: list[int], left: Floats) -> tuple[Floats, Floats]:
-    """Lower bounds of the largest rank and the sum of squares, with `left` spread over the open ranks."""
+    """Returns lower bounds of the largest rank and the sum of squares, with `left` spread over the open ranks."""
     fixed = np.delete(costs, open_ranks, axis=1)
     highest, squares = fixed.max(axis=1, initial=-inf), (fixed**2).sum(axis=1)
     if not open_ranks:
@@ -123,7 +123,7 @@ def _bounds(costs: Floats, open_ranks: list[int], left: Floats) -> tuple[Floats,
 def _promising(
     labels: _PartialPartitions, highest: Floats, squares: Floats, evenness: Floats, best: tuple[float, float]
 ) -> Ints:
-    """The rows that may lead to a better partition, the lowest bounds first, one for each state."""
+    """Returns the rows that may lead to a better partition, the lowest bounds first, one for each state."""
     slack = 1 + 1e-12  # sums in another order may round differently
     below = highest * slack < best[0]
     level = (highest <= best[0] * slack) & (squares <= best[1] * slack)

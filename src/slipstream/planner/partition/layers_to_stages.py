@@ -84,7 +84,7 @@ def _stage_costs(per_layer: Floats) -> Floats:
 def _memory(
     memory: ArrayLike | None, memory_limit: float | Sequence[float] | None, num_layers: int, placement: tuple[int, ...]
 ) -> tuple[Floats, Floats]:
-    """The bytes of layers a to b-1 on stage g at [g, a, b], and of each rank; without a limit every layer fits."""
+    """Returns the bytes of layers a to b-1 on stage g at [g, a, b], and each rank's; without a limit all layers fit."""
     num_stages, num_ranks = len(placement), max(placement) + 1
     if (memory is None) != (memory_limit is None):
         raise SlipstreamError("give memory and memory_limit together: bytes of each layer, and bytes of a rank.")
@@ -103,7 +103,7 @@ def _memory(
 
 
 def _evenest_stages(stage_costs: Floats) -> list[int] | None:
-    """The partition of least sum of squares, hence variance, among those with the least largest stage."""
+    """Returns the partition of least sum of squares, hence variance, among those with the least largest stage."""
     slowest = stage_costs[-1, :, -1]  # the least possible largest cost of a stage for the layers from a on
     for costs in stage_costs[-2::-1]:
         slowest = np.maximum(costs, slowest).min(axis=1)

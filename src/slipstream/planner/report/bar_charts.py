@@ -75,7 +75,7 @@ def _line(share: float, kind: str) -> str:
 
 
 def _axis(ticks: Sequence[float], end: float, text: NumberText, title: str) -> str:
-    """The numbers under the grid's lines, and the axis' title."""
+    """Returns the numbers under the grid's lines, and the axis' title."""
     numbers = [_ZEROS.sub(r"\1", text(tick)).replace(". ", " ") for tick in ticks]
     places = zip(ticks, numbers, strict=True)
     labels = "".join(f'<text x="{tick / end:.4%}" y="14">{escape(number)}</text>' for tick, number in places)

@@ -46,7 +46,7 @@ def memory_table(space: PlanSpace, configuration: Configuration, schedule: Sched
 def _footprints(
     costs: StageCosts, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: range
 ) -> list[tuple[tuple[int, bool, bool], Op, Footprint]]:
-    """The ((slice, recomputed, offloaded), op, footprint) of one stage, for every way to save a slice's memory."""
+    """Returns (slice, recomputed, offloaded), op, footprint of one stage for every way to save a slice's memory."""
     found = []
     for s, length in enumerate(slices):
         whole = costs.activation_bytes(layers, length)

@@ -33,7 +33,7 @@ def explain_misfit(space: PlanSpace, num_configurations: int) -> SlipstreamError
 
 
 def _smallest(space: PlanSpace) -> list[Configuration]:
-    """The configurations of least memory by their bounds, with every way to save memory that the options allow."""
+    """Returns the configurations of least memory by their bounds, with all ways to save memory that are allowed."""
     sizes = space.source.microbatch_sizes or (1,)
     saving: dict[str, Any] = {
         "recompute": space.source.recomputations[-1:],

@@ -107,7 +107,7 @@ def search_plans(
 
 
 def _bounds(space: PlanSpace, report: ProgressReport) -> tuple[list[BoundedConfiguration], int]:
-    """The configurations that may fit, the most promising first, and the number of all.
+    """Returns the configurations that may fit, the most promising first, and the number of all.
 
     Of equally promising ones, those that save memory at the least cost come first.
     """
@@ -167,7 +167,7 @@ class _PlanSearch:
         return self.num_simulated >= most or scheduled_enough
 
     def _worst_reported(self) -> float:
-        """The seconds that a configuration must beat to be reported."""
+        """Returns the seconds that a configuration must beat to be reported."""
         wanted = self.space.options.num_best
         best = nsmallest(wanted, self.seconds.values())
         return best[-1] if len(best) == wanted else inf
@@ -221,7 +221,7 @@ class _PlanSearch:
                 yield Alternative(each.name, prediction)
 
     def _best_with_other(self, choice: str, value: object) -> Configuration | None:
-        """The best simulated one; a few more are simulated where there is none yet."""
+        """Returns the best simulated one; a few more are simulated where there is none yet."""
         others = (c for _, c in self.fitting if getattr(c, choice) != value and c not in self.too_large)
         until = self.num_scheduled + _MOST_SCHEDULED
         for configuration in islice(others, _MOST_TRIED):

@@ -142,7 +142,7 @@ class PlanSpace:
         )
 
     def _compute_row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Floats:
-        """The times of one stage: F, B, I, W, the all-reduces in F and I, and each R."""
+        """Returns the times of one stage: F, B, I, W, the all-reduces in F and I, and each R."""
         costs, length = self.costs(tensor, size), np.array(slices)
         context = np.cumsum(length) - length
         rows = [costs.seconds(layers, op, length, context) for op in _COMPUTE]
@@ -194,7 +194,7 @@ class PlanSpace:
                         yield *bounds, configuration
 
     def _bounds(self, alike: list[Configuration]) -> list[tuple[float, float]]:
-        """The least seconds and bytes of configurations that differ only in how they save memory."""
+        """Returns the least seconds and bytes of configurations that differ only in how they save memory."""
         first, cut = alike[0], self.cut(alike[0])
         num_microbatches, splits_all = self.shape(first).num_microbatches, first.schedule in _SPLIT
         group = ConfigurationGroup(cut, self.times(first), self.sizes(cut), self.source, num_microbatches, splits_all)
@@ -209,7 +209,7 @@ class PlanSpace:
 
 
 def _sequence_seconds(costs: StageCosts, length: int, layers: range) -> float:
-    """The time of a whole sequence, forward and backward."""
+    """Returns the time of a whole sequence, forward and backward."""
     return sum(float(costs.seconds(layers, op, length, 0)) for op in (Op.F, Op.I, Op.W))
 
 

@@ -77,7 +77,7 @@ class SimulatedConfiguration:
         return self._with_host(float((ends + tails.sum(axis=0))[rank]), causes)
 
     def _causes(self, rank: int, end: float) -> dict[str, float]:
-        """The causes of one rank's seconds until its last action ends."""
+        """Returns the causes of one rank's seconds until its last action ends."""
         arrays = self.arrays
         here = slice(*arrays.firsts[rank : rank + 2])
         op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], self.run[1][here]
@@ -91,7 +91,7 @@ class SimulatedConfiguration:
         return found | {"waiting": end - work - recomputed}
 
     def _with_host(self, step: float, causes: dict[str, float]) -> tuple[float, dict[str, float]]:
-        """The step takes at least as long as the copies to the host; those back run at the same time."""
+        """Returns the step, as long as the copies to the host at least, and its causes; copies back overlap."""
         host, schedule = self.space.source.host, self.schedule
         if not self.configuration.offload or host is None:
             return step, causes

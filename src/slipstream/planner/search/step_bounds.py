@@ -114,7 +114,7 @@ class ConfigurationGroup:
         return ends
 
     def _copy_seconds(self, configuration: Configuration) -> float:
-        """The seconds of a rank's copies to the host; one or two slices of a microbatch may stay on the device."""
+        """Returns the seconds of a rank's copies to the host; a slice or two of a microbatch may stay on the device."""
         c, host = configuration, self.source.host
         if not c.offload or host is None or c.num_slices < 3:
             return 0.0

@@ -94,7 +94,7 @@ def slice_batch_with_flushes(
     *,
     max_sequences: int | None = None,
 ) -> BatchSlicing:
-    """Like `slice_batch`, but the pipeline drains before the next microbatch: TeraPipe's sum of T_b, section 3.4.
+    """Slices like `slice_batch`, but drains before the next microbatch: TeraPipe's sum of T_b, section 3.4.
 
     Memory for only one microbatch at a time forces this (appendix A). It is an upper bound of `slice_batch`.
     """
@@ -106,7 +106,7 @@ def slice_batch_with_flushes(
 
 
 def _times(t: BatchTime, batch: int, max_sequences: int | None) -> list[SliceTime]:
-    """The time function of each size of microbatch, from one sequence up."""
+    """Returns the time function of each size of microbatch, from one sequence up."""
     largest = batch if max_sequences is None else min(max_sequences, batch)
     if batch < 1 or largest < 1:
         raise SlipstreamError(f"batch={batch}, max_sequences={max_sequences}: both are 1 or more.")
@@ -114,7 +114,7 @@ def _times(t: BatchTime, batch: int, max_sequences: int | None) -> list[SliceTim
 
 
 def _split_within(tables: list[TimeTable], batch: int, limits: Limits) -> Solution[tuple[SlicedMicrobatch, ...]]:
-    """The best division of the batch when no slice may be slower than a limit."""
+    """Returns the best division of the batch when no slice may be slower than a limit."""
     paths = [shortest_path(table, limits) for table in tables]
     above = min(path.above for path in paths)
     try:

@@ -110,7 +110,7 @@ def _evaluate(time: SliceTime, bounds: Ints, granularity: int) -> Floats:
 
 
 def _seconds(time: Callable[[Any, Any], Any], lengths: Ints, contexts: Ints) -> Floats:
-    """The times of these slices, computed one by one if the function doesn't take arrays."""
+    """Returns the times of these slices, computed one by one if the function doesn't take arrays."""
     try:
         seconds = time(lengths, contexts)
     except (TypeError, ValueError):

@@ -64,7 +64,7 @@ def _latency(table: TimeTable, cuts: Sequence[int]) -> float:
 
 
 def _bound_of_fastest(table: TimeTable) -> float:
-    """The latency by Eq. 5 with every slice as fast as on the stage where it is fastest."""
+    """Returns the latency by Eq. 5 with every slice as fast as on the stage where it is fastest."""
     fastest = TimeTable(table.bounds, table.times.min(axis=0)[None])
     others = len(table.times) - 1
     path = minimize(lambda limits: shortest_path(fastest, limits), fastest.least, others)
@@ -72,7 +72,7 @@ def _bound_of_fastest(table: TimeTable) -> float:
 
 
 def _after_slice(done: Floats, seconds: Floats) -> Floats:
-    """The recurrence: when each stage (last axis) is done with one more slice."""
+    """Returns when each stage (last axis) is done with one more slice, by the recurrence."""
     out: Floats = np.empty(np.broadcast_shapes(done.shape, seconds.shape))
     arrival: Floats = np.zeros(())
     for stage in range(done.shape[-1]):
@@ -82,7 +82,7 @@ def _after_slice(done: Floats, seconds: Floats) -> Floats:
 
 
 def _good_cuts(table: TimeTable, length: int) -> tuple[int, ...]:
-    """The best of the cuts that are optimal for equal stages as slow as the slowest, for some number of stages."""
+    """Returns the best cuts of those that are optimal for some number of equal stages, each as slow as the slowest."""
     slowest = TimeTable(table.bounds, table.times.max(axis=0)[None])
     limit = inf
     best: tuple[float, tuple[int, ...]] = (inf, ())
@@ -103,7 +103,7 @@ class _LabelSearch:
         self.rest = self._remaining()
 
     def _remaining(self) -> Floats:
-        """The least time of what is right of a cut on stage k, and of the last slice on later stages: (n, K)."""
+        """Returns the least time of what is right of a cut on stage k, plus the last slice's on later ones: (n, K)."""
         rest = np.zeros((self.n + 1, self.times.shape[-1]))
         tail = np.cumsum(self.times[self.n, :, ::-1], axis=-1)[:, ::-1]  # [start, k]: the last slice on stages k...
         for start in range(self.n - 1, -1, -1):
@@ -145,7 +145,7 @@ class _LabelSearch:
         return float(labels[index, -1]), tuple(reversed(cuts))
 
     def _select(self, waiting: list[_Labels]) -> tuple[Floats, Ints]:
-        """The labels at a cut that may still lead to the best slicing: at most `width`, the lowest bounds first."""
+        """Returns the labels at a cut that may lead to the best slicing: at most `width`, the lowest bounds first."""
         labels, bounds, origins = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
         order = np.lexsort((labels.sum(axis=-1), bounds))
         order = order[bounds[order] < self.best]
