@@ -37,7 +37,7 @@ class Case:
     lengths: tuple[int, ...]
 
     def config(self) -> PretrainedConfig:
-        """Three layers, of which the middle one is measured: it neither embeds nor has the head."""
+        """Returns a model of three layers, of which the middle one is measured: it neither embeds nor has the head."""
         longest = max(self.lengths)
         if self.kind == "gpt2":
             return GPT2Config(

@@ -75,7 +75,7 @@ class LayersOf(nn.Module):
 def torch_pipeline(
     schedule: str, config: LlamaConfig, partition: Sequence[int], num_microbatches: int, inputs: Tensor, targets: Tensor
 ) -> tuple[Callable[[], float | None], list[nn.Parameter]]:
-    """One step of torch.distributed.pipelining on this rank, giving the loss on the last; and its parameters."""
+    """Returns a step of torch.distributed.pipelining on this rank, with the loss on the last, and its parameters."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = whole_model(config)
     bounds = list(pairwise(accumulate(partition, initial=0)))

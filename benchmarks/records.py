@@ -195,7 +195,7 @@ def _git(*arguments: str) -> str:
 
 
 def is_current(record: dict[str, Any]) -> bool:
-    """Whether the sources that a record names hash to what they hashed to when it was written."""
+    """Returns whether the sources that a record names hash to what they hashed to when it was written."""
     of = record["of"]
     return bool(digest(read_sources(of["sources"])) == of["sha256"])
 

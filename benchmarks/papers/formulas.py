@@ -50,7 +50,7 @@ class GPT:
 
 
 def bubble_fraction(num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 1) -> float:
-    """Idle over ideal time, (p-1)/(m s v): PTD-P section 2.2, with TeraPipe's slices as further microbatches."""
+    """Returns idle over ideal time, (p-1)/(m s v): PTD-P section 2.2, TeraPipe's slices as further microbatches."""
     _check_positive(
         num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices, stages_per_rank=stages_per_rank
     )
@@ -58,7 +58,7 @@ def bubble_fraction(num_ranks: int, num_microbatches: int, num_slices: int = 1, 
 
 
 def idle_share(num_ranks: int, num_microbatches: int, num_slices: int = 1, stages_per_rank: int = 1) -> float:
-    """Idle over all time, (p-1)/(m s v + p-1): GPipe section 2.3 for s = v = 1."""
+    """Returns idle over all time, (p-1)/(m s v + p-1): GPipe section 2.3 for s = v = 1."""
     bubble = bubble_fraction(num_ranks, num_microbatches, num_slices, stages_per_rank)
     return bubble / (1 + bubble)
 
@@ -95,7 +95,7 @@ def best_num_checkpoints(num_layers: int, checkpoint_bytes: float, layer_bytes: 
 
 
 def checkpointed_bytes(num_layers: int, num_checkpoints: float, checkpoint_bytes: float, layer_bytes: float) -> float:
-    """The memory `best_num_checkpoints` minimises: c · A_checkpoint + (l/c) · A_layer."""
+    """Returns the memory `best_num_checkpoints` minimises: c · A_checkpoint + (l/c) · A_layer."""
     _check_positive(num_layers=num_layers, num_checkpoints=num_checkpoints)
     return num_checkpoints * checkpoint_bytes + num_layers / num_checkpoints * layer_bytes
 

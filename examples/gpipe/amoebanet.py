@@ -21,7 +21,7 @@ Operation = Callable[[int, int], nn.Module]  # (channels, stride) -> a layer tha
 
 
 def conv(inputs: int, outputs: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)) -> nn.Module:
-    """ReLU, convolution, batch norm: the order of all convolutions of AmoebaNet."""
+    """Returns ReLU, convolution and batch norm: the order of all convolutions of AmoebaNet."""
     padding = (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(
         nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), nn.BatchNorm2d(outputs)
@@ -33,7 +33,7 @@ def conv_1x1(channels: int, stride: int) -> nn.Module:
 
 
 def conv_3x3(channels: int, stride: int) -> nn.Module:
-    """Through a bottleneck of a quarter of the channels."""
+    """Returns a 3x3 convolution through a bottleneck of a quarter of the channels."""
     quarter = channels // 4
     return nn.Sequential(
         conv(channels, quarter), conv(quarter, quarter, (3, 3), (stride, stride)), conv(quarter, channels)
@@ -41,7 +41,7 @@ def conv_3x3(channels: int, stride: int) -> nn.Module:
 
 
 def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
-    """Through a bottleneck of a quarter of the channels."""
+    """Returns 1x7 and 7x1 convolutions through a bottleneck of a quarter of the channels."""
     quarter = channels // 4
     return nn.Sequential(
         conv(channels, quarter),
@@ -173,7 +173,7 @@ class Classify(nn.Module):
 
 
 def _combinations(genotype: Genotype, channels: int, stride: int) -> list[Combine]:
-    """The five layers; each hands on the states that a later combination or the concatenation reads."""
+    """Returns the five layers; each hands on the states that a later combination or the concatenation reads."""
     layers, live = [], [0, 1]
     for i, combination in enumerate(genotype.combinations):
         read_later = {state for pair in genotype.combinations[i + 1 :] for state, _ in pair} | set(genotype.concat)
@@ -214,7 +214,7 @@ class _Cells:
 def amoebanet_d(
     num_normal_cells: int = 18, num_filters: int = 208, num_classes: int = 1000, *, small_images: bool = False
 ) -> nn.Sequential:
-    """AmoebaNet-D (L, D): images (b, 3, H, W) -> logits (b, classes).
+    """Returns AmoebaNet-D (L, D): images (b, 3, H, W) -> logits (b, classes).
 
     L normal cells in three groups, of D, 2D and 4D filters, with a reduction cell between two groups. Before them two
     more reduction cells, of D/2 and D filters, and a strided convolution, or with `small_images`, as Real et al. for

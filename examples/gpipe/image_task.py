@@ -12,7 +12,7 @@ SIZE = 32  # pixels, both ways
 
 
 def draw(num_images: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images (n, 3, 32, 32), with noise, and the numbers of their shapes (n,)."""
+    """Returns images (n, 3, 32, 32), with noise, and the numbers of their shapes (n,)."""
     labels = torch.randint(len(SHAPES), (num_images,), generator=generator)
     x, y = _own_coordinates(num_images, generator)
     inside = torch.stack(_masks(x, y))[labels, torch.arange(num_images)]  # (n, 32, 32)

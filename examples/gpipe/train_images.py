@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _build(arguments: argparse.Namespace) -> nn.Sequential:
-    """The model at the size asked for, its stem for small images."""
+    """Returns the model at the size asked for, with a stem for small images."""
     num_layers, width, num_classes = arguments.layers, arguments.width, len(SHAPES)
     if arguments.model == "amoebanet":
         return amoebanet_d(num_layers or 3, width or 16, num_classes, small_images=True)

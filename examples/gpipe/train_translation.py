@@ -18,7 +18,7 @@ from translation_task import VOCABULARY, decode, encode, sentences
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum over tokens, their number) of logits (b, T, vocabulary) and targets (b, T), -100 where there is none."""
+    """Returns (sum over tokens, their number) of logits (b, T, vocabulary) and targets (b, T), -100 for none."""
     total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total, (targets != -100).sum()
 
@@ -34,7 +34,7 @@ def main() -> None:
         return encode([trained[i] for i in chosen])
 
     def exact_matches(model: nn.Sequential) -> str:
-        """Greedy decoding is right to the last letter just where each next letter is, given the right ones before."""
+        """Says how many names greedy decoding gets right: each letter must follow from the right ones before it."""
         inputs, targets = encode(held_out)
         answers = model(inputs).argmax(dim=2)  # (b, T)
         right = ((answers == targets) | (targets == -100)).all(dim=1).float().mean()

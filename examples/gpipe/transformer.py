@@ -182,7 +182,7 @@ def transformer(
     head_width: int = 64,
     clip: float = 20.0,
 ) -> nn.Sequential:
-    """T(L, H, A): L encoder and L decoder layers, H feed-forward channels, A heads.
+    """Returns T(L, H, A): L encoder and L decoder layers, H feed-forward channels, A heads.
 
     (source ids (b, S), target ids (b, T) from its start token on) -> logits (b, T, vocabulary) of the target's next
     tokens. `width` is Transformer Big's; with more heads there are more attention channels, as in the paper.
@@ -213,7 +213,7 @@ def transformer_l(
     width: int = 2048,
     clip: float = 20.0,
 ) -> nn.Sequential:
-    """The Transformer-L of GPipe's tables 1 to 3, whose sizes are those of a language model: token ids (b, T) ->
+    """Returns the Transformer-L of GPipe's tables 1 to 3, with the sizes of a language model: token ids (b, T) ->
     logits (b, T, vocabulary)."""
     layers: dict[str, nn.Module] = {"embed": Embed(vocabulary, width), "cut": CutTokens()}
     for i in range(num_layers):

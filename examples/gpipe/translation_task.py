@@ -22,7 +22,7 @@ _NAME = re.compile(r"(?<![A-Za-z0-9_])[a-z]+(?:_[a-z]+)+(?![A-Za-z0-9_])")
 
 
 def sentences(longest: int = 16) -> list[str]:
-    """All snake_case names of up to `longest` letters in the standard library, sorted, then shuffled, always alike."""
+    """Returns the standard library's snake_case names of up to `longest` letters, shuffled, always in one order."""
     folder = Path(sysconfig.get_path("stdlib"))
     found = {
         name
@@ -46,7 +46,7 @@ def translate(name: str) -> str:
 
 
 def encode(names: list[str]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """((source (b, S), target from its start token on (b, T)), the tokens to predict (b, T), -100 for none)."""
+    """Returns ((source (b, S), target from its start token on (b, T)), the tokens to predict (b, T), -100 for none)."""
     translations = [translate(name) for name in names]
     source = _padded([_ids(name) for name in names])
     target = _padded([[START, *_ids(text)] for text in translations])
