@@ -45,5 +45,5 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     if sys.stderr.isatty():
         print("\033[?25h", end="", file=sys.stderr)  # shows the cursor, which a stopped rank may have hidden
-    print(message, file=sys.stderr)
+    sys.stderr.write(f"{message}\n")  # at once: ranks that fail at the same time may share a terminal
     sys.exit(code)
