@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +25,8 @@ from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free
 from slipstream.planner.joint import JointPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
 from slipstream.timeline import Timeline
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -67,7 +70,7 @@ class Engine:
         assert options.seq_len is not None
         dtype = options.precision.dtype or str(family.config.dtype or torch.float32).removeprefix("torch.")
         request = StartRequest(options.seq_len, 1, options.num_microbatches, num_ranks, dtype, options.memory.limit)
-        return plan_start(family.config, request, self.ranks, self.device)
+        return plan_start(family.config, request, self.ranks, self.device, _log.info)
 
     def step(self, whole: WholeBatch, loss_scale: float) -> Tensor:
         """Adds the batch's gradients, and returns the global mean loss. Collective."""

@@ -10,6 +10,7 @@ import torch
 
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.planner.joint import JointPlan
+from slipstream.simulator import memory_of
 from support.architectures import build, gradient_error, gradients, llama, tokens, unsplit_step
 
 LENGTH = 64
@@ -47,6 +48,18 @@ def test_a_planned_step_has_the_gradients_of_the_whole_model(num_ranks: int) -> 
     assert pipe.plan is not None
     assert pipe.step(inputs, inputs) == pytest.approx(float(loss), rel=1e-12)
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < 1e-10
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_a_planned_step_keeps_to_the_memory_limit(share: float) -> None:
+    """The step itself checks what it would hold, with messages and workspace, and would refuse."""
+    inputs = tokens(batch=4, length=LENGTH)
+    free = planned(num_microbatches=4, schedule="gpipe", slices=1)
+    peaks = memory_of(free.layout.training, free.memory_table(inputs, inputs))
+    limit = share * max(sum(peak.worst.during.values()) for peak in peaks)
+    pipe = planned(num_microbatches=4, memory=Memory(limit=limit))
+    assert pipe.plan is not None
+    pipe.step(inputs, inputs)
 
 
 @pytest.mark.parametrize(

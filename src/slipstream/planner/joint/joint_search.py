@@ -189,7 +189,9 @@ class _PlacementSearch:
         held = np.diff(state[list(candidate.bounds)])
         again = np.zeros(self.problem.num_ranks)
         np.maximum.at(again, self.ranks, self._units(candidate.slices).computed_again(candidate.bounds))
-        room: Floats = self.problem.memory_limit - np.bincount(self.ranks, held) - again
+        units = self._units(candidate.slices)
+        besides = units.message_allowance(self.problem.num_microbatches) + units.workspace_allowance()
+        room: Floats = self.problem.memory_limit - np.bincount(self.ranks, held) - again - besides
         return room
 
     def _rank_bounds(self, candidate: _Candidate) -> tuple[float, float]:
