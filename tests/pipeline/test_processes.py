@@ -42,9 +42,13 @@ def test_processes_share_layers_by_halves() -> None:
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.more), "llama, tied"])
-def test_processes_run_microbatches_that_differ(name: str) -> None:
-    ended = launch(2, WORKER, "ragged", name)
+@pytest.mark.parametrize(
+    ("what", "name"),
+    first_of([(what, name) for name in ("llama, tied", "gpt2") for what in ("lengths", "ragged", "replicas")], 1),
+)
+def test_processes_run_microbatches_that_differ(what: str, name: str) -> None:
+    """In rows and slices, and in length, also between replicas."""
+    ended = launch(2, WORKER, what, name)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 

@@ -56,9 +56,20 @@ def microbatches(draw: st.DrawFn, num_rows: int, length: int, most_slices: int =
     return [(rows, parts(length, most_slices)) for rows in parts(num_rows, num_rows)]
 
 
-@examples(40)
+@examples(25)
 @given(st.data())
 def test_gradients_are_those_of_the_unsplit_model(data: st.DataObject) -> None:
+    check(data)
+
+
+@pytest.mark.more
+@examples(100)
+@given(st.data())
+def test_gradients_of_a_hundred_more(data: st.DataObject) -> None:
+    check(data)
+
+
+def check(data: st.DataObject) -> None:
     given = data.draw(microbatches(4, LENGTH))
     schedule, v = data.draw(st.sampled_from(ORDERS))
     name, num_ranks = data.draw(st.sampled_from(sorted(MODELS))), data.draw(st.integers(1, 2))
@@ -83,7 +94,8 @@ def test_gradients_are_those_of_the_unsplit_model(data: st.DataObject) -> None:
     assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
 
 
-@examples(20)
+@pytest.mark.more
+@examples(50)
 @given(st.data())
 def test_layers_behind_cut_tokens_have_the_gradients_of_the_sequence(data: st.DataObject) -> None:
     name, (schedule, v) = data.draw(st.sampled_from(sorted(CASES))), data.draw(st.sampled_from(ORDERS))
@@ -106,6 +118,7 @@ def test_layers_behind_cut_tokens_have_the_gradients_of_the_sequence(data: st.Da
     assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
 
 
+@pytest.mark.more
 def test_what_slice_batch_returns_runs_as_it_is_by_name_and_in_a_found_order() -> None:
     found = slice_batch(lambda rows, tokens, context: 1 + rows * tokens * (tokens + 2 * context), 5, LENGTH, 2)
     counts = [len(each.slices) for each in found.microbatches]
@@ -120,6 +133,7 @@ def test_what_slice_batch_returns_runs_as_it_is_by_name_and_in_a_found_order() -
         assert list(pipe.last_step.microbatches) == list(found.microbatches)
 
 
+@pytest.mark.more
 def test_each_microbatch_has_its_own_memory() -> None:
     """The limit is checked against a table for each: the largest microbatch decides, wherever it stands."""
     inputs = tokens(batch=4, length=LENGTH)

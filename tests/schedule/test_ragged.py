@@ -93,6 +93,7 @@ def test_every_generator_makes_schedules_that_run_lowered_and_are_read_back(sche
         assert Schedule.parse(str(lowered)) == lowered
 
 
+@pytest.mark.more
 @examples(80)
 @given(ragged_schedules(most_ranks=4), st.integers(1, 3))
 def test_passes_take_them(schedule: Schedule, num_flushes: int) -> None:
@@ -197,6 +198,7 @@ def test_a_found_order_fills_the_ranks_better_than_one_by_name() -> None:
     assert simulate(found, cost).makespan < simulate(schedule, cost).makespan
 
 
+@pytest.mark.more
 def test_it_is_drawn_and_traced(tmp_path: Path) -> None:
     timeline = simulate(make_schedule("1f1b", 2, 3, [3, 1, 2]), UnitCost())
     draw_timelines(tmp_path / "picture.png", timeline)

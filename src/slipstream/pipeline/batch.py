@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -83,6 +83,17 @@ def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed:
     ]
     labels = [[targets[row, a:b] for a, b in cuts] for row, cuts in zip(rows, bounds, strict=True)]
     return SplitBatch(pieces, labels, int((targets != IGNORED).sum()))
+
+
+def cut_rows(parts: Sequence[WholeBatch], microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
+    """Cuts the batch of each microbatch, whose rows have a length of their own, into its slices."""
+    cut = [cut_batch(part, [each], seed) for part, each in zip(parts, microbatches, strict=True)]
+    largest = max(batch.slices[0][0].max_position for batch in cut)
+    slices = [
+        [replace(piece, microbatch=number, max_position=largest) for piece in batch.slices[0]]
+        for number, batch in enumerate(cut)
+    ]
+    return SplitBatch(slices, [batch.targets[0] for batch in cut], sum(batch.num_valid for batch in cut))
 
 
 def rows_of(microbatches: Sequence[SlicedMicrobatch]) -> list[slice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -16,10 +16,11 @@ from slipstream.model.hooks import keyed_seed
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.execution import Executor, run_together
-from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, family_of, gather_state
+from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.sequences import Sequences
 from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
@@ -27,6 +28,7 @@ from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
 from slipstream.timeline import Timeline
 
 _log = logging.getLogger(__name__)
+_MOST_LAYOUTS = 32  # lowered schedules that are kept
 
 
 class Engine:
@@ -48,6 +50,7 @@ class Engine:
             self.family.adopt(options)
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
         self.layout = self.family.lay_out(self.tuner.schedule, self.tuner.slices)  # of the next step
+        self._layouts: dict[int, StageLayout] = {id(self.layout.order): self.layout}  # by the schedule, which they keep
         self.stages: Mapping[int, Stage]
         self.stages, tensor = self.family.make_stages(self.layout)
         tied_ends = self.family.tied_ends(self.layout)
@@ -72,13 +75,19 @@ class Engine:
         request = StartRequest(options.seq_len, 1, options.num_microbatches, num_ranks, dtype, options.memory.limit)
         return plan_start(family.config, request, self.ranks, self.device, _log.info)
 
-    def step(self, whole: WholeBatch, loss_scale: float) -> Tensor:
+    def step(self, whole: WholeBatch | Sequences, loss_scale: float) -> Tensor:
         """Adds the batch's gradients, and returns the global mean loss. Collective."""
         self.parameters.publish()
-        length = self.family.length(whole)
-        self._adopt(self.tuner.begin(length))
-        batch = replace(self._within_limit(whole, length), loss_scale=loss_scale)
-        self.last_step = ExecutedStep(self.layout, self._microbatches(whole, length))
+        length = 0
+        if isinstance(whole, Sequences):
+            batch, microbatches = self._split_sequences(whole)
+            self._memory_limit.check(self._rehearsed(batch, microbatches, torch.cat([*whole.inputs])[None]))
+        else:
+            length = self.family.length(whole)
+            self._adopt(self.tuner.begin(length))
+            batch, microbatches = self._within_limit(whole, length), self._microbatches(whole, length)
+        batch = replace(batch, loss_scale=loss_scale)
+        self.last_step = ExecutedStep(self.layout, microbatches)
         self.parameters.begin(loss_scale)
         self.family.begin()
         loss = self._run(self.layout.training, batch)
@@ -90,14 +99,19 @@ class Engine:
             self._tune(self.timeline())
         return loss
 
-    def evaluate(self, whole: WholeBatch) -> Tensor:
+    def evaluate(self, whole: WholeBatch | Sequences) -> Tensor:
         """Returns the global mean loss of a forward in evaluation mode. Collective."""
         self.parameters.publish()
         modes = {stage: stage.model.training for stage in self.stages.values()}
         self.train(False)
         try:
             with torch.no_grad():
-                loss = self._run(self.layout.evaluation, self._split(whole, self.family.length(whole)))
+                if isinstance(whole, Sequences):
+                    batch, _ = self._split_sequences(whole)
+                else:
+                    self._adopt(self.tuner.schedule)
+                    batch = self._split(whole, self.family.length(whole))
+                loss = self._run(self.layout.evaluation, batch)
         finally:
             for stage, training in modes.items():
                 stage.model.train(training)
@@ -139,8 +153,26 @@ class Engine:
 
     def _split(self, whole: WholeBatch, length: int) -> SplitBatch:
         """Splits the batch, and counts the valid targets of all replicas."""
-        seed = keyed_seed(*self.random_state, self.ranks.data.rank)
-        batch = self.family.split(whole, self._microbatches(whole, length), seed)
+        return self._counted(self.family.split(whole, self._microbatches(whole, length), self._seed()))
+
+    def _split_sequences(self, whole: Sequences) -> tuple[SplitBatch, list[SlicedMicrobatch]]:
+        """Packs and splits the batch, and adopts the schedule for its lengths."""
+        if self.ranks.data.size > 1 and self.layout.training.num_stages > self.layout.num_ranks:
+            raise SlipstreamError(
+                "sequences of different lengths with several stages on a rank and replicas: these would reduce the "
+                "gradients of stages in different orders. Use stages_per_rank=1, or pad to one length."
+            )
+        parts = whole.packed(self.layout.training.num_microbatches)
+        schedule, microbatches = self.tuner.for_lengths([part.inputs[0].shape[1] for part in parts])
+        batch = self._counted(self.family.split_rows(whole, parts, microbatches, self._seed()))
+        self._adopt(schedule)
+        return batch, microbatches
+
+    def _seed(self) -> int:
+        return keyed_seed(*self.random_state, self.ranks.data.rank)
+
+    def _counted(self, batch: SplitBatch) -> SplitBatch:
+        """Returns the batch with the number of valid targets of all replicas."""
         num_valid = int(self.ranks.data.sum(torch.tensor(batch.num_valid, device=self.device)))
         if num_valid == 0:
             raise SlipstreamError(
@@ -154,6 +186,12 @@ class Engine:
 
     def _to_rehearse(self, whole: WholeBatch, length: int, batch: SplitBatch) -> RehearsedStep:
         microbatches = self._microbatches(whole, length)
+        chosen = microbatches[:1] if self.tuner.are_microbatches_alike else microbatches
+        return self._rehearsed(batch, chosen, whole.inputs[0])
+
+    def _rehearsed(
+        self, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch], token_ids: Tensor
+    ) -> RehearsedStep:
         return RehearsedStep(
             schedule=self.layout.training,
             recompute=self.layout.recompute,
@@ -164,8 +202,8 @@ class Engine:
             scatter=self._scattered,
             num_parts=self._num_parts,
             batch=batch,
-            microbatches=microbatches[:1] if self.tuner.are_microbatches_alike else microbatches,
-            token_ids=whole.inputs[0],
+            microbatches=microbatches,
+            token_ids=token_ids,
         )
 
     def _tune(self, result: TrialResult) -> None:
@@ -180,7 +218,11 @@ class Engine:
     def _adopt(self, schedule: Schedule) -> None:
         """Lets the next step run this schedule, whose placement is that of the one before."""
         if schedule is not self.layout.order:
-            self.layout = replace(self.layout, order=schedule)
+            if id(schedule) not in self._layouts:
+                if len(self._layouts) >= _MOST_LAYOUTS:
+                    self._layouts.clear()
+                self._layouts[id(schedule)] = replace(self.layout, order=schedule)
+            self.layout = self._layouts[id(schedule)]
             self.transport.expect(self.layout.training)
 
     def _connect(self, timeout: timedelta) -> Transport:

@@ -23,6 +23,7 @@ from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
+from slipstream.pipeline.sequences import Lengths, Rows, given_batch
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.slicing import BatchSlicing
 from slipstream.schedule import Schedule, SlicedMicrobatch
@@ -217,22 +218,26 @@ class Pipeline:
 
     def step(
         self,
-        inputs: Tensor | Tensors,
-        targets: Tensor,
+        inputs: Tensors | Rows,
+        targets: Rows,
         position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        document_ids: Rows | None = None,
         *,
+        lengths: Lengths = None,
         loss_scale: float = 1.0,
     ) -> Tensor:
         """Runs forward and backward of one batch: adds to `.grad` and returns the global mean loss. Collective.
 
         Args:
-            inputs: (batch, sequence) token ids, int64; of an nn.Sequential what its first layer takes, rows first.
+            inputs: (batch, sequence) token ids, int64; of an nn.Sequential what its first layer takes, rows first. Or a
+                list of (tokens,) tensors, with lists of targets and document_ids: sequences of different lengths, which
+                are packed into `num_microbatches` rows; the longest row has `slices` slices, others accordingly.
             targets: (batch, sequence) labels, unshifted as in transformers; -100 counts nowhere. Of an nn.Sequential
                 what the loss function takes, rows first.
             position_ids: (batch, sequence); default: from 0 in every document.
             document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
                 transformers, where position_ids don't count on.
+            lengths: the tokens of each row where sequences of different lengths are padded to one.
             loss_scale: a factor of the loss, so that small gradients of float16 don't vanish; they are divided by it at
                 the end. A power of two changes none of their digits.
 
@@ -243,13 +248,15 @@ class Pipeline:
             SlipstreamError: the tensors don't fit the pipeline, no target counts, or a rank would hold more than the
                 memory limit; before anything runs.
         """
-        whole = WholeBatch.of(self.device, inputs, targets, position_ids, document_ids)
+        whole = given_batch(self.device, inputs, targets, position_ids, document_ids, lengths)
         return self._engine.step(whole, loss_scale)
 
-    def evaluate(self, inputs: Tensor | Tensors, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def evaluate(
+        self, inputs: Tensors | Rows, targets: Rows, document_ids: Rows | None = None, *, lengths: Lengths = None
+    ) -> Tensor:
         """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
         result and errors are those of `step`."""
-        return self._engine.evaluate(WholeBatch.of(self.device, inputs, targets, None, document_ids))
+        return self._engine.evaluate(given_batch(self.device, inputs, targets, None, document_ids, lengths))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a

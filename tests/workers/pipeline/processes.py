@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import slipstream
 from slipstream import Memory, Pipeline, Precision, Runtime, SlipstreamError
 from slipstream.messages.transport import TransportError
 from slipstream.model import causal_cross_entropy
@@ -87,6 +88,49 @@ def ragged(name: str) -> None:
         found, expected = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
         assert gradient_error({key: expected[key] for key in found}, found) < BOUND
         assert pipe.evaluate(inputs, labels) == pytest.approx(float(wanted), rel=1e-9)
+
+
+def lengths(name: str) -> None:
+    """Sequences of different lengths, a batch after the other, have the gradients of each alone."""
+    whole = build(ARCHITECTURES[name], seed=3)
+    options = {"seed": 3, "precision": Precision(dtype=torch.float64), "runtime": Runtime(self_check=False)}
+    pipe = Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, slices=4, **options)
+    for sizes in ((60, 9, 33), (5, 64), (20, 20, 20, 20)):
+        inputs = [row[:size] for row, size in zip(tokens(batch=len(sizes)), sizes, strict=True)]
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        assert abs(pipe.step(inputs, inputs) - _each_alone(whole, inputs)) < BOUND
+        found, expected = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+        assert gradient_error({key: expected[key] for key in found}, found) < BOUND
+
+
+def replicas(name: str) -> None:
+    """Two replicas of one rank each have sequences of their own; gradients are those of all. Not with two stages."""
+    whole = build(ARCHITECTURES[name], seed=3)
+    options = {"seed": 3, "precision": Precision(dtype=torch.float64), "runtime": Runtime(self_check=False)}
+    mesh = slipstream.make_mesh(1, 2, 1, "cpu")
+    inputs = [row[:size] for row, size in zip(tokens(batch=5), (60, 9, 33, 50, 7), strict=True)]
+    pipe = Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, slices=3, mesh=mesh, **options)
+    mine = inputs[:2] if pipe.replica == 0 else inputs[2:]
+    assert abs(pipe.step(mine, mine) - _each_alone(whole, inputs)) < BOUND
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    pipe = Pipeline.from_config(
+        ARCHITECTURES[name], schedule="interleaved-1f1b", stages_per_rank=2, mesh=mesh, **options
+    )
+    with pytest.raises(SlipstreamError, match="with several stages on a rank and replicas"):
+        pipe.step(mine, mine)
+
+
+def _each_alone(whole: torch.nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """Adds the gradients of the mean over all tokens of sequences, and returns it."""
+    whole.zero_grad()
+    count = sum(len(row) - 1 for row in inputs)
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in inputs:
+        total, _ = causal_cross_entropy(whole(input_ids=row[None], use_cache=False).logits[:, :-1], row[None, 1:])
+        (total / count).backward()
+        loss += total.detach() / count
+    return loss
 
 
 def auto() -> None:
@@ -174,6 +218,8 @@ if __name__ == "__main__":
     cases = {
         "exact": exact,
         "ragged": ragged,
+        "lengths": lengths,
+        "replicas": replicas,
         "auto": auto,
         "mismatch": mismatch,
         "absent": absent,

@@ -27,11 +27,12 @@ from slipstream.model import (
 from slipstream.model.saving import compiled_modules
 from slipstream.parallel import Ranks
 from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch
+from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
+from slipstream.pipeline.sequences import Sequences
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
@@ -152,6 +153,16 @@ class CausalLMFamily:
         check_length(self.config, inputs.shape[-1])
         check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), batch.targets.max())))
         return cut_batch(batch, microbatches, seed)
+
+    def split_rows(
+        self, sequences: Sequences, parts: Sequence[WholeBatch], microbatches: Sequence[SlicedMicrobatch], seed: int
+    ) -> SplitBatch:
+        """Returns the slices of sequences of different lengths, packed in `parts`. Raises SlipstreamError for a
+        sequence that doesn't fit the model."""
+        for row, (inputs, targets) in enumerate(zip(sequences.inputs, sequences.targets, strict=True)):
+            check_length(self.config, len(inputs), f"the length of inputs[{row}]")
+            check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), targets.max())))
+        return cut_rows(parts, microbatches, seed)
 
     def begin(self) -> None:
         """Begins a step: called before its forwards."""

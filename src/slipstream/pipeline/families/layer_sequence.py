@@ -29,6 +29,7 @@ from slipstream.pipeline.batch import SplitBatch, WholeBatch, check_rows, rows_o
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
+from slipstream.pipeline.sequences import Sequences
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
@@ -152,6 +153,13 @@ class SequenceFamily:
                 _check_classes(outputs, label)
         num_valid = targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
         return SplitBatch(pieces, labels, num_valid)
+
+    def split_rows(self, sequences: Sequences, *_: object) -> SplitBatch:
+        """Raises SlipstreamError: layers may look at anything in a row."""
+        raise SlipstreamError(
+            f"a list of {len(sequences.inputs)} sequences: sequences of different lengths are for causal LMs. Give an "
+            "nn.Sequential tensors whose dim 0 is the batch."
+        )
 
     def _tokens_of(self, microbatch: SlicedMicrobatch) -> list[range] | list[None]:
         """Returns the tokens of each slice; None for the one slice of a sequence that isn't cut."""

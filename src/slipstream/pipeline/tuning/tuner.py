@@ -12,6 +12,8 @@ from slipstream.pipeline.tuning.learning import COUNTS, SearchSpace, learn_order
 from slipstream.pipeline.tuning.trials import Inquiry, Trial, TrialRequest, TrialResult
 from slipstream.schedule import AUTOMATIC, Op, Schedule, SlicedMicrobatch, check_name, in_flushes, placed_as
 
+_MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
+
 
 class Tuner:
     """Decides what the next step runs: always the same, or with "auto" whatever there is still to learn from.
@@ -51,7 +53,8 @@ class Tuner:
                 options.memory.limit,
             )
             self.schedule = in_flushes(self._freedom.first(counts or self._count), num_flushes)
-        self._num_flushes = num_flushes
+        self._num_flushes, self._is_given = num_flushes, isinstance(schedule, Schedule)
+        self._ragged: dict[tuple[int, ...], Schedule] = {}  # for other numbers of slices than the schedule's
         _check_fits(self.schedule, num_ranks, compiled)
         self._is_settled = False
         self.forget()
@@ -118,6 +121,35 @@ class Tuner:
             check_microbatches(self._given, num_rows, length)
             return [*self._given]
         return even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
+
+    def for_lengths(self, lengths: Sequence[int]) -> tuple[Schedule, list[SlicedMicrobatch]]:
+        """Returns the schedule and the slices of microbatches of one row each, of these lengths.
+
+        The longest has the number of slices that was given, and the others as many as it takes that theirs are no
+        longer. Raises SlipstreamError for settings that are for rows of one length.
+        """
+        wrong = {"schedule='auto'": self._reorders, "slices='auto'": self._reslices, "microbatches=...": self._given}
+        wrong["memory.num_flushes"] = self._num_flushes > 1
+        wrong["slices=[...]"] = not self._is_given and not isinstance(self.slices, int)
+        for setting in filter(wrong.get, wrong):
+            raise SlipstreamError(
+                f"{setting} with sequences of different lengths: it is for rows of one length. Give the schedule by "
+                "its name, num_microbatches, and slices as a count."
+            )
+        counts = self.schedule.slice_counts
+        if not self._is_given:
+            longest = -(-max(lengths) // self._count)
+            counts = tuple(-(-length // longest) for length in lengths)
+        slices = [slice_lengths(count, length) for count, length in zip(counts, lengths, strict=True)]
+        if counts == self.schedule.slice_counts:
+            schedule = self.schedule
+        elif counts in self._ragged:
+            schedule = self._ragged[counts]
+        else:
+            if len(self._ragged) >= _MOST_RAGGED:
+                self._ragged.clear()
+            schedule = self._ragged[counts] = self._freedom.first(counts)
+        return schedule, [SlicedMicrobatch(1, tuple(each)) for each in slices]
 
     @property
     def are_microbatches_alike(self) -> bool:

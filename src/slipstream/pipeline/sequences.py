@@ -1,0 +1,131 @@
+"""Sequences of different lengths: checked, and packed one after the other into microbatches of one row each."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.model import Tensors
+from slipstream.pipeline.batch import WholeBatch, check_rows
+
+Lengths = Sequence[int] | None  # the tokens of each row of padded tensors
+Rows = Tensor | list[Tensor]  # one length for all sequences, or each its own
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a batch, each of its own number of tokens (T,), on this rank's device."""
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    document_ids: Sequence[Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        inputs: Tensor | Sequence[Tensor],
+        targets: Tensor | Sequence[Tensor],
+        document_ids: Tensor | Sequence[Tensor] | None = None,
+        lengths: Lengths = None,
+    ) -> Sequences:
+        """Takes lists of (T,) tensors, or with `lengths` padded ones (batch, longest), whose padding is left out.
+
+        Raises SlipstreamError where they don't fit each other, or a sequence is empty.
+        """
+        given = {"inputs": inputs, "targets": targets, "document_ids": document_ids}
+        lists = {name: _listed(name, each, lengths) for name, each in given.items() if each is not None}
+        for name, each in lists.items():
+            _check(name, each, lists["inputs"])
+        return cls(**{name: [tensor.to(device) for tensor in each] for name, each in lists.items()})
+
+    def packed(self, num_microbatches: int) -> list[WholeBatch]:
+        """Returns the batch of each microbatch: a row of consecutive sequences, each of them its own documents.
+
+        The microbatch with the most tokens has as few as it can.
+        """
+        check_rows(len(self.inputs), num_microbatches, "sequences")
+        return [self._row(group) for group in _groups([len(each) for each in self.inputs], num_microbatches)]
+
+    def _row(self, group: range) -> WholeBatch:
+        inputs, targets = (torch.cat([each[number] for number in group])[None] for each in (self.inputs, self.targets))
+        if len(group) == 1 and self.document_ids is None:
+            return WholeBatch((inputs,), False, targets)
+        own = self.document_ids or [torch.zeros_like(each) for each in self.inputs]
+        documents = torch.cat([2 * own[number] + number % 2 for number in group])  # they differ where a sequence ends
+        return WholeBatch((inputs,), False, targets, document_ids=documents[None])
+
+
+def _listed(name: str, given: Tensor | Sequence[Tensor], lengths: Lengths) -> list[Tensor]:
+    """Returns the sequences of a list, or of a padded tensor."""
+    if lengths is None:
+        if isinstance(given, Tensor) or not all(isinstance(each, Tensor) for each in given):
+            raise SlipstreamError(f"{name} must be a list of tensors, one for each sequence, as inputs are.")
+        return [*given]
+    if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != len(lengths):
+        shape = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise SlipstreamError(
+            f"{name} are {shape} for {len(lengths)} lengths: with lengths=..., give tensors (batch, longest), padded."
+        )
+    for row, length in enumerate(lengths):
+        if not 0 <= length <= given.shape[1]:
+            raise SlipstreamError(f"lengths[{row}]={length}, but {name} have room for {given.shape[1]} tokens.")
+    return [row[:length] for row, length in zip(given, lengths, strict=True)]
+
+
+def _check(name: str, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    if len(tensors) != len(inputs):
+        raise SlipstreamError(f"{name} are {len(tensors)} sequences, inputs {len(inputs)}: give as many.")
+    for row, (tensor, own) in enumerate(zip(tensors, inputs, strict=True)):
+        if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.shape != own.shape:
+            raise SlipstreamError(
+                f"{name}[{row}] is {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}; expected int64 of "
+                f"the sequence's {own.shape[0] if own.dim() else 1} tokens, such as inputs[{row}]."
+            )
+        if len(tensor) == 0:
+            raise SlipstreamError(f"inputs[{row}] is an empty sequence. Leave it out.")
+
+
+def _groups(lengths: Sequence[int], number: int) -> list[range]:
+    """Returns consecutive sequences in `number` groups, none empty, of which the longest has the fewest tokens."""
+    limits = range(max(lengths), sum(lengths) + 1)
+    least = bisect_left(limits, True, key=lambda limit: len(_filled(lengths, number, limit)) <= number)
+    ends = accumulate(map(len, _filled(lengths, number, limits[least])), initial=0)
+    return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def _filled(lengths: Sequence[int], number: int, limit: int) -> list[list[int]]:
+    """Returns groups of at most `limit` tokens, filled one after the other; later ones keep a sequence at least."""
+    groups: list[list[int]] = [[]]
+    for row, length in enumerate(lengths):
+        left = len(lengths) - row
+        if groups[-1] and (sum(groups[-1]) + length > limit or left <= number - len(groups)):
+            groups.append([])
+        groups[-1].append(length)
+    return groups
+
+
+def given_batch(
+    device: torch.device,
+    inputs: Tensors | Rows,
+    targets: Rows,
+    position_ids: Tensor | None,
+    document_ids: Rows | None,
+    lengths: Lengths,
+) -> WholeBatch | Sequences:
+    """Returns the batch of a step: rows of one length, or, of lists and with `lengths`, of different ones."""
+    is_list = isinstance(inputs, list) or isinstance(targets, list) or isinstance(document_ids, list)
+    if not is_list and lengths is None:
+        return WholeBatch.of(device, inputs, targets, position_ids, document_ids)  # type: ignore[arg-type]
+    if position_ids is not None or isinstance(inputs, tuple):
+        name = "a tuple of inputs" if isinstance(inputs, tuple) else "position_ids"
+        raise SlipstreamError(
+            f"{name} with sequences of different lengths: each is token ids, whose positions begin at 0. Leave it out."
+        )
+    return Sequences.of(device, inputs, targets, document_ids, lengths)

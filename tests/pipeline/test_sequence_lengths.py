@@ -1,0 +1,200 @@
+"""Sequences of different lengths, as lists or padded, have the gradients of the unsplit model, one by one."""
+
+from __future__ import annotations
+
+import copy
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
+from slipstream.model import causal_cross_entropy
+from slipstream.pipeline.sequences import _groups
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK
+from support.architectures import ARCHITECTURES, BOUND, LENGTH, build, gradient_error, gradients, labels_of, tokens
+from support.examples import examples
+from support.options import grouped
+
+MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}
+ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
+UNCHECKED = Runtime(self_check=False)
+
+
+def batch_of(lengths: list[int], seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """Sequences of these lengths, and their labels, some of which don't count."""
+    inputs = tokens(batch=len(lengths), length=max(*lengths, 2), seed=seed)
+    both = (zip(rows, lengths, strict=True) for rows in (inputs, labels_of(inputs)))
+    cut, labels = ([row[:length] for row, length in pairs] for pairs in both)
+    return cut, labels
+
+
+def one_by_one(name: str, inputs: list[Tensor], labels: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the whole model on each sequence alone, as the mean over all valid tokens."""
+    whole = copy.deepcopy(MODELS[name])
+    sums = torch.zeros((), dtype=torch.float64)
+    count = sum(int((label[1:] != -100).sum()) for label in labels)
+    for row, label in zip(inputs, labels, strict=True):
+        logits = whole(input_ids=row[None], use_cache=False).logits
+        total, _ = causal_cross_entropy(logits[:, :-1], label[None, 1:])
+        (total / count).backward()
+        sums += total.detach()
+    return sums / count, gradients(whole.named_parameters())
+
+
+@examples(25)
+@given(st.data())
+def test_gradients_are_those_of_each_sequence_alone(data: st.DataObject) -> None:
+    check(data)
+
+
+@pytest.mark.more
+@examples(100)
+@given(st.data())
+def test_gradients_of_a_hundred_more(data: st.DataObject) -> None:
+    check(data)
+
+
+def check(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=7).filter(lambda found: max(found) > 12))
+    inputs, labels = batch_of(lengths, data.draw(st.integers(0, 99)))
+    if all((label[1:] == -100).all() for label in labels):
+        labels = inputs
+    name, (schedule, v) = data.draw(st.sampled_from(sorted(MODELS))), data.draw(st.sampled_from(ORDERS))
+    settings = {
+        "schedule": schedule,
+        "stages_per_rank": v,
+        "num_ranks": data.draw(st.integers(1, 2)),
+        "num_microbatches": data.draw(st.integers(1, len(lengths))),
+        "slices": data.draw(st.integers(1, 6)),
+        "recompute": data.draw(st.sampled_from(["none", "full", "selective"])),
+        "offload": data.draw(st.sampled_from([0.0, 0.5])),
+    }
+    pipe = Pipeline(copy.deepcopy(MODELS[name]), **grouped(self_check=False, **settings))
+    loss, expected = one_by_one(name, inputs, labels)
+    if data.draw(st.booleans()):
+        found = pipe.step(inputs, labels)
+        assert pipe.evaluate(inputs, labels) == pytest.approx(float(loss), rel=1e-9)
+    else:
+        padded = [torch.nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (inputs, labels)]
+        found = pipe.step(*padded, lengths=lengths)
+        assert pipe.evaluate(*padded, lengths=lengths) == pytest.approx(float(loss), rel=1e-9)
+    assert abs(found - loss) < BOUND
+    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    slices = [each.slices for each in pipe.last_step.microbatches]
+    assert sum(map(sum, slices)) == sum(lengths)
+    assert tuple(map(len, slices)) == pipe.layout.training.slice_counts
+
+
+def test_steps_of_any_shape_follow_each_other() -> None:
+    """Each has its own schedule; rows of one length afterwards have theirs again."""
+    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), num_microbatches=2, slices=3, num_ranks=2, runtime=UNCHECKED)
+    even = pipe.layout
+    for lengths in ([9, 40], [40, 9], [9, 40], [30, 30], [5, 5, 8]):
+        inputs, _ = batch_of(lengths)
+        loss, _ = one_by_one("gpt2", inputs, inputs)
+        assert abs(pipe.step(inputs, inputs) - loss) < BOUND
+    rows = tokens(batch=2)
+    loss, _ = one_by_one("gpt2", [*rows], [*rows])
+    assert abs(pipe.step(rows, rows) - loss) < BOUND
+    assert pipe.layout is even
+    assert pipe.evaluate(*batch_of([9, 40])) > 0
+    assert pipe.evaluate(rows, rows) == pytest.approx(float(loss), rel=1e-9)
+
+
+def test_documents_within_a_sequence_are_kept_apart() -> None:
+    inputs, labels = batch_of([30, 20])
+    documents = [torch.arange(30) // 13, torch.arange(20) // 7]
+    pieces = [range(0, 13), range(13, 26), range(26, 30)], [range(0, 7), range(7, 14), range(14, 20)]
+
+    def cut(rows: list[Tensor]) -> list[Tensor]:
+        return [row[part.start : part.stop] for row, parts in zip(rows, pieces, strict=True) for part in parts]
+
+    loss, expected = one_by_one("gpt2", cut(inputs), cut(labels))
+    for num_microbatches in (1, 2):
+        options: dict[str, Any] = {"num_microbatches": num_microbatches, "slices": 3, "runtime": UNCHECKED}
+        pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), **options)
+        assert abs(pipe.step(inputs, labels, document_ids=documents) - loss) < BOUND
+        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+
+
+def test_a_schedule_that_was_given_cuts_each_microbatch_into_its_slices() -> None:
+    inputs, _ = batch_of([40, 11])
+    loss, expected = one_by_one("gpt2", inputs, inputs)
+    schedule = make_schedule("1f1b", 2, 2, 4)
+    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), schedule, runtime=UNCHECKED)
+    assert abs(pipe.step(inputs, inputs) - loss) < BOUND
+    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert [each.slices for each in pipe.last_step.microbatches] == [(10, 10, 10, 10), (3, 3, 3, 2)]
+
+
+@pytest.mark.more
+def test_memory_is_limited_for_each_batch() -> None:
+    def pipeline(limit: float) -> Pipeline:
+        options: dict[str, Any] = {"runtime": UNCHECKED, "memory": Memory(limit=limit)}
+        return Pipeline(copy.deepcopy(MODELS["gpt2"]), "gpipe", num_microbatches=2, slices=2, **options)
+
+    inputs, _ = batch_of([40, 12])
+    with pytest.raises(SlipstreamError, match=r"would hold (\d+)") as problem:
+        pipeline(1000).step(inputs, inputs)
+    held = float(str(problem.value).partition("would hold ")[2].partition(",")[0])
+    pipe = pipeline(1.01 * held)
+    assert pipe.step(inputs, inputs) > 0
+    longer, _ = batch_of([60, 60])
+    with pytest.raises(SlipstreamError, match="would hold"):
+        pipe.step(longer, longer)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.data())
+def test_the_largest_group_is_as_small_as_it_can_be(lengths: list[int], data: st.DataObject) -> None:
+    number = data.draw(st.integers(1, len(lengths)))
+    groups = _groups(lengths, number)
+    assert [row for group in groups for row in group] == [*range(len(lengths))]
+    assert len(groups) == number
+    assert all(groups)
+    cuts = combinations(range(1, len(lengths)), number - 1)
+    sizes = [max(sum(lengths[a:b]) for a, b in pairwise((0, *each, len(lengths)))) for each in cuts]
+    assert max(sum(lengths[row] for row in group) for group in groups) == min(sizes)
+
+
+def ids(*lengths: int) -> list[Tensor]:
+    return [torch.ones(length, dtype=torch.int64) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs", "given", "words"),
+    [
+        ({}, ids(4, 0), {}, "inputs[1] is an empty sequence. Leave it out."),
+        ({}, ids(4, LENGTH + 1), {}, f"the length of inputs[1]={LENGTH + 1} is more than the model's {LENGTH} positio"),
+        ({}, ids(4, 3), {"targets": ids(4, 4)}, "targets[1] is (4,) int64; expected int64 of the sequence's 3 tokens"),
+        ({}, ids(4, 3), {"targets": ids(4)}, "targets are 1 sequences, inputs 2"),
+        ({}, [torch.ones(4)], {}, "inputs[0] is (4,) float32; expected int64"),
+        ({}, ids(4), {"targets": torch.ones(1, 4)}, "targets must be a list of tensors"),
+        ({"num_microbatches": 3}, ids(4, 3), {}, "a batch of 2 sequences can't be cut into 3 microbatches"),
+        ({}, torch.ones(2, 4, dtype=torch.int64), {"lengths": [4, 5]}, "lengths[1]=5, but inputs have room for 4"),
+        ({}, torch.ones(2, 4, dtype=torch.int64), {"lengths": [4, 0]}, "inputs[1] is an empty sequence"),
+        ({}, torch.ones(2, 4, dtype=torch.int64), {"lengths": [4]}, "inputs are (2, 4) for 1 lengths"),
+        ({}, ids(4, 3), {"position_ids": torch.ones(2, 4)}, "position_ids with sequences of different lengths"),
+        ({"schedule": "auto"}, ids(4, 3), {}, "schedule='auto' with sequences of different lengths"),
+        ({"slices": [2, 2]}, ids(4, 3), {}, "slices=[...] with sequences of different lengths"),
+        ({"microbatches": [[2, [4]]]}, ids(4, 3), {}, "microbatches=... with sequences of different lengths"),
+        ({"schedule": make_schedule("gpipe", 1, 2, 4)}, ids(4, 3), {}, "slices=4: a sequence of 3 tokens takes 1 to 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    options: dict[str, Any], inputs: Any, given: dict[str, Any], words: str
+) -> None:
+    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), **{"runtime": UNCHECKED} | options)
+    with pytest.raises(SlipstreamError) as problem:
+        pipe.step(inputs, **{"targets": inputs} | given)
+    assert words in str(problem.value)
+
+
+def test_layers_of_a_sequence_take_rows_of_one_length() -> None:
+    pipe = Pipeline(torch.nn.Sequential(torch.nn.Embedding(9, 4)))
+    with pytest.raises(SlipstreamError, match="sequences of different lengths are for causal LMs"):
+        pipe.step(ids(4, 3), ids(4, 3))
