@@ -280,10 +280,10 @@ class Pipeline:
         """Returns what ran when in the last step or evaluation, in seconds, on all ranks. Collective."""
         return self._engine.timeline()
 
-    def memory_table(self, inputs: Tensor, targets: Tensor) -> MemoryTable:
+    def memory_table(self, inputs: Tensor, targets: Tensor, microbatch: int = 0) -> MemoryTable:
         """Measures the bytes that this process's stages of a causal LM hold in a step on such a batch. Collective. For
-        `slipstream.simulator.memory_of`, which adds the parts up by a schedule."""
-        return rehearse(self._engine.rehearsed_step(WholeBatch.of(self.device, inputs, targets)))
+        `slipstream.simulator.memory_of`, which adds the parts up by a schedule; where microbatches differ, of one."""
+        return rehearse(self._engine.rehearsed_step(WholeBatch.of(self.device, inputs, targets)), microbatch)
 
     def refresh(self) -> None:
         """Takes over changes of what `named_parameters` yields that training didn't make: of a loaded checkpoint."""

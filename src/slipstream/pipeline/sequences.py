@@ -73,6 +73,7 @@ def _listed(name: str, given: Tensor | Sequence[Tensor], lengths: Lengths) -> li
         raise SlipstreamError(
             f"{name} are {shape} for {len(lengths)} lengths: with lengths=..., give tensors (batch, longest), padded."
         )
+    lengths = [int(length) for length in lengths]
     for row, length in enumerate(lengths):
         if not 0 <= length <= given.shape[1]:
             raise SlipstreamError(f"lengths[{row}]={length}, but {name} have room for {given.shape[1]} tokens.")

@@ -59,16 +59,18 @@ def test_the_meter_sees_in_place_views_and_several_results() -> None:
         assert memory.num_bytes == 0
 
 
-def peaks(pipe: Pipeline) -> tuple[float, float]:
+def peaks(pipe: Pipeline, rows: int = 2) -> tuple[float, float]:
     """Simulated and measured, without the tokens and whatever else lives in this process."""
-    inputs = tokens()
+    inputs = tokens(batch=rows)
     labels = labels_of(inputs)
     optimizer = torch.optim.AdamW(pipe.parameters())
     for _ in range(2):
         pipe.step(inputs, labels)
         optimizer.step()
         optimizer.zero_grad()
-    (rank,) = memory_of(pipe.layout.training, pipe.memory_table(inputs, labels))
+    numbers = range(len(set(pipe.last_step.microbatches)))
+    tables = [pipe.memory_table(inputs, labels, number) for number in numbers]
+    (rank,) = memory_of(pipe.layout.training, tables if len(tables) > 1 else tables[0])
     static = rank.worst.during[MemoryKind.PARAMETERS] + rank.worst.during[MemoryKind.OPTIMIZER]
     assert all(parameter.grad is None for parameter in pipe.parameters())
     with memory_meter(pipe.device, tensors_alive()) as memory:
@@ -104,6 +106,17 @@ SETTINGS: list[dict[str, Any]] = [
 def test_one_rank(name: str, settings: dict[str, Any]) -> None:
     pipe = Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, **grouped(self_check=False, **settings))
     simulated, measured = peaks(pipe)
+    assert abs(simulated - measured) < 1024
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "1f1b"])
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (1, 3, 2)])
+def test_microbatches_that_differ(sizes: tuple[int, ...], schedule: str) -> None:
+    cuts = {1: [64], 2: [50, 14], 3: [20, 30, 14]}
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": [(rows, cuts[rows]) for rows in sizes]}
+    pipe = Pipeline.from_config(ARCHITECTURES["llama, tied"], **grouped(self_check=False, **options))
+    simulated, measured = peaks(pipe, sum(sizes))
     assert abs(simulated - measured) < 1024
 
 
