@@ -26,7 +26,7 @@ TRIALS = {
     "attention": "--length 256 --slices 2 --repeats 1",
     "executor_overhead": "--length 128 --repeats 1",
     "memory": "",
-    "profile_fit": "--length 256 --granularity 64 --budget 5 --repeats 1",
+    "profile_fit": "--length 256 --granularity 64 --budget 20 --repeats 1",
     "slicing": "--repeats 1",
     "schedule_search": "",
     "papers": "",

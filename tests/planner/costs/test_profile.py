@@ -26,6 +26,7 @@ from slipstream.planner.costs.stage_basis import choose_stages, combine, part_ki
 from slipstream.schedule import Op, gpipe
 from slipstream.simulator import simulate
 from support.hand_made_plan import stages_of
+from support.paths import ROOT
 
 HARDWARE = Hardware("cpu", "a processor", cores=2, threads=1, processes=2)
 MODEL = ModelIdentity("llama", num_layers=6, hidden_size=32, vocab_size=61, config_hash="abc")
@@ -186,7 +187,7 @@ def test_a_file_comes_back_equal(profile: Profile, tmp_path: Path) -> None:
     [
         ("nonsense", "isn't a profile"),
         ("[]", "format=None"),
-        ('{"format": 99}', "format=99, this version reads 2"),
+        ('{"format": 99}', r"json has format=99, this version reads 2; measure again with `slipstream profile`\.$"),
         ('{"format": 2}', "hardware: field required"),
     ],
 )
@@ -195,6 +196,12 @@ def test_other_files_are_refused(tmp_path: Path, text: str, reason: str) -> None
     path.write_text(text)
     with pytest.raises(SlipstreamError, match=reason):
         load_profile(path)
+
+
+def test_the_profile_among_the_examples_can_be_read() -> None:
+    profile = load_profile(ROOT / "examples" / "profiles" / "xeon-two-processes.json")
+    assert profile.part_names == ("stage", "layer", "embedding", "head")
+    assert profile.error < 0.02
 
 
 def test_a_missing_file_and_a_wrong_value(profile: Profile, tmp_path: Path) -> None:

@@ -271,6 +271,8 @@ def load_profile(path: Path) -> Profile:
                 f"{path} has format={found!r}, this version reads {FORMAT}; measure again with `slipstream profile`."
             )
         return TypeAdapter(Profile).validate_python(values)
+    except SlipstreamError:
+        raise
     except OSError as error:
         raise SlipstreamError(f"can't read the profile {path}: {error.strerror}") from error
     except ValidationError as error:
