@@ -48,7 +48,7 @@ def held_out(profile: Profile) -> list[dict[str, object]]:
 
 
 def composed(profile: Profile, settings: ProfileSettings, repeats: int) -> list[dict[str, object]]:
-    """Compares measured stages of four layers with what the profile composes from fewer layers."""
+    """Compares measured stages of four layers with what the profile composes from fewer parts."""
     config = model_config(settings.seq_len)
     cuts = [(LayerRange(layers.start, layers.stop), find_anatomy(config)) for layers in STAGES]
     benches = make_benches(config, settings, CPU, cuts)
@@ -74,13 +74,13 @@ def show(profile: Profile, fits: list[dict[str, object]], stages: list[dict[str,
     print("\nheld-out points      mean   worst  at             spread of the measurements")
     for row in fits:
         print(
-            f"layers {row['layers']!s:8} {row['op']}  {row['mean']:6.2%}  {row['worst']:6.2%}  {row['worst_at']!s:13}",
+            f"parts {row['parts']!s:8} {row['op']}  {row['mean']:6.2%}  {row['worst']:6.2%}  {row['worst_at']!s:13}",
             end="",
         )
         print(f"  {row['spread']:6.2%}")
     off = profile.points_off(FIT_TOLERANCE)
     print(f"mean of all {profile.error:.2%}; {len(off)} points are off by more than {FIT_TOLERANCE:.0%}")
-    print("\nstages of four layers, composed from one and two")
+    print("\nstages of four layers, composed from measured parts")
     for index, op in ((index, op) for index in range(len(STAGES)) for op in OPS):
         errors = [row["error"] for row in stages if (row["stage"], row["op"]) == (index, op)]
         print(f"stage {index} {op}  " + "  ".join(f"{error:+6.1%}" for error in errors))
