@@ -173,6 +173,18 @@ def test_the_numbers_do_not_depend_on_how_it_is_cut(
     check_same_losses(output, finished[0])
 
 
+@pytest.mark.more
+def test_microbatches_that_differ_train_to_the_same_losses(
+    finished: tuple[RunFolder, str], config: Path, output: RunFolder
+) -> None:
+    values = yaml.safe_load(config.read_text()) | {"pipeline": {"microbatches": [[2, [20, 30, 14]], [1, [40, 24]]]}}
+    config.write_text(yaml.safe_dump(values))
+    result = train(2, config, "--sample.prompt=null")
+    assert result.returncode == 0, result.stderr
+    check_same_losses(output, finished[0])
+    assert "slices: 3 2\n" in output.schedule.read_text()
+
+
 def check_same_losses(output: RunFolder, expected: RunFolder) -> None:
     losses, wanted = ([step["loss"] for step in read_metrics(each)[0]] for each in (output, expected))
     assert losses == pytest.approx(wanted, rel=1e-4)
