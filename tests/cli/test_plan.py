@@ -112,6 +112,20 @@ def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None
     assert written["pipeline"]["num_microbatches"] == 2
 
 
+def test_an_exact_slicing_is_written_as_it_is(
+    model: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = {"pipeline_parallel": "2", "schedule": "1f1b"}
+    written = plan_file(model, cluster, tmp_path / "a.yaml", **lists, slicing="exact", global_batch=2)
+    assert "slicing exact" in capsys.readouterr().out
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 2, "dtype": "float32", "pipeline_parallel": 2}
+    found = slipstream.plan(model, cluster, **settings, schedule="1f1b", slicing="exact")
+    assert found.best.configuration.slicing == "exact"
+    assert written["pipeline"]["slices"] == list(found.best.slices)
+    with pytest.raises(SlipstreamError, match="slicing='exat' isn't known; did you mean 'exact'"):
+        plan_file(model, cluster, tmp_path / "b.yaml", slicing="exat")
+
+
 @pytest.mark.more
 def test_python_takes_what_the_command_takes(model: Path, cluster: Path, tmp_path: Path) -> None:
     """Models in every form, one value or several, a counted model."""

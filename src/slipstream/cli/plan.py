@@ -45,6 +45,7 @@ def plan(
     schedule: Annotated[_List, _choices("Schedules, by name")] = None,
     microbatch_size: Annotated[_List, _choices("Sequences per microbatch")] = None,
     num_slices: Annotated[_List, _choices("Token slices per sequence")] = None,
+    slicing: Annotated[_List, _choices("Where slices are cut: equal-time, exact")] = None,
     recompute: Annotated[_List, _choices("Recomputation: none, selective, full")] = None,
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
     shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
@@ -68,7 +69,7 @@ def plan(
         **_parse(int, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
         **_parse(int, data_parallel=data_parallel, stages_per_rank=stages_per_rank),
         **_parse(int, microbatch_size=microbatch_size, num_slices=num_slices),
-        **_parse(str, schedule=schedule, recompute=recompute),
+        **_parse(str, schedule=schedule, slicing=slicing, recompute=recompute),
         **_parse(float, offload=offload),
         **_parse(_yes_or_no, shard_optimizer=shard_optimizer),
     }

@@ -28,6 +28,7 @@ class Configuration:
     recompute: str  # "none", "selective" or "full"
     offload: float  # the share of slices whose activations are offloaded to host memory
     shard_optimizer: bool  # its state is sharded over the data-parallel ranks (ZeRO-1)
+    slicing: str = "equal-time"  # or "exact": TeraPipe's optimum for equal stages
 
     @property
     def optimizer_shards(self) -> int:

@@ -24,6 +24,7 @@ from slipstream.planner.costs import (
 )
 from slipstream.planner.costs.cluster import Cluster, load_cluster, parse_cluster
 from slipstream.planner.plans import Configuration
+from slipstream.planner.report.wording import reasons
 from slipstream.planner.search import search_plans
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
@@ -106,8 +107,10 @@ def everything(space: PlanSpace) -> dict[Configuration, float]:
 
 @cache
 def bounds() -> tuple[PlanSpace, list[tuple[float, float, Configuration]]]:
-    space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions(stages_per_rank=(1, 2, 3), num_slices=(1, 2, 3, 4)))
-    return space, list(space.bounded())
+    options = PlanOptions(stages_per_rank=(1, 2, 3), num_slices=(1, 2, 3, 4))
+    space = PlanSpace(source(), SEQ_LEN, 8, options)
+    exact = PlanSpace(source(), SEQ_LEN, 8, PlanOptions(stages_per_rank=(1, 2, 3), slicing=("exact",)))
+    return space, [*space.bounded(), *exact.bounded()]
 
 
 @examples(60)
@@ -198,6 +201,70 @@ def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
     rank = memory_of(candidate.schedule, candidate.table)[0]
     most = max(moment.during[MemoryKind.ACTIVATIONS] for moment in rank.moments)
     assert most == pytest.approx(held)
+
+
+def long_sequences(num_ranks: int, kernel_seconds: float) -> AnalyticSource:
+    """A model whose time is mostly attention, on one pipeline."""
+    cluster = small_cluster(1, num_ranks, memory=1e12)
+    device = replace(cluster.device, kernel_seconds=kernel_seconds)
+    return source(gpt(4, 64, 4, 128), replace(cluster, device=device, inside=replace(cluster.inside, latency=1e-7)))
+
+
+ONE_PIPELINE = PlanOptions(data_parallel=(1,), tensor_parallel=(1,), schedule=("1f1b",), recompute=("none",))
+
+
+def test_an_exact_slicing_wins_where_no_equal_times_are_as_good() -> None:
+    """One long sequence on four ranks, where short slices take as long as their kernels."""
+    options = replace(ONE_PIPELINE, offload=(0.0,))
+    long = long_sequences(4, kernel_seconds=1e-4)
+    plan = search_plans(long, 4096, 1, options=options)
+    best = plan.best
+    assert best.configuration.slicing == "exact"
+    assert best.configuration.num_slices == len(best.slices)
+    assert sum(best.slices) == 4096
+    (other,) = (each.prediction for each in plan.alternatives if each.choice == "slicing")
+    assert other.step_seconds > best.step_seconds
+    longer = f"{other.step_seconds / best.step_seconds - 1:+.1%}"
+    assert any(f"slicing equal-time instead of exact: {longer}" in line for line in reasons(plan))
+    only = search_plans(long, 4096, 1, options=replace(options, slicing=("equal-time",)))
+    assert only.best.slices == other.slices
+    assert not [each for each in only.alternatives if each.choice == "slicing"]
+    # the bytes are those of the slices that run
+    candidate = SimulatedConfiguration.of(PlanSpace(long, 4096, 1, options), best.configuration)
+    assert candidate.times.slices == best.slices
+    assert candidate.table.message_bytes == [float(candidate.cut.costs.message_bytes(n)) for n in best.slices]
+    footprint = candidate.table.footprint(StageSlice(1, len(best.slices) - 1), Op.F)
+    assert footprint.leaves == candidate.cut.costs.activation_bytes(candidate.cut.stages[1], best.slices[-1])
+
+
+def test_equal_times_win_where_the_exact_formula_is_not_the_schedule() -> None:
+    """TeraPipe's latency is that of all forwards, then all backwards; with 1F1B a few equal slices are better."""
+    plan = search_plans(long_sequences(2, kernel_seconds=1e-5), 2048, 16, options=ONE_PIPELINE)
+    assert plan.best.configuration.slicing == "equal-time"
+    (other,) = (each.prediction for each in plan.alternatives if each.choice == "slicing")
+    assert other.configuration.slicing == "exact"
+    assert other.step_seconds >= plan.best.step_seconds
+
+
+def test_exact_slicings_are_of_pipelines_and_differ_from_the_others() -> None:
+    space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
+    found: dict[Configuration, set[tuple[int, ...]]] = {}
+    for _, _, c in space.bounded():
+        alike = replace(c, num_slices=1, slicing="equal-time")
+        slices = space.slices(c)
+        assert len(slices) == c.num_slices
+        assert slices not in found.setdefault(alike, set())
+        assert c.pipeline_parallel > 1 or c.slicing == "equal-time"
+        found[alike].add(slices)
+
+
+def test_one_kind_of_slicing_may_be_all_that_is_allowed() -> None:
+    options = PlanOptions(slicing=("exact",))
+    assert {c.slicing for _, _, c in PlanSpace(source(), SEQ_LEN, 8, options).bounded()} == {"exact"}
+    with pytest.raises(SlipstreamError, match="allow more than pipeline_parallel=1, slicing=exact"):
+        search_plans(source(), SEQ_LEN, 8, options=replace(options, pipeline_parallel=(1,)))
+    with pytest.raises(SlipstreamError, match="nothing fits"):
+        search_plans(source(), SEQ_LEN, 8, options=replace(options, memory_limit=1e6))
 
 
 def test_of_two_schedules_that_are_one_only_the_first_is_planned() -> None:

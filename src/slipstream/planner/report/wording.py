@@ -37,7 +37,7 @@ def configuration_text(configuration: Configuration) -> str:
         f"tensor {c.tensor_parallel} x pipeline {c.pipeline_parallel} x data {c.data_parallel}",
         f"schedule {c.schedule}",
         f"{plural(c.stages_per_rank, 'stage')} per rank",
-        plural(c.num_slices, "slice"),
+        plural(c.num_slices, "exact slice" if c.slicing == "exact" else "slice"),
         f"{plural(c.microbatch_size, 'sequence')} per microbatch",
         f"recompute {c.recompute}" if c.recompute != "none" else "",
         f"{c.offload:.0%} offloaded" if c.offload else "",
@@ -64,6 +64,7 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "stages per rank": lambda p: choice_text("stages_per_rank", p.configuration),
     "schedule": lambda p: choice_text("schedule", p.configuration),
     "slices": lambda p: choice_text("num_slices", p.configuration),
+    "slicing": lambda p: choice_text("slicing", p.configuration),
     "microbatches": lambda p: f"{p.num_microbatches} of {p.configuration.microbatch_size}",
     "recompute": lambda p: choice_text("recompute", p.configuration),
     "offload": lambda p: choice_text("offload", p.configuration),
@@ -76,7 +77,7 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
 }
 """The columns of the table of predictions: heading -> the text of a cell."""
 
-_NUM_CHOSEN = 8  # the first columns are choices, the others predictions
+_NUM_CHOSEN = 9  # the first columns are choices, the others predictions
 
 
 def memory_text(prediction: Prediction) -> str:

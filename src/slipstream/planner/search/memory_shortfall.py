@@ -39,7 +39,10 @@ def _smallest(space: PlanSpace) -> list[Configuration]:
         "recompute": space.source.recomputations[-1:],
         "offload": (0.0, 1.0) if space.source.host else None,
         "microbatch_size": (min(sizes),),
-        "num_slices": (1, 8) if space.longest >= space.seq_len else None,
+        "num_slices": (1, 8)
+        if space.longest >= space.seq_len and space.options.allows("slicing", "equal-time")
+        else None,
+        "slicing": ("equal-time",),
     }
     unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
     saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))

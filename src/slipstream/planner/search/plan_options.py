@@ -10,7 +10,11 @@ from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.schedule import GENERATORS
 
 _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
-_NAMES = {"schedule": tuple(GENERATORS), "recompute": ("none", "selective", "full")}
+_NAMES = {
+    "schedule": tuple(GENERATORS),
+    "recompute": ("none", "selective", "full"),
+    "slicing": ("equal-time", "exact"),
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class PlanOptions:
     recompute: tuple[str, ...] | None = None
     offload: tuple[float, ...] | None = None  # share of the slices, 0 to 1
     shard_optimizer: tuple[bool, ...] | None = None
+    slicing: tuple[str, ...] | None = None
     memory_limit: float | None = None  # bytes that may be used of a device; None: all
     num_simulated: int = 50  # configurations that are simulated, at most
     num_best: int = 5  # configurations that are reported

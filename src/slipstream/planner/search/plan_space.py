@@ -10,24 +10,22 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import CostSource, StageCosts
+from slipstream.planner.costs import CostSource
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.schedule_cache import ScheduleShape
+from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
 from slipstream.planner.search.step_bounds import (
     ConfigurationGroup,
     PlacedPartition,
     StageSizes,
     StageTimes,
 )
-from slipstream.planner.slicing import equal_time_slices
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
 
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
-_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COMPUTE, _REDUCE = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
-_SHORTEST = 128  # tokens of a slice; the described devices have no times for shorter ones
 _MOST_TENSOR_PARALLEL_NODES = 2
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
 _SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")  # all their backwards are I and W
@@ -41,9 +39,10 @@ class PlanSpace:
         self.source, self.seq_len, self.global_batch, self.options = source, seq_len, global_batch, options
         _check_known(source, options)
         self.memory = source.memory if options.memory_limit is None else options.memory_limit
-        self.shortest, self.longest = source.slice_range(seq_len)
         self.costs = cache(source.costs)
-        self.alike, self._attention_share = cache(self._first_alike), cache(self._compute_attention_share)
+        self.choices = SliceChoices(source, seq_len, options, self.costs)
+        self.longest = self.choices.longest
+        self.alike, self._slowest = cache(self._first_alike), cache(self._find_slowest)
         self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
         self._row, self._tails, self.sizes = cache(self._compute_row), cache(self._compute_tails), cache(self._sizes)
         self._alike: dict[object, range] = {}
@@ -84,12 +83,27 @@ class PlanSpace:
             if found:
                 yield stages, found
 
-    def slice_counts(self, pipeline: int) -> list[int]:
-        if pipeline == 1 and self.options.num_slices is None:
-            return [1] if self.seq_len <= self.longest else [-(-self.seq_len // self.longest)]
-        shortest = max(self.shortest, min(_SHORTEST, max(1, self.seq_len // 8)))
-        most = self.seq_len // shortest
-        return [n for n in self.options.num_slices or _SLICES if n <= most and self.seq_len / n <= self.longest]
+    def slicings(self, unsliced: Configuration) -> list[tuple[int, str]]:
+        """Returns (number of slices, slicing) for a configuration; of two equal slicings only the first.
+
+        An exact slicing is one for a pipeline: with one rank nothing is gained by cutting.
+        """
+        c, found, counts = unsliced, list[tuple[int, str]](), list[int]()
+        if self.options.allows("slicing", "equal-time"):
+            counts = self.choices.counts(c.pipeline_parallel)
+            found = [(count, "equal-time") for count in counts]
+        if c.pipeline_parallel > 1 and self.options.allows("slicing", "exact"):
+            exact = self._exact(c)
+            if (
+                exact
+                and self.options.allows("num_slices", len(exact))
+                and not (
+                    len(exact) in counts
+                    and exact == self.choices.equal_time(c.tensor_parallel, c.microbatch_size, len(exact))
+                )
+            ):
+                found.append((len(exact), "exact"))
+        return found
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
         c = configuration
@@ -106,32 +120,32 @@ class PlanSpace:
 
     def _compute_partition(self, tensor: int, size: int, placement: tuple[int, ...]) -> PlacedPartition:
         costs, num_layers = self.costs(tensor, size), len(self.source.kinds)
-        seconds = cache(partial(_sequence_seconds, costs, min(self.seq_len, self.longest)))
+        seconds = cache(partial(sequence_seconds, costs, min(self.seq_len, self.longest)))
         weights = [seconds(self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
         ranks = placement if num_layers <= _MOST_LAYERS else None
         return PlacedPartition(costs, placement, tuple(partition_layers(weights, len(placement), placement=ranks)))
 
-    def slices(self, tensor: int, size: int, count: int) -> tuple[int, ...]:
-        """Returns slice lengths that take equal time, in multiples that suit matrix products."""
-        granularity = max(1, min(64, self.seq_len // (4 * count)))
-        found = equal_time_slices(self.seq_len, count, self._attention_share(tensor, size), granularity)
-        if min(found) < self.shortest or max(found) > self.longest:
-            found = equal_time_slices(self.seq_len, count, 0.0)
-        return found
+    def slices(self, configuration: Configuration) -> tuple[int, ...]:
+        """Returns the tokens of each slice."""
+        c = configuration
+        exact = self._exact(c) if c.slicing == "exact" else None
+        return exact or self.choices.equal_time(c.tensor_parallel, c.microbatch_size, c.num_slices)
 
-    def _compute_attention_share(self, tensor: int, size: int) -> float:
-        """Returns A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of T and T/2 tokens."""
-        costs, length = self.costs(tensor, size), min(self.seq_len, self.longest)
-        middle = range(len(self.source.kinds) // 2, len(self.source.kinds) // 2 + 1)
-        whole, half = (_sequence_seconds(costs, tokens, middle) for tokens in (length, length // 2))
-        return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
+    def _exact(self, c: Configuration) -> tuple[int, ...] | None:
+        """Returns the exact slicing for stages like the slowest one of the configuration's cut."""
+        stage = self._slowest(self.cut(c))
+        num_passes = self.shape(c).num_microbatches * c.stages_per_rank
+        return self.choices.exact(c.tensor_parallel, c.microbatch_size, stage, c.pipeline_parallel, num_passes)
+
+    def _find_slowest(self, cut: PlacedPartition) -> range:
+        length = min(self.seq_len, self.longest)
+        return max(map(self.alike, cut.stages), key=partial(sequence_seconds, cut.costs, length))
 
     def times(self, configuration: Configuration) -> StageTimes:
         c = configuration
-        return self._times(c.tensor_parallel, c.microbatch_size, self.cut(c), c.num_slices)
+        return self._times(c.tensor_parallel, c.microbatch_size, self.cut(c), self.slices(c))
 
-    def _compute_times(self, tensor: int, size: int, cut: PlacedPartition, count: int) -> StageTimes:
-        slices = self.slices(tensor, size, count)
+    def _compute_times(self, tensor: int, size: int, cut: PlacedPartition, slices: tuple[int, ...]) -> StageTimes:
         rows = [self._row(tensor, size, self.alike(layers), slices) for layers in cut.stages]
         compute, reduce, replay = np.split(np.stack(rows, axis=1), (len(_COMPUTE), len(_COMPUTE) + len(_REDUCE)))
         return StageTimes(
@@ -183,15 +197,18 @@ class PlanSpace:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all that divide."""
         for tensor, pipeline, data, size in self.meshes():
             for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
-                known: dict[tuple[PlacedPartition, int, bool], list[tuple[float, float]]] = {}
-                for name, count in product(names, self.slice_counts(pipeline)):
-                    choices = (tensor, pipeline, data, stages_per_rank, name, size, count)
-                    alike = [Configuration(*choices, *saving) for saving in self._savings(data)]
-                    key = (self.cut(alike[0]), count, name in _SPLIT)
-                    if key not in known:
-                        known[key] = self._bounds(alike)
-                    for configuration, bounds in zip(alike, known[key], strict=True):
-                        yield *bounds, configuration
+                known: dict[tuple[PlacedPartition, int, str, bool], list[tuple[float, float]]] = {}
+                savings = self._savings(data)
+                for name in names if savings else ():
+                    unsliced = Configuration(tensor, pipeline, data, stages_per_rank, name, size, 1, *savings[0])
+                    for count, slicing in self.slicings(unsliced):
+                        choices = (tensor, pipeline, data, stages_per_rank, name, size, count)
+                        alike = [Configuration(*choices, *saving, slicing) for saving in savings]
+                        key = (self.cut(alike[0]), count, slicing, name in _SPLIT)
+                        if key not in known:
+                            known[key] = self._bounds(alike)
+                        for configuration, bounds in zip(alike, known[key], strict=True):
+                            yield *bounds, configuration
 
     def _bounds(self, alike: list[Configuration]) -> list[tuple[float, float]]:
         """Returns the least seconds and bytes of configurations that differ only in how they save memory."""
@@ -206,11 +223,6 @@ class PlanSpace:
         offloads = self.options.offload or ((0.0, 1.0) if self.source.host else (0.0,))
         shards = [s for s in ((True, False) if data > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
         return list(product(recomputations, offloads, shards))
-
-
-def _sequence_seconds(costs: StageCosts, length: int, layers: range) -> float:
-    """Returns the time of a whole sequence, forward and backward."""
-    return sum(float(costs.seconds(layers, op, length, 0)) for op in (Op.F, Op.I, Op.W))
 
 
 def _check_known(source: CostSource, options: PlanOptions) -> None:

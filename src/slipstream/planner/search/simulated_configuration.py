@@ -107,7 +107,7 @@ class SimulatedConfiguration:
 def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
     """Returns False only if a configuration is too large, even without messages and gradients of keys and values."""
     c, cut, state, shape = configuration, space.cut(configuration), space.source.state, space.shape(configuration)
-    sizes, slices = space.sizes(cut), np.array(space.slices(c.tensor_parallel, c.microbatch_size, c.num_slices))
+    sizes, slices = space.sizes(cut), np.array(space.slices(c))
     per_parameter = state.weights + state.optimizer / c.optimizer_shards
     bound = MemoryBound(
         whole=np.outer(sizes.kept["none"], slices / space.seq_len),

@@ -115,11 +115,11 @@ class ConfigurationGroup:
 
     def _copy_seconds(self, configuration: Configuration) -> float:
         """Returns the seconds of a rank's copies to the host; a slice or two of a microbatch may stay on the device."""
-        c, host = configuration, self.source.host
-        if not c.offload or host is None or c.num_slices < 3:
+        c, host, slices = configuration, self.source.host, self.times.slices
+        if not c.offload or host is None:
             return 0.0
         sent = c.offload * self.num_microbatches * self.cut.per_rank(self.sizes.kept[c.recompute]).min()
-        return float(sent * (1 - 2 / c.num_slices) / host.bandwidth)
+        return float(sent * sum(sorted(slices)[:-2]) / sum(slices) / host.bandwidth)
 
     def least_bytes(self, configuration: Configuration) -> float:
         """Returns a lower bound of the fullest rank's bytes: its state and one microbatch.
