@@ -47,7 +47,7 @@ TRIALS = {
     "same_numbers": "",
     "slow_link": "--length 128 --megabits 1000 --repeats 1",
     "gpu_layers": "--toy --device cpu",
-    "gpu_profile": "--toy --device cpu --budget 5",
+    "gpu_profile": "--toy --device cpu --budget 20",
 }
 ON_REQUEST = {
     "papers.figure3",

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_profile --device cpu --toy   # tiny layers on a CPU: does it run?
 
 `slipstream profile` measures a few layers of each size on a grid of slice lengths and contexts. A part of the points is
-held out of the fit, and its error there is what a plan has to expect. Beside it, the times that the planner computes
+held out of the fit, and its error there is what a plan has to expect. Next to it are the times that the planner derives
 from counted operations and the description of an H100, for one layer. Of that description the efficiency of attention
 and that of large matrix products were set from this benchmark, and nothing else.
 
@@ -58,7 +58,6 @@ def layer(profile: Profile, analytic: AnalyticCosts, longest: int) -> list[dict[
     rows: list[dict[str, object]] = []
     for op in OPS:
         fitted = profile.part_time(profile.kind_names[0], op)
-        assert fitted is not None
         for length, context in SHOWN:
             if length <= longest and length + context <= profile.seq_len:
                 measured = float(fitted(length, context))
@@ -71,7 +70,7 @@ def layer(profile: Profile, analytic: AnalyticCosts, longest: int) -> list[dict[
 def show(name: str, found: dict[str, Any]) -> None:
     print(f"\n{name}: {found['error at points held out']:.2%} off at points held out, on average")
     for row in found["held out"]:
-        print(f"  layers {row['layers']!s:8} {row['op']}  mean {row['mean']:.2%}, worst {row['worst']:.2%}", end=" ")
+        print(f"  parts {row['parts']!s:8} {row['op']}  mean {row['mean']:.2%}, worst {row['worst']:.2%}", end=" ")
         print(f"at {row['worst_at']}, spread of the measurements {row['spread']:.2%}")
     for row in found["layer"]:
         print(f"  {row['op']} {row['slice']:6} tokens after {row['context']:7}: {row['measured']:9.3f} ms, ", end="")
