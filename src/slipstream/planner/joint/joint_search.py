@@ -56,7 +56,7 @@ class JointProblem:
     longest_slice: int | None = None
     memory_limit: float | None = None
     split: bool = True
-    effort: float = 2e8
+    effort: float = 1.5e8
 
     @property
     def longest(self) -> int:
