@@ -62,8 +62,9 @@ def layer(profile: Profile, analytic: AnalyticCosts, longest: int) -> list[dict[
             if length <= longest and length + context <= profile.seq_len:
                 measured = float(fitted(length, context))
                 described = float(analytic.part_seconds(analytic.model.layers[0], op, length, context))
+                ratio = described / max(measured, 1e-9)  # a toy layer may measure as nothing
                 row = {"op": str(op), "slice": length, "context": context, "measured": 1e3 * measured}
-                rows.append(row | {"described": 1e3 * described, "described over measured": described / measured})
+                rows.append(row | {"described": 1e3 * described, "described over measured": ratio})
     return rows
 
 
