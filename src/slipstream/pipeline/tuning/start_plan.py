@@ -17,6 +17,7 @@ from slipstream.profiler import ProfileSettings, find_costs
 
 _BUDGET = 90.0  # seconds of measuring, at most
 _REPEATS = 3  # of every point
+_LEFT_FREE = 0.05  # of a memory limit: tokens, rotary tables, and what else a step holds besides what is searched for
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def plan_start(
         num_microbatches=request.num_microbatches,
         granularity=step,
         longest_slice=settings.longest,
-        memory_limit=request.memory_limit,
+        memory_limit=None if request.memory_limit is None else (1 - _LEFT_FREE) * request.memory_limit,
         split=request.split,
     )
     plan: JointPlan = ranks.decided(lambda: find_joint_plan(problem))
