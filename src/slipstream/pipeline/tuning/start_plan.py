@@ -79,7 +79,8 @@ def plan_start(
         granularity=step,
         longest_slice=settings.longest,
         memory_limit=None if request.memory_limit is None else (1 - _LEFT_FREE) * request.memory_limit,
-        split=request.split,
+        # Between I and W a rank holds the gradients of outputs too, which the search doesn't count.
+        split=request.split and request.memory_limit is None,
     )
     plan: JointPlan = ranks.decided(lambda: find_joint_plan(problem))
     return plan
