@@ -26,7 +26,7 @@ from slipstream.simulator import simulate
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # slices to start from
 _SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slices
-_STARTS = 4  # of each placement, improved by local search
+_STARTS = 10  # of each placement, improved by local search
 _SHARE = 0.1  # of the search's effort, for the best order of each of the placements that are left at the end
 _FINALISTS = 3
 _RULES = 6  # of list scheduling, for all but the first candidate of each number of slices
