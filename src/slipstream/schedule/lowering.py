@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
@@ -78,20 +79,25 @@ def join_backwards(schedule: Schedule) -> Schedule:
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
-    """Adds a REDUCE_GRAD after the last backward of every stage.
+    """Adds a REDUCE_GRAD of every stage after its last backward, and after those of its rank's later stages.
 
-    The stage's gradients are summed over the replicas of the pipeline while earlier stages still compute.
+    The stage's gradients are summed over the replicas of the pipeline while earlier stages still compute. Replicas
+    may run different schedules: a rank's stages are reduced from the last to the first in all of them.
 
         rank 0        B0     B1 0REDUCE_GRAD
         rank 1  B0 B1 1REDUCE_GRAD
     """
+    return replace(schedule, actions=tuple(map(_with_reductions, schedule.actions)))
+
+
+def _with_reductions(row: Sequence[Action]) -> tuple[Action, ...]:
     ends = BACKWARDS | {Op.SEND_B}  # the message leaves first
-    last = {action.stage: action for row in schedule.actions for action in row if action.op in ends}
-
-    def reduced(action: Action) -> tuple[Action, ...]:
-        return (action, Action(Op.REDUCE_GRAD, action.stage)) if last.get(action.stage) == action else (action,)
-
-    return _rewritten(schedule, reduced)
+    last = {action.stage: index for index, action in enumerate(row) if action.op in ends}
+    stages = sorted(last, reverse=True)
+    reduced = defaultdict(list)
+    for stage, index in zip(stages, accumulate((last[stage] for stage in stages), max), strict=True):
+        reduced[index].append(Action(Op.REDUCE_GRAD, stage))
+    return tuple(each for index, action in enumerate(row) for each in (action, *reduced[index]))
 
 
 def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
