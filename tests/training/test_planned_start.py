@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
+from slipstream import Memory, Pipeline, Runtime, make_schedule
+from slipstream.training.checkpoint.run_state import _cut
 from slipstream.training.config.config_file import parse_config
+from slipstream.training.planned_start import _found_again
+from support.architectures import llama
 from support.forked import COMMAND, launch
 
+PLAIN = Runtime(self_check=False)
 SETTINGS: dict[str, Any] = {
     "model": {
         "config": {
@@ -64,6 +69,23 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
 def test_a_dumped_configuration_is_left_open_again() -> None:
     config = parse_config(SETTINGS)
     assert parse_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", 1])
+def test_a_checkpoint_carries_the_plan_and_what_is_computed_again(recompute: Any) -> None:
+    memory = Memory(recompute=recompute)
+    pipe = Pipeline.from_config(
+        llama(), schedule="gpipe", slices=[5, 3], num_ranks=2, partition=[1, 3], memory=memory, runtime=PLAIN
+    )
+    assert _cut(pipe) == {"partition": [1, 3], "recompute": recompute}
+
+
+def test_an_older_checkpoint_has_balanced_layers() -> None:
+    config = parse_config(SETTINGS)
+    earlier = {"schedule": str(make_schedule("1f1b", 2, 1, 2)), "slices": [40, 24]}
+    found = _found_again(config, earlier)
+    assert (found["partition"], found["slices"], found["memory"].recompute) == ("auto", [40, 24], "none")
+    assert _found_again(config, earlier | {"slices": [40, 8]}) == {}
 
 
 def train(folder: Path, output: str, *more: str, config: str = "free.yaml") -> CompletedProcess[str]:

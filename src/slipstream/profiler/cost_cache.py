@@ -83,20 +83,23 @@ def find_costs(
     device: torch.device,
     ranks: Ranks,
     say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> Profile:
     """Returns the kept profile, or measures one on all ranks at the same time and keeps it. Collective.
 
     `say` gets a line, on the leader, where something is measured again: a profile of other versions, or one during
-    which another program used the cores. A profile that was disturbed twice is used but not kept.
+    which another program used the cores. A profile that was disturbed twice is used but not kept. `on_progress` is
+    called, on the leader, with the share of the settings' budget that is spent.
     """
-    cache = CostCache(config, settings, device, ranks.pipeline.size)
+    cache = CostCache(config, settings, device, ranks.world.size)  # all of them measure at the same time
     found: Profile | None = ranks.decided(lambda: cache.find(say))
     if found is not None:
         return found
+    tell = on_progress if ranks.leads else lambda share: None
     profiles: list[Profile] = []
     for attempt in range(_ATTEMPTS):
         link = measure_link(device)
-        profiles.append(_leaders(profile_model(config, settings, device, link), ranks))
+        profiles.append(_leaders(profile_model(config, settings, device, link, tell), ranks))
         if profiles[-1].disturbed <= _BUSY:
             break
         if ranks.leads:

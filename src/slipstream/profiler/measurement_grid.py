@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 
 from slipstream.planner.costs import SlicePoint
 
@@ -72,13 +72,17 @@ def make_grid(seq_len: int, longest_slice: int, granularity: int) -> Measurement
 def make_short_grid(seq_len: int, longest_slice: int, granularity: int) -> MeasurementGrid:
     """Returns a few points, all of them fitted: for a plan of this run, within seconds.
 
-    Lengths double from the granularity to the longest; short and middling ones are measured late in the sequence too.
+    Lengths are 1, for what remains of a sequence after multiples of the granularity, and double from the granularity to
+    the longest. Short and middling ones are measured late in the sequence too, alternately: what is left where the time
+    runs out has both.
     """
     lengths = [min(granularity, longest_slice)]
     while lengths[-1] < longest_slice:
         lengths.append(min(2 * lengths[-1], longest_slice))
     late = [(length, context) for length in lengths[:4] for context in (seq_len // 4, seq_len // 2, seq_len - length)]
-    return MeasurementGrid([*((length, 0) for length in lengths), *dict.fromkeys(p for p in late[1::2] if p[1] > 0)])
+    early = [(length, 0) for length in dict.fromkeys([1, *lengths])]
+    mixed = chain.from_iterable(zip_longest(early, late[1::2]))
+    return MeasurementGrid([*dict.fromkeys(p for p in mixed if p is not None and (p in early or p[1] > 0))])
 
 
 def _lengths(longest: int, granularity: int) -> list[int]:

@@ -75,8 +75,9 @@ def _found_again(config: Config, earlier: Mapping[str, Any]) -> dict[str, Any]:
     counts = schedule.num_ranks, schedule.num_microbatches, sum(earlier["slices"])
     if counts != (pipeline.num_ranks, pipeline.num_microbatches, config.training.seq_len):
         return {}
-    memory = config.memory.model_copy(update={"recompute": earlier["recompute"]})
-    chosen = {name: earlier[name] for name in ("slices", "partition")}
+    # Older checkpoints say neither: their layers were balanced, and kept all activations.
+    chosen = {"partition": earlier.get("partition", "auto"), "slices": earlier["slices"]}
+    memory = config.memory.model_copy(update={"recompute": earlier.get("recompute", "none")})
     return {"schedule": schedule, "memory": memory, **chosen}
 
 

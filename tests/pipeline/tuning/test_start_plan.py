@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from slipstream import Memory, Pipeline, Runtime
+from slipstream.pipeline.tuning import start_plan
 from slipstream.planner.joint import JointPlan
+from slipstream.profiler import measurement_run
 from slipstream.simulator import memory_of
 from support.architectures import build, gradient_error, gradients, llama, tokens, unsplit_step
 
@@ -37,6 +40,30 @@ def test_the_plan_runs_from_the_first_step() -> None:
     assert pipe.order.actions == pipe.plan.schedule.actions
     inputs = tokens(batch=1, length=LENGTH)
     assert torch.isfinite(pipe.step(inputs, inputs))
+
+
+def test_a_length_that_is_no_multiple_of_the_granularity_is_planned() -> None:
+    pipe = planned(seq_len=61)
+    assert pipe.plan is not None
+    assert sum(pipe.plan.slices) == 61
+    inputs = tokens(batch=1, length=61)
+    assert torch.isfinite(pipe.step(inputs, inputs))
+
+
+def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement_run, "_WARM_UP_SHARE", 0.0)  # only the fewest points: up to 16 tokens
+    plan = planned().plan
+    assert plan is not None
+    assert max(plan.slices) <= 16
+
+
+def test_what_it_does_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(start_plan, "_EVERY", 0.0)
+    with caplog.at_level(logging.INFO, "slipstream"):
+        planned()
+    text = " ".join(caplog.messages)
+    assert "measuring what the model's parts cost: " in text
+    assert "searching for the best plan: " in text
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -130,8 +130,34 @@ def test_the_table_says_what_was_compared() -> None:
     lines = plan.table().splitlines()
     assert lines[0].split() == ["stages", "on", "ranks", "layers", "slices", "step", "over", "ideal"]
     assert len(lines) >= 1 + 1 + len(plan.rejected)
-    assert plan.exact_seconds >= plan.seconds
+    assert plan.exact is not None
+    assert plan.exact.seconds >= plan.seconds
+    assert plan.exact.schedule.placement == plan.schedule.placement
     assert "dynamic program" in lines[-1]
+
+
+def test_slices_are_as_long_as_is_allowed_even_where_that_makes_them_many() -> None:
+    task = problem(seq_len=64 * 40 + 10, longest_slice=70, effort=3e5)
+    plan = find_joint_plan(task)
+    assert len(plan.slices) == 41
+    assert max(plan.slices) == 64
+    many = SlicedUnits(task.costs, (64,) * 40 + (10,)).unit_work().sum() / 2
+    assert plan.ideal == pytest.approx(many)
+    with pytest.raises(SlipstreamError, match=r"longest_slice=63.*granularity=64"):
+        find_joint_plan(problem(longest_slice=63))
+
+
+def test_the_slices_of_the_dynamic_program_are_no_more_than_are_allowed() -> None:
+    plan = find_joint_plan(problem(num_ranks=4, seq_len=4096, most_slices=5, costs=ToyCosts(overhead=0.01), effort=1e6))
+    assert plan.exact is not None
+    assert len(plan.exact.slices) <= 5
+
+
+def test_progress_is_told_by_the_effort() -> None:
+    shares: list[float] = []
+    find_joint_plan(problem(effort=3e5), shares.append)
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] <= 1
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

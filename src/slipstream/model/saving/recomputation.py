@@ -37,6 +37,11 @@ class RecomputePolicy:
     num_layers: int | None = None  # None: all of them
     keeps_products: bool = False
 
+    @property
+    def setting(self) -> str | int:
+        """The setting that `parse` takes."""
+        return "selective" if self.keeps_products else self.num_layers or "full"
+
     @classmethod
     def parse(cls, setting: str | int, most_layers: int, besides: str = "") -> RecomputePolicy | None:
         """Returns the policy of a Pipeline's setting; None for "none".

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find
 from slipstream.profiler import ProfileSettings, find_costs
 
 _BUDGET = 90.0  # seconds of measuring, at most
+_EVERY = 5.0  # seconds between lines about progress
 _REPEATS = 3  # of every point
 _LEFT_FREE = 0.05  # of a memory limit: tokens, rotary tables, and what else a step holds besides what is searched for
 
@@ -31,7 +33,6 @@ class StartRequest:
         num_ranks: ranks of the pipeline.
         dtype: in which the model computes, as in `ProfileSettings`.
         memory_limit: bytes of each rank. None: no limit.
-        split: whether backwards may be split.
     """
 
     seq_len: int
@@ -40,7 +41,6 @@ class StartRequest:
     num_ranks: int
     dtype: str
     memory_limit: float | None = None
-    split: bool = True
 
 
 def plan_start(
@@ -52,7 +52,8 @@ def plan_start(
 ) -> JointPlan:
     """Returns the plan with the shortest simulated step, from costs that are measured here once and kept. Collective.
 
-    The leader searches, and all ranks follow. `say` gets a line about each measuring that has to be repeated.
+    The leader searches, and all ranks follow. `say` gets a line, on the leader, about each measuring that has to be
+    repeated, and every few seconds about what has been done.
 
     Raises:
         SlipstreamError: where nothing fits the memory limit, or the model can't be measured.
@@ -69,7 +70,8 @@ def plan_start(
         budget=_BUDGET,
         few_points=True,
     )
-    profile = find_costs(config, settings, device, ranks, say)
+    told = _Told(say)
+    profile = find_costs(config, settings, device, ranks, say, told.measured)
     units = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
     problem = JointProblem(
         costs=units,
@@ -77,13 +79,31 @@ def plan_start(
         num_ranks=request.num_ranks,
         num_microbatches=request.num_microbatches,
         granularity=step,
-        longest_slice=settings.longest,
+        longest_slice=units.longest_slice,  # shorter than was asked for where time ran out
         memory_limit=None if request.memory_limit is None else (1 - _LEFT_FREE) * request.memory_limit,
         # Between I and W a rank holds the gradients of outputs too, which the search doesn't count.
-        split=request.split and request.memory_limit is None,
+        split=request.memory_limit is None,
     )
-    plan: JointPlan = ranks.decided(lambda: find_joint_plan(problem))
+    plan: JointPlan = ranks.decided(lambda: find_joint_plan(problem, told.searched))
     return plan
+
+
+class _Told:
+    """Says how far measuring and searching are, every few seconds."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._last = say, time.perf_counter()
+
+    def measured(self, share: float) -> None:
+        self._tell(f"measuring what the model's parts cost: {share * _BUDGET:.0f} s, of {_BUDGET:.0f} s at most")
+
+    def searched(self, share: float) -> None:
+        self._tell(f"searching for the best plan: {share:.0%} of the effort, at most")
+
+    def _tell(self, text: str) -> None:
+        if (now := time.perf_counter()) - self._last >= _EVERY:
+            self._say(text)
+            self._last = now
 
 
 def is_free(options: PipelineOptions) -> bool:

@@ -1,6 +1,7 @@
 """The joint search: where the model is cut, which rank has which stage, the slices, and the order of all actions."""
 
 from slipstream.planner.joint.joint_plan import JointPlan
-from slipstream.planner.joint.joint_search import JointProblem, find_joint_plan
+from slipstream.planner.joint.joint_problem import JointProblem
+from slipstream.planner.joint.joint_search import find_joint_plan
 from slipstream.planner.joint.profile_units import ProfileUnits
 from slipstream.planner.joint.unit_costs import UnitCosts

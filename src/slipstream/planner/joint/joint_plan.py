@@ -20,8 +20,8 @@ class JointPlan:
         bound: the least that a step can take with this cut, placement and slices, in any order.
         ideal: all work divided by the ranks: what no cut, slices or order can beat.
         recompute: whether forwards run again before their backwards, because the memory limit asks for it.
-        exact_slices: the slices that are best for equal stages (`slipstream.slice_tokens`), with the same placement.
-        exact_seconds: the simulated step with them and the best cut for them.
+        exact: the plan with the slices that are best for equal stages (`slipstream.slice_tokens`) and the most even cut
+            for them, in the same placement. None: it doesn't fit the memory limit.
         rejected: the best that was found with each other placement, best first.
     """
 
@@ -32,8 +32,7 @@ class JointPlan:
     bound: float
     ideal: float
     recompute: bool = False
-    exact_slices: tuple[int, ...] = ()
-    exact_seconds: float = 0.0
+    exact: JointPlan | None = None
     rejected: tuple[JointPlan, ...] = ()
 
     def table(self) -> str:
@@ -42,10 +41,11 @@ class JointPlan:
         rows += [plan._row() for plan in (self, *self.rejected)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        if self.exact_slices and self.exact_slices != self.slices:
+        if self.exact is not None:
+            longer = f"take {self.exact.seconds:.4g} s: {self.exact.seconds / self.seconds - 1:.1%} longer"
+            same = self.exact.slices == self.slices
             lines.append(
-                f"The slices of the dynamic program, {_short(self.exact_slices)}, take {self.exact_seconds:.4g} s: "
-                f"{self.exact_seconds / self.seconds - 1:.1%} longer."
+                f"The slices of the dynamic program, {_short(self.exact.slices)}, {'are these' if same else longer}."
             )
         if self.recompute:
             lines.append("Activations are computed again in the backward, as the memory limit asks for it.")

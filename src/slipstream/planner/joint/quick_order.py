@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.array_types import Flags, Floats
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.list_scheduling import place
-from slipstream.planner.order.order_search import splittings
+from slipstream.planner.order.order_search import PriorityRule, splittings
 from slipstream.planner.order.ordering_problem import ActionGraph, OrderingProblem
 from slipstream.schedule import Op
 from slipstream.simulator import UnitCost
-
-
-class Rule(NamedTuple):
-    """A priority rule of list scheduling; see `slipstream.planner.order.order_search`."""
-
-    splitting: str
-    lag: float
-    hurry: float
-    patience: float
 
 
 class QuickOrder:
@@ -38,7 +28,7 @@ class QuickOrder:
         self._one = one.graph(np.full(one.num_units, split))
         lags = (0.0, 0.5, 1.0, 2.0) if num_microbatches > 1 else (0.0,)
         grid = product(self._graphs, lags, (-1.0, 0.0, 0.25, 0.5, 1.0, 2.0), (0.0, 0.5, 1.0))
-        self.rules = tuple(Rule(*rule) for rule in grid if rule[0] != "none" or rule[3] == 0)
+        self.rules = tuple(PriorityRule(*rule) for rule in grid if rule[0] != "none" or rule[3] == 0)
         self._microbatch = np.tile(np.broadcast_to(np.arange(num_microbatches)[:, None], self._shape).ravel(), 3)
 
     def seconds(
@@ -46,8 +36,8 @@ class QuickOrder:
         units: SlicedUnits,
         bounds: tuple[int, ...],
         room: Floats | None = None,
-        rules: tuple[Rule, ...] = (),
-    ) -> dict[Rule, float]:
+        rules: tuple[PriorityRule, ...] = (),
+    ) -> dict[PriorityRule, float]:
         """Returns the seconds of a step by each of the rules, by default all; infinite where nothing fits.
 
         Args:
@@ -67,7 +57,7 @@ class QuickOrder:
         backward = np.arange(len(starts)) >= len(starts) // 3
         period = float((times[Op.F] + times[Op.B]).sum(axis=1).max())
         graphs: dict[str, ActionGraph] = {}
-        found: dict[Rule, float] = {}
+        found: dict[PriorityRule, float] = {}
         for rule in rules or self.rules:
             if rule.splitting not in graphs:
                 flags = self._split[rule.splitting]

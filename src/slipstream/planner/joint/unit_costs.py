@@ -11,10 +11,10 @@ from typing import Protocol
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.planner.costs import OPS
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
-OPS = (Op.F, Op.B, Op.I, Op.W)
 _MESSAGES = 12  # hidden states of whole sequences
 _WORKSPACE = 2  # times what the largest unit keeps of its largest slice
 
@@ -111,13 +111,16 @@ class SlicedUnits:
         """Returns the most bytes that a stage holds of the slice that it computes again, (stages,)."""
         if not self.recompute:
             return np.zeros(len(bounds) - 1)
-        whole = _prefix(*self.costs.activation_bytes(self._lengths))
-        largest: Floats = _of_stages(whole, bounds).max(axis=1)
+        largest: Floats = _of_stages(self._whole, bounds).max(axis=1)
         return largest
 
     @cached_property
+    def _whole(self) -> tuple[Floats, Floats]:
+        return _prefix(*self.costs.activation_bytes(self._lengths))
+
+    @cached_property
     def _held(self) -> tuple[Floats, Floats]:
-        return _prefix(*(self.costs.kept_bytes if self.recompute else self.costs.activation_bytes)(self._lengths))
+        return _prefix(*self.costs.kept_bytes(self._lengths)) if self.recompute else self._whole
 
     def message_allowance(self, num_microbatches: int) -> float:
         """Returns bytes that are set aside on each rank for messages: buffers of receives, and sends on their way.
@@ -129,8 +132,7 @@ class SlicedUnits:
 
     def workspace_allowance(self) -> float:
         """Returns bytes that are set aside for what a backward makes before it frees activations."""
-        whole = _prefix(*self.costs.activation_bytes(self._lengths))
-        return _WORKSPACE * float(np.diff(whole[0], axis=0).max())
+        return _WORKSPACE * float(np.diff(self._whole[0], axis=0).max())
 
     def unit_work(self) -> Floats:
         """Returns the seconds of a microbatch's forwards and backwards of each unit, (units,)."""

@@ -52,7 +52,7 @@ def measure_order(problem: OrderingProblem, schedule: Schedule) -> MeasuredOrder
     return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
 
 
-class _PriorityRule(NamedTuple):
+class PriorityRule(NamedTuple):
     """The priorities of list scheduling in numbers; see `place` for the last two.
 
     An action's priority is its start if its microbatch ran alone, `lag` periods later for every microbatch
@@ -78,7 +78,7 @@ class OrderSearch:
         self.splittings = splittings(problem)
         self.graphs = {name: problem.graph(split) for name, split in self.splittings.items()}
         self.best = MeasuredOrder(np.inf, *problem.order(problem.whole))
-        self.rules: dict[_PriorityRule, float] = {}
+        self.rules: dict[PriorityRule, float] = {}
         self._measure_times()
 
     def _measure_times(self) -> None:
@@ -122,10 +122,10 @@ class OrderSearch:
         for lag, hurry, patience in product((0, 0.25, 0.5, 1, 2, 4), (-1, 0, 0.25, 0.5, 1, 2), (0.0, 0.5, 1.0)):
             for splitting in self.splittings:
                 if self.may_improve() and (splitting != "none" or patience == 0):
-                    rule = _PriorityRule(splitting, lag, hurry, patience)
+                    rule = PriorityRule(splitting, lag, hurry, patience)
                     self.rules[rule] = self._try(rule, self._priority(rule))
 
-    def _priority(self, rule: _PriorityRule) -> Floats:
+    def _priority(self, rule: PriorityRule) -> Floats:
         priority: Floats = (
             self.alone
             + rule.lag * self.period * self.microbatch
@@ -134,7 +134,7 @@ class OrderSearch:
         )
         return priority
 
-    def _try(self, rule: _PriorityRule, priority: Floats) -> float:
+    def _try(self, rule: PriorityRule, priority: Floats) -> float:
         graph = self.graphs[rule.splitting]
         order, start = place(graph, priority, rule.window * self.mean, rule.patience)
         self.effort -= self.size

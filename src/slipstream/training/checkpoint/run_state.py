@@ -101,9 +101,10 @@ class RunState:
 
 
 def _cut(pipe: Pipeline) -> dict[str, Any]:
-    """Returns the layers of each stage, and whether all activations are computed again, as a plan chooses them."""
+    """Returns the layers of each stage, and what is computed again in the backward, as a plan chooses them."""
     layers = [stage.stop - stage.start for stage in pipe.layout.layers]
-    return {"partition": layers, "recompute": "none" if pipe.layout.recompute is None else "full"}
+    recompute = pipe.layout.recompute
+    return {"partition": layers, "recompute": "none" if recompute is None else recompute.setting}
 
 
 def describe_model(config: PretrainedConfig) -> dict[str, Any]:

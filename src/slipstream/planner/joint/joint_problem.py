@@ -1,0 +1,77 @@
+"""What the joint search is asked: the model's costs, the sequences, the ranks, and what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from slipstream.array_types import Floats
+from slipstream.errors import SlipstreamError
+from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
+
+
+@dataclass(frozen=True)
+class JointProblem:
+    """What is searched for: a step of `num_microbatches` sequences of `seq_len` tokens on `num_ranks` ranks.
+
+    Args:
+        costs: what each unit of the model costs, for a microbatch.
+        granularity: slices begin at multiples of this many tokens.
+        most_slices: the largest number of slices of a sequence, unless `longest_slice` asks for more.
+        longest_slice: tokens of the longest slice, of which whole granules count. None: the sequence.
+        memory_limit: bytes of each rank, for weights, gradients, optimizer state and activations. None: no limit.
+        split: whether backwards may be split into input and weight gradients.
+        effort: how many actions list scheduling may place; some 5 million take a second.
+    """
+
+    costs: UnitCosts
+    seq_len: int
+    num_ranks: int
+    num_microbatches: int = 1
+    granularity: int = 64
+    most_slices: int = 32
+    longest_slice: int | None = None
+    memory_limit: float | None = None
+    split: bool = True
+    effort: float = 1.5e8
+
+    def check(self) -> None:
+        """Raises SlipstreamError where no slices are allowed."""
+        if self.longest < 1:
+            raise SlipstreamError(
+                f"longest_slice={self.longest_slice}, but slices begin at multiples of granularity={self.granularity} "
+                "tokens: give a longest slice of at least as many, or a smaller granularity."
+            )
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest slice that is allowed."""
+        if self.longest_slice is None or self.longest_slice >= self.seq_len:
+            return self.seq_len
+        return self.longest_slice // self.granularity * self.granularity
+
+    @property
+    def slice_counts(self) -> range:
+        """The numbers of slices that are allowed."""
+        fewest = -(-self.seq_len // self.longest)
+        return range(fewest, max(fewest, min(self.most_slices, -(-self.seq_len // self.granularity))) + 1)
+
+    @cached_property
+    def num_units(self) -> int:
+        """The embedding, the layers or their halves, and the head."""
+        return self.costs.num_layers * self.costs.units_per_layer + 2
+
+    @cached_property
+    def ideal(self) -> float:
+        """All work divided by the ranks, in as few slices as are allowed."""
+        full, rest = divmod(self.seq_len, self.longest)
+        whole = SlicedUnits(self.costs, (self.longest,) * full + (rest,) * (rest > 0))
+        return float(whole.unit_work().sum()) * self.num_microbatches / self.num_ranks
+
+    @cached_property
+    def state_sums(self) -> Floats:
+        """The bytes of weights, gradients and optimizer state of the first 0, 1, ... units."""
+        sums: Floats = np.concatenate([[0.0], np.cumsum(self.costs.state_bytes())])
+        return sums

@@ -1,0 +1,203 @@
+"""The joint search with one placement: local search over the cut and the slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from slipstream.array_types import Floats, Ints
+from slipstream.planner.joint.candidates import Candidate
+from slipstream.planner.joint.joint_plan import JointPlan
+from slipstream.planner.joint.joint_problem import JointProblem
+from slipstream.planner.joint.quick_order import QuickOrder
+from slipstream.planner.joint.step_estimate import rank_bounds
+from slipstream.planner.joint.unit_costs import SlicedUnits
+from slipstream.planner.order.best_order import find_order, step_lower_bound
+from slipstream.planner.order.order_search import PriorityRule
+from slipstream.planner.slicing import equal_time_slices, slice_tokens
+from slipstream.schedule import Op
+from slipstream.simulator import simulate
+
+_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # slices to start from
+_SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slices
+_STARTS = 10  # improved by local search
+_ORDER_SHARE = 0.1  # of the search's effort, for the best order of a candidate that is left at the end
+_RULES = 6  # of list scheduling, for all but the first candidate of each number of slices
+_EXACT_CUTS = 256  # places to cut for the dynamic program
+
+
+class PlacementSearch:
+    """The search with one placement."""
+
+    def __init__(
+        self, problem: JointProblem, placement: tuple[int, ...], recompute: bool, on_effort: Callable[[float], None]
+    ) -> None:
+        self.problem, self.placement, self.recompute, self._on_effort = problem, placement, recompute, on_effort
+        self.ranks: Ints = np.array(placement, np.int64)
+        self.seconds = inf  # of the best candidate, simulated
+        self.best: Candidate | None = None
+        self.exact: Candidate | None = None  # with the slices of the dynamic program
+        self._effort = 0.0
+        self._known: dict[Candidate, float] = {}
+        self._sliced: dict[tuple[int, ...], SlicedUnits] = {}
+        self._quick: dict[int, QuickOrder] = {}
+        self._rules: dict[int, tuple[PriorityRule, ...]] = {}  # the best, by the number of slices
+
+    def run(self, limit: float, effort: float) -> float:
+        """Improves the starts of the least bounds, and returns the effort that is left."""
+        self._effort = effort
+        starts = [*dict.fromkeys(self._starts())]
+        self.exact = self._exact_slices(starts[0].bounds)
+        first: list[Candidate] = [self.exact]
+        for candidate in sorted(starts, key=self._bound):
+            if self._bound(candidate) < min(self.seconds, limit) and self._effort > effort / 2:
+                first.append(candidate)
+            self._simulated(first[-1])
+        for candidate in sorted(first, key=self._simulated)[:_STARTS]:
+            self._descend(candidate)
+        return max(0.0, self._effort)
+
+    def plan(self, candidate: Candidate) -> JointPlan:
+        """Returns the candidate with its best order."""
+        problem = self.problem
+        cost, room = self._units(candidate.slices).table(candidate.bounds), self._room(candidate)
+        counts = self.placement, problem.num_microbatches, len(candidate.slices)
+        limits = None if room is None else room.tolist()
+        effort = _ORDER_SHARE * problem.effort
+        schedule = find_order(*counts, cost, memory_limit=limits, split=problem.split, effort=effort)
+        return JointPlan(
+            schedule=schedule,
+            partition=candidate.partition(problem.costs.units_per_layer),
+            slices=candidate.slices,
+            seconds=simulate(schedule, cost).makespan,
+            bound=step_lower_bound(*counts, cost, memory_limit=limits, split=problem.split),
+            ideal=problem.ideal,
+            recompute=self.recompute,
+        )
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Returns whether an order is known with which the candidate keeps to the memory limit."""
+        return self._simulated(candidate) < inf
+
+    def _units(self, slices: tuple[int, ...]) -> SlicedUnits:
+        if slices not in self._sliced:
+            self._sliced[slices] = SlicedUnits(self.problem.costs, slices, self.recompute)
+        return self._sliced[slices]
+
+    def _room(self, candidate: Candidate) -> Floats | None:
+        """Bytes that each rank has for activations."""
+        if self.problem.memory_limit is None:
+            return None
+        held = np.diff(self.problem.state_sums[list(candidate.bounds)])
+        again = np.zeros(self.problem.num_ranks)
+        np.maximum.at(again, self.ranks, self._units(candidate.slices).computed_again(candidate.bounds))
+        units = self._units(candidate.slices)
+        besides = units.message_allowance(self.problem.num_microbatches) + units.workspace_allowance()
+        room: Floats = self.problem.memory_limit - np.bincount(self.ranks, held) - again - besides
+        return room
+
+    def _rank_bounds(self, candidate: Candidate) -> tuple[float, float]:
+        """The largest bound of a rank, and the sum of their squares, which tells even ranks from uneven ones."""
+        units = self._units(candidate.slices)
+        found = rank_bounds(units, candidate.bounds, self.ranks, self.problem.num_microbatches)
+        return float(found.max()), float((found**2).sum())
+
+    def _bound(self, candidate: Candidate) -> float:
+        return self._rank_bounds(candidate)[0]
+
+    def _simulated(self, candidate: Candidate) -> float:
+        """The seconds of the candidate in a good order; of the rules only the best for its number of slices count."""
+        if candidate not in self._known:
+            count = len(candidate.slices)
+            if count not in self._quick:
+                counts = self.problem.num_microbatches, count
+                self._quick[count] = QuickOrder(self.placement, *counts, self.problem.split)
+            units, rules = self._units(candidate.slices), self._rules.get(count, ())
+            found = self._quick[count].seconds(units, candidate.bounds, self._room(candidate), rules)
+            used = len(found) * 3 * len(self.placement) * self.problem.num_microbatches * count
+            self._effort -= used
+            self._on_effort(used)
+            self._known[candidate] = seconds = min(found.values())
+            if seconds < inf and not rules:
+                self._rules[count] = tuple(sorted(found, key=found.__getitem__)[:_RULES])
+            if seconds < self.seconds:
+                self.seconds, self.best = seconds, candidate
+        return self._known[candidate]
+
+    def _starts(self) -> Iterator[Candidate]:
+        """Slices of equal time in several numbers, each with its evened cut."""
+        problem, bounds = self.problem, None
+        allowed = problem.slice_counts
+        for count in sorted({allowed[0], *_COUNTS} & {*allowed}):
+            for share in _SHARES:
+                slices = equal_time_slices(problem.seq_len, count, share, problem.granularity)
+                if max(slices) <= problem.longest:
+                    bounds = self._evened(Candidate(bounds or self._even_bounds(slices), slices)).bounds
+                    yield Candidate(bounds, slices)
+
+    def _exact_slices(self, bounds: tuple[int, ...]) -> Candidate:
+        """The slices that are optimal for as many equal stages as ranks, with the cut evened for them."""
+
+        def time(op: Op) -> Callable[[Any, Any], Any]:
+            return lambda length, context: self._mean_stage_seconds(op, length, context)
+
+        problem = self.problem
+        step, most = max(problem.granularity, problem.seq_len // _EXACT_CUTS), problem.slice_counts[-1]
+        while True:
+            found = slice_tokens(
+                time(Op.F),
+                problem.seq_len,
+                problem.num_ranks,
+                step,
+                backward=time(Op.B),
+                num_microbatches=problem.num_microbatches,
+            )
+            if len(found.slices) <= most or 2 * step > problem.longest:
+                return self._evened(Candidate(bounds, found.slices))
+            step *= 2
+
+    def _mean_stage_seconds(self, op: Op, length: Any, context: Any) -> Any:
+        """The seconds of all units on a slice, divided by the ranks, and of a stage besides."""
+        lengths, contexts = np.broadcast_arrays(length, context)
+        known = np.minimum(lengths, self.problem.longest)
+        units, fixed = self.problem.costs.seconds(op, known.ravel(), contexts.ravel())
+        seconds = (units.sum(axis=0) / self.problem.num_ranks + fixed).reshape(lengths.shape)
+        return np.where(lengths > self.problem.longest, inf, seconds)
+
+    def _even_bounds(self, slices: tuple[int, ...]) -> tuple[int, ...]:
+        """Stages of equal work, as far as units allow."""
+        total = np.cumsum(self._units(slices).unit_work())
+        num_stages, num_units = len(self.placement), self.problem.num_units
+        bounds = [0]
+        for stage in range(1, num_stages):
+            nearest = int(np.searchsorted(total, total[-1] * stage / num_stages))
+            bounds.append(min(max(nearest, bounds[-1] + 1), num_units - num_stages + stage))
+        return (*bounds, num_units)
+
+    def _evened(self, candidate: Candidate) -> Candidate:
+        """Moves units between neighbours as long as the ranks' bounds get lower or more even."""
+        value = self._rank_bounds(candidate)
+        while True:
+            moved = min(candidate.cuts(), key=self._rank_bounds, default=candidate)
+            if (found := self._rank_bounds(moved)) >= value:
+                return candidate
+            candidate, value = moved, found
+
+    def _descend(self, candidate: Candidate) -> None:
+        """Changes one thing at a time, until no change makes the simulated step shorter or the effort is used up."""
+        now = self._simulated(candidate)
+        changes, number, failed = self._changes(candidate), 0, 0
+        while failed < len(changes) and self._effort > 0:
+            changed = changes[number % len(changes)]
+            number, failed = number + 1, failed + 1
+            if self._bound(changed) < now and (found := self._simulated(changed)) < now * (1 - 1e-6):
+                candidate, now, failed = changed, found, 0
+                changes = self._changes(candidate)
+
+    def _changes(self, candidate: Candidate) -> list[Candidate]:
+        longest = self.problem.longest
+        slicings = (each for each in candidate.slicings(self.problem) if max(each.slices) <= longest)
+        return [*candidate.cuts(), *slicings]
