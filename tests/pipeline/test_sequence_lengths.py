@@ -13,37 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
-from slipstream.model import causal_cross_entropy
-from slipstream.pipeline.sequences import _groups
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK
-from support.architectures import ARCHITECTURES, BOUND, LENGTH, build, gradient_error, gradients, labels_of, tokens
+from slipstream.pipeline.sequences import consecutive_groups
+from support.architectures import BOUND, LENGTH, gradient_error, gradients, tokens
 from support.examples import examples
 from support.options import grouped
+from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one
 
-MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}
-ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
 UNCHECKED = Runtime(self_check=False)
-
-
-def batch_of(lengths: list[int], seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-    """Sequences of these lengths, and their labels, some of which don't count."""
-    inputs = tokens(batch=len(lengths), length=max(*lengths, 2), seed=seed)
-    both = (zip(rows, lengths, strict=True) for rows in (inputs, labels_of(inputs)))
-    cut, labels = ([row[:length] for row, length in pairs] for pairs in both)
-    return cut, labels
-
-
-def one_by_one(name: str, inputs: list[Tensor], labels: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the whole model on each sequence alone, as the mean over all valid tokens."""
-    whole = copy.deepcopy(MODELS[name])
-    sums = torch.zeros((), dtype=torch.float64)
-    count = sum(int((label[1:] != -100).sum()) for label in labels)
-    for row, label in zip(inputs, labels, strict=True):
-        logits = whole(input_ids=row[None], use_cache=False).logits
-        total, _ = causal_cross_entropy(logits[:, :-1], label[None, 1:])
-        (total / count).backward()
-        sums += total.detach()
-    return sums / count, gradients(whole.named_parameters())
 
 
 @examples(25)
@@ -152,7 +128,7 @@ def test_memory_is_limited_for_each_batch() -> None:
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.data())
 def test_the_largest_group_is_as_small_as_it_can_be(lengths: list[int], data: st.DataObject) -> None:
     number = data.draw(st.integers(1, len(lengths)))
-    groups = _groups(lengths, number)
+    groups = consecutive_groups(lengths, number)
     assert [row for group in groups for row in group] == [*range(len(lengths))]
     assert len(groups) == number
     assert all(groups)
@@ -196,5 +172,5 @@ def test_what_does_not_fit_is_refused_by_name(
 
 def test_layers_of_a_sequence_take_rows_of_one_length() -> None:
     pipe = Pipeline(torch.nn.Sequential(torch.nn.Embedding(9, 4)))
-    with pytest.raises(SlipstreamError, match="sequences of different lengths are for causal LMs"):
+    with pytest.raises(SlipstreamError, match=r"layers of this nn\.Sequential take whole microbatches"):
         pipe.step(ids(4, 3), ids(4, 3))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.sequences import Sequences
 from slipstream.pipeline.stage import Stage
+from slipstream.pipeline.step_planning import StepPlanning
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
+from slipstream.planner.steps import StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
 from slipstream.timeline import Timeline
 
@@ -50,7 +53,8 @@ class Engine:
             self.family.adopt(options)
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
         self.layout = self.family.lay_out(self.tuner.schedule, self.tuner.slices)  # of the next step
-        self._layouts: dict[int, StageLayout] = {id(self.layout.order): self.layout}  # by the schedule, which they keep
+        self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
+        self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks)
         self.stages: Mapping[int, Stage]
         self.stages, tensor = self.family.make_stages(self.layout)
         tied_ends = self.family.tied_ends(self.layout)
@@ -75,13 +79,15 @@ class Engine:
         request = StartRequest(options.seq_len, 1, options.num_microbatches, num_ranks, dtype, options.memory.limit)
         return plan_start(family.config, request, self.ranks, self.device, _log.info)
 
-    def step(self, whole: WholeBatch | Sequences, loss_scale: float) -> Tensor:
-        """Adds the batch's gradients, and returns the global mean loss. Collective."""
+    def step(self, whole: WholeBatch | Sequences, loss_scale: float, plan: StepPlan | None = None) -> Tensor:
+        """Adds the batch's gradients, and returns the global mean loss. Collective. `plan` is for sequences alone."""
         self.parameters.publish()
         length = 0
+        microbatches: Sequence[SlicedMicrobatch]
         if isinstance(whole, Sequences):
-            batch, microbatches = self._split_sequences(whole)
-            self._memory_limit.check(self._rehearsed(batch, microbatches, torch.cat([*whole.inputs])[None]))
+            batch, microbatches = self._split_sequences(whole, plan)
+            if self._memory_limit.is_set:
+                self._memory_limit.check(self._rehearsed(batch, microbatches, torch.cat(whole.token_ids)[None]))
         else:
             length = self.family.length(whole)
             self._adopt(self.tuner.begin(length))
@@ -99,15 +105,15 @@ class Engine:
             self._tune(self.timeline())
         return loss
 
-    def evaluate(self, whole: WholeBatch | Sequences) -> Tensor:
-        """Returns the global mean loss of a forward in evaluation mode. Collective."""
+    def evaluate(self, whole: WholeBatch | Sequences, plan: StepPlan | None = None) -> Tensor:
+        """Returns the global mean loss of a forward in evaluation mode. Collective. `plan` is for sequences alone."""
         self.parameters.publish()
         modes = {stage: stage.model.training for stage in self.stages.values()}
         self.train(False)
         try:
             with torch.no_grad():
                 if isinstance(whole, Sequences):
-                    batch, _ = self._split_sequences(whole)
+                    batch, _ = self._split_sequences(whole, plan)
                 else:
                     self._adopt(self.tuner.schedule)
                     batch = self._split(whole, self.family.length(whole))
@@ -155,18 +161,22 @@ class Engine:
         """Splits the batch, and counts the valid targets of all replicas."""
         return self._counted(self.family.split(whole, self._microbatches(whole, length), self._seed()))
 
-    def _split_sequences(self, whole: Sequences) -> tuple[SplitBatch, list[SlicedMicrobatch]]:
-        """Packs and splits the batch, and adopts the schedule for its lengths."""
-        if self.ranks.data.size > 1 and self.layout.training.num_stages > self.layout.num_ranks:
-            raise SlipstreamError(
-                "sequences of different lengths with several stages on a rank and replicas: these would reduce the "
-                "gradients of stages in different orders. Use stages_per_rank=1, or pad to one length."
-            )
-        parts = whole.packed(self.layout.training.num_microbatches)
-        schedule, microbatches = self.tuner.for_lengths([part.inputs[0].shape[1] for part in parts])
-        batch = self._counted(self.family.split_rows(whole, parts, microbatches, self._seed()))
-        self._adopt(schedule)
-        return batch, microbatches
+    def _split_sequences(
+        self, whole: Sequences, given: StepPlan | None
+    ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
+        """Packs and splits the batch as it was planned, and adopts the plan's schedule."""
+        plan = self.step_planning.take(lambda: self.family.lengths(whole), given)
+        batch = self._counted(self.family.split_sequences(whole, plan, self._seed()))
+        self._adopt(plan.schedule)
+        return batch, plan.microbatches
+
+    def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
+        groups = self.family.groups(lengths, self.tuner.schedule.num_microbatches)
+        return self.tuner.plan_step(lengths, groups)
+
+    def _check_and_lay_out(self, schedule: Schedule) -> None:
+        self.tuner.check(schedule)
+        self._laid_out(schedule)
 
     def _seed(self) -> int:
         return keyed_seed(*self.random_state, self.ranks.data.rank)
@@ -218,11 +228,7 @@ class Engine:
     def _adopt(self, schedule: Schedule) -> None:
         """Lets the next step run this schedule, whose placement is that of the one before."""
         if schedule is not self.layout.order:
-            if id(schedule) not in self._layouts:
-                if len(self._layouts) >= _MOST_LAYOUTS:
-                    self._layouts.clear()
-                self._layouts[id(schedule)] = replace(self.layout, order=schedule)
-            self.layout = self._layouts[id(schedule)]
+            self.layout = self._laid_out(schedule)
             self.transport.expect(self.layout.training)
 
     def _connect(self, timeout: timedelta) -> Transport:
@@ -257,3 +263,8 @@ class Engine:
         stages = {stage: self.stages[stage] for stage in self.layout.stages_of([rank])}
         options = self._loss_function, self.device, self.layout.recompute, self.parameters.reduce
         return Executor(rank, stages, self.transport, *options)
+
+
+def _with_order(layout: StageLayout, schedule: Schedule) -> StageLayout:
+    """Returns the layout of the same stages for another schedule."""
+    return layout if schedule is layout.order else replace(layout, order=schedule)

@@ -26,6 +26,7 @@ from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
 from slipstream.pipeline.sequences import Lengths, Rows, given_batch
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.slicing import BatchSlicing
+from slipstream.planner.steps import StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable
 from slipstream.timeline import Timeline
@@ -218,12 +219,13 @@ class Pipeline:
 
     def step(
         self,
-        inputs: Tensors | Rows,
+        inputs: Tensors | Rows | list[Tensors],
         targets: Rows,
         position_ids: Tensor | None = None,
         document_ids: Rows | None = None,
         *,
         lengths: Lengths = None,
+        plan: StepPlan | None = None,
         loss_scale: float = 1.0,
     ) -> Tensor:
         """Runs forward and backward of one batch: adds to `.grad` and returns the global mean loss. Collective.
@@ -231,13 +233,16 @@ class Pipeline:
         Args:
             inputs: (batch, sequence) token ids, int64; of an nn.Sequential what its first layer takes, rows first. Or a
                 list of (tokens,) tensors, with lists of targets and document_ids: sequences of different lengths, which
-                are packed into `num_microbatches` rows; the longest row has `slices` slices, others accordingly.
+                are packed into `num_microbatches` rows; the longest row has `slices` slices, others accordingly. Of an
+                nn.Sequential with CutTokens each sequence of a list, without rows, is a microbatch.
             targets: (batch, sequence) labels, unshifted as in transformers; -100 counts nowhere. Of an nn.Sequential
                 what the loss function takes, rows first.
             position_ids: (batch, sequence); default: from 0 in every document.
             document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
                 transformers, where position_ids don't count on.
             lengths: the tokens of each row where sequences of different lengths are padded to one.
+            plan: which sequences of a list form which microbatch, the slices of each, and the order; default: see
+                `inputs`.
             loss_scale: a factor of the loss, so that small gradients of float16 don't vanish; they are divided by it at
                 the end. A power of two changes none of their digits.
 
@@ -248,15 +253,27 @@ class Pipeline:
             SlipstreamError: the tensors don't fit the pipeline, no target counts, or a rank would hold more than the
                 memory limit; before anything runs.
         """
-        whole = given_batch(self.device, inputs, targets, position_ids, document_ids, lengths)
-        return self._engine.step(whole, loss_scale)
+        whole = given_batch(self.device, inputs, targets, position_ids, document_ids, lengths, plan is not None)
+        return self._engine.step(whole, loss_scale, plan)
+
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Starts to plan a step on sequences of these lengths, in tokens, and returns at once; `step` on such sequences
+        then finds its plan. Call it before the step before, on every rank; where it isn't called, `step` plans."""
+        self._engine.step_planning.prepare([int(length) for length in lengths])
 
     def evaluate(
-        self, inputs: Tensors | Rows, targets: Rows, document_ids: Rows | None = None, *, lengths: Lengths = None
+        self,
+        inputs: Tensors | Rows | list[Tensors],
+        targets: Rows,
+        document_ids: Rows | None = None,
+        *,
+        lengths: Lengths = None,
+        plan: StepPlan | None = None,
     ) -> Tensor:
         """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
         result and errors are those of `step`."""
-        return self._engine.evaluate(given_batch(self.device, inputs, targets, None, document_ids, lengths))
+        whole = given_batch(self.device, inputs, targets, None, document_ids, lengths, plan is not None)
+        return self._engine.evaluate(whole, plan)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,12 @@ Rows = Tensor | list[Tensor]  # one length for all sequences, or each its own
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a batch, each of its own number of tokens (T,), on this rank's device."""
+    """The sequences of a batch, each of its own number of tokens (T,), on this rank's device.
 
-    inputs: Sequence[Tensor]
+    Inputs are token ids, or what the first layer of an nn.Sequential takes: tensors or tuples of tensors.
+    """
+
+    inputs: Sequence[Any]
     targets: Sequence[Tensor]
     document_ids: Sequence[Tensor] | None = None
 
@@ -30,42 +34,49 @@ class Sequences:
     def of(
         cls,
         device: torch.device,
-        inputs: Tensor | Sequence[Tensor],
+        inputs: Tensor | Sequence[Tensor] | Sequence[Tensors],
         targets: Tensor | Sequence[Tensor],
         document_ids: Tensor | Sequence[Tensor] | None = None,
         lengths: Lengths = None,
     ) -> Sequences:
         """Takes lists of (T,) tensors, or with `lengths` padded ones (batch, longest), whose padding is left out.
 
-        Raises SlipstreamError where they don't fit each other, or a sequence is empty.
+        Raises SlipstreamError where they aren't as many.
         """
         given = {"inputs": inputs, "targets": targets, "document_ids": document_ids}
         lists = {name: _listed(name, each, lengths) for name, each in given.items() if each is not None}
         for name, each in lists.items():
-            _check(name, each, lists["inputs"])
-        return cls(**{name: [tensor.to(device) for tensor in each] for name, each in lists.items()})
+            if len(each) != len(lists["inputs"]):
+                raise SlipstreamError(f"{name} are {len(each)} sequences, inputs {len(lists['inputs'])}: give as many.")
+        moved: dict[str, Any] = {name: [_moved(each, device) for each in given] for name, given in lists.items()}
+        return cls(**moved)
 
-    def packed(self, num_microbatches: int) -> list[WholeBatch]:
-        """Returns the batch of each microbatch: a row of consecutive sequences, each of them its own documents.
+    @property
+    def token_ids(self) -> list[Tensor]:
+        """The inputs of a causal LM, (T,) int64 each. Raises SlipstreamError where they aren't."""
+        for name in ("inputs", "targets", "document_ids"):
+            for row, tensor in enumerate(getattr(self, name) or ()):
+                _check(name, row, tensor, self.inputs[row])
+        return [*self.inputs]
 
-        The microbatch with the most tokens has as few as it can.
-        """
-        check_rows(len(self.inputs), num_microbatches, "sequences")
-        return [self._row(group) for group in _groups([len(each) for each in self.inputs], num_microbatches)]
+    def packed(self, groups: Sequence[Sequence[int]]) -> list[WholeBatch]:
+        """Returns the batch of each microbatch: a row of these sequences, each of them its own documents."""
+        return [self._row(group) for group in groups]
 
-    def _row(self, group: range) -> WholeBatch:
+    def _row(self, group: Sequence[int]) -> WholeBatch:
         inputs, targets = (torch.cat([each[number] for number in group])[None] for each in (self.inputs, self.targets))
         if len(group) == 1 and self.document_ids is None:
             return WholeBatch((inputs,), False, targets)
-        own = self.document_ids or [torch.zeros_like(each) for each in self.inputs]
-        documents = torch.cat([2 * own[number] + number % 2 for number in group])  # they differ where a sequence ends
-        return WholeBatch((inputs,), False, targets, document_ids=documents[None])
+        own = self.document_ids or [torch.zeros_like(each) for each in self.targets]
+        documents = [2 * own[number] + place % 2 for place, number in enumerate(group)]  # differ where a sequence ends
+        return WholeBatch((inputs,), False, targets, document_ids=torch.cat(documents)[None])
 
 
-def _listed(name: str, given: Tensor | Sequence[Tensor], lengths: Lengths) -> list[Tensor]:
+def _listed(name: str, given: Any, lengths: Lengths) -> list[Any]:
     """Returns the sequences of a list, or of a padded tensor."""
     if lengths is None:
-        if isinstance(given, Tensor) or not all(isinstance(each, Tensor) for each in given):
+        each_is = (Tensor, tuple) if name == "inputs" else Tensor
+        if isinstance(given, Tensor) or not all(isinstance(each, each_is) for each in given):
             raise SlipstreamError(f"{name} must be a list of tensors, one for each sequence, as inputs are.")
         return [*given]
     if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != len(lengths):
@@ -80,25 +91,31 @@ def _listed(name: str, given: Tensor | Sequence[Tensor], lengths: Lengths) -> li
     return [row[:length] for row, length in zip(given, lengths, strict=True)]
 
 
-def _check(name: str, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    if len(tensors) != len(inputs):
-        raise SlipstreamError(f"{name} are {len(tensors)} sequences, inputs {len(inputs)}: give as many.")
-    for row, (tensor, own) in enumerate(zip(tensors, inputs, strict=True)):
-        if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.shape != own.shape:
-            raise SlipstreamError(
-                f"{name}[{row}] is {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}; expected int64 of "
-                f"the sequence's {own.shape[0] if own.dim() else 1} tokens, such as inputs[{row}]."
-            )
-        if len(tensor) == 0:
-            raise SlipstreamError(f"inputs[{row}] is an empty sequence. Leave it out.")
+def _moved(tensors: Tensor | Tensors, device: torch.device) -> Tensor | Tensors:
+    return tensors.to(device) if isinstance(tensors, Tensor) else tuple(tensor.to(device) for tensor in tensors)
 
 
-def _groups(lengths: Sequence[int], number: int) -> list[range]:
-    """Returns consecutive sequences in `number` groups, none empty, of which the longest has the fewest tokens."""
+def _check(name: str, row: int, tensor: Tensor | Tensors, own: Tensor | Tensors) -> None:
+    """Raises SlipstreamError where this isn't token ids, as many as the inputs of the sequence."""
+    if not isinstance(tensor, Tensor) or not isinstance(own, Tensor):
+        raise SlipstreamError(f"inputs[{row}] is a tuple; a causal LM takes token ids, (tokens,) int64.")
+    if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.shape != own.shape:
+        raise SlipstreamError(
+            f"{name}[{row}] is {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}; expected int64 of "
+            f"the sequence's {own.shape[0] if own.dim() else 1} tokens, such as inputs[{row}]."
+        )
+    if len(tensor) == 0:
+        raise SlipstreamError(f"inputs[{row}] is an empty sequence. Leave it out.")
+
+
+def consecutive_groups(lengths: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the numbers of consecutive sequences in `number` groups, none empty, of which the longest has the fewest
+    tokens. Raises SlipstreamError where there are fewer sequences."""
+    check_rows(len(lengths), number, "sequences")
     limits = range(max(lengths), sum(lengths) + 1)
     least = bisect_left(limits, True, key=lambda limit: len(_filled(lengths, number, limit)) <= number)
     ends = accumulate(map(len, _filled(lengths, number, limits[least])), initial=0)
-    return [range(begin, end) for begin, end in pairwise(ends)]
+    return tuple(tuple(range(begin, end)) for begin, end in pairwise(ends))
 
 
 def _filled(lengths: Sequence[int], number: int, limit: int) -> list[list[int]]:
@@ -114,15 +131,20 @@ def _filled(lengths: Sequence[int], number: int, limit: int) -> list[list[int]]:
 
 def given_batch(
     device: torch.device,
-    inputs: Tensors | Rows,
+    inputs: Tensors | Rows | list[Tensors],
     targets: Rows,
     position_ids: Tensor | None,
     document_ids: Rows | None,
     lengths: Lengths,
+    is_planned: bool = False,
 ) -> WholeBatch | Sequences:
     """Returns the batch of a step: rows of one length, or, of lists and with `lengths`, of different ones."""
     is_list = isinstance(inputs, list) or isinstance(targets, list) or isinstance(document_ids, list)
     if not is_list and lengths is None:
+        if is_planned:
+            raise SlipstreamError(
+                "plan=... is for sequences of different lengths: give lists, or padded with lengths=..."
+            )
         return WholeBatch.of(device, inputs, targets, position_ids, document_ids)  # type: ignore[arg-type]
     if position_ids is not None or isinstance(inputs, tuple):
         name = "a tuple of inputs" if isinstance(inputs, tuple) else "position_ids"

@@ -32,7 +32,8 @@ from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
-from slipstream.pipeline.sequences import Sequences
+from slipstream.pipeline.sequences import Sequences, consecutive_groups
+from slipstream.planner.steps import StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
@@ -154,15 +155,20 @@ class CausalLMFamily:
         check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), batch.targets.max())))
         return cut_batch(batch, microbatches, seed)
 
-    def split_rows(
-        self, sequences: Sequences, parts: Sequence[WholeBatch], microbatches: Sequence[SlicedMicrobatch], seed: int
-    ) -> SplitBatch:
-        """Returns the slices of sequences of different lengths, packed in `parts`. Raises SlipstreamError for a
-        sequence that doesn't fit the model."""
-        for row, (inputs, targets) in enumerate(zip(sequences.inputs, sequences.targets, strict=True)):
+    def lengths(self, sequences: Sequences) -> list[int]:
+        """Returns the tokens of each sequence. Raises SlipstreamError for one that doesn't fit the model."""
+        for row, (inputs, targets) in enumerate(zip(sequences.token_ids, sequences.targets, strict=True)):
             check_length(self.config, len(inputs), f"the length of inputs[{row}]")
             check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), targets.max())))
-        return cut_rows(parts, microbatches, seed)
+        return [len(inputs) for inputs in sequences.inputs]
+
+    def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the numbers of the sequences in each microbatch, which has them in one row."""
+        return consecutive_groups(lengths, num_microbatches)
+
+    def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
+        """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""
+        return cut_rows(sequences.packed(plan.groups), plan.microbatches, seed)
 
     def begin(self) -> None:
         """Begins a step: called before its forwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -30,6 +31,7 @@ from slipstream.pipeline.families.sequence_partition import Balance, balance_of,
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
 from slipstream.pipeline.sequences import Sequences
+from slipstream.planner.steps import StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
@@ -154,12 +156,32 @@ class SequenceFamily:
         num_valid = targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
         return SplitBatch(pieces, labels, num_valid)
 
-    def split_rows(self, sequences: Sequences, *_: object) -> SplitBatch:
-        """Raises SlipstreamError: layers may look at anything in a row."""
-        raise SlipstreamError(
-            f"a list of {len(sequences.inputs)} sequences: sequences of different lengths are for causal LMs. Give an "
-            "nn.Sequential tensors whose dim 0 is the batch."
-        )
+    def lengths(self, sequences: Sequences) -> list[int]:
+        """Returns the number of tokens of each sequence that reach CutTokens."""
+        if self._cut is None:
+            raise SlipstreamError(
+                f"a list of {len(sequences.inputs)} sequences: the layers of this nn.Sequential take whole "
+                "microbatches of one shape. Give tensors whose dim 0 is the batch, or put slipstream.CutTokens() "
+                "before the layers that work token by token."
+            )
+        return [self.length(_row(sequences, number)) for number in range(len(sequences.inputs))]
+
+    def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+        """Returns each sequence as a microbatch: layers may look at anything in a row."""
+        return tuple((number,) for number in range(len(lengths)))
+
+    def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
+        """Returns the slices of sequences of different lengths, each a microbatch."""
+        cut = []
+        for group, microbatch in zip(plan.groups, plan.microbatches, strict=True):
+            if len(group) > 1:
+                raise SlipstreamError(
+                    f"the plan packs the sequences {[*group]} into one row, but the layers of an nn.Sequential may "
+                    "look at anything in it. Make a microbatch of each."
+                )
+            cut.append(self.split(_row(sequences, group[0]), [microbatch], seed))
+        slices = [[replace(piece, microbatch=m) for piece in each.slices[0]] for m, each in enumerate(cut)]
+        return SplitBatch(slices, [each.targets[0] for each in cut], sum(each.num_valid for each in cut))
 
     def _tokens_of(self, microbatch: SlicedMicrobatch) -> list[range] | list[None]:
         """Returns the tokens of each slice; None for the one slice of a sequence that isn't cut."""
@@ -224,6 +246,17 @@ def _refuse_options_of_causal_lms(options: PipelineOptions) -> None:
     options.runtime.refuse(("fused",), theirs)
     options.memory.refuse(("limit",), "not for an nn.Sequential.")
     options.parallel.refuse(("shard_parameters",), "not for an nn.Sequential.")
+
+
+def _row(sequences: Sequences, number: int) -> WholeBatch:
+    """Returns one of the sequences as a batch of one row."""
+    given, targets = sequences.inputs[number], sequences.targets[number]
+    if sequences.document_ids is not None:
+        raise SlipstreamError("document_ids are for causal LMs: give a sequence's as its inputs.")
+    tensors = given if isinstance(given, tuple) else (given,)
+    if not all(tensor.dim() for tensor in (*tensors, targets)):
+        raise SlipstreamError(f"inputs[{number}] or targets[{number}] is a number: give a tensor for each sequence.")
+    return WholeBatch(tuple(tensor[None] for tensor in tensors), isinstance(given, tuple), targets[None])
 
 
 def _ranges(layout: StageLayout) -> list[range]:

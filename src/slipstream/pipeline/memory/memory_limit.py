@@ -24,6 +24,11 @@ class MemoryLimit:
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
         self._fitting: set[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]]] = set()
 
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a limit."""
+        return self._limit is not None
+
     def check(self, step: RehearsedStep) -> None:
         """Raises SlipstreamError where the step would hold more than the limit, before it runs. Collective."""
         if self._limit is None:

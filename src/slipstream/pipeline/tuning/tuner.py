@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
@@ -10,6 +11,7 @@ from slipstream.pipeline.microbatches import check_microbatches, even_microbatch
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.learning import COUNTS, SearchSpace, learn_order, learn_slices
 from slipstream.pipeline.tuning.trials import Inquiry, Trial, TrialRequest, TrialResult
+from slipstream.planner.steps import StepPlan
 from slipstream.schedule import AUTOMATIC, Op, Schedule, SlicedMicrobatch, check_name, in_flushes, placed_as
 
 _MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
@@ -56,6 +58,7 @@ class Tuner:
         self._num_flushes, self._is_given = num_flushes, isinstance(schedule, Schedule)
         self._ragged: dict[tuple[int, ...], Schedule] = {}  # for other numbers of slices than the schedule's
         _check_fits(self.schedule, num_ranks, compiled)
+        self._compiled = tuple(compiled)
         self._is_settled = False
         self.forget()
 
@@ -122,12 +125,36 @@ class Tuner:
             return [*self._given]
         return even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
 
-    def for_lengths(self, lengths: Sequence[int]) -> tuple[Schedule, list[SlicedMicrobatch]]:
-        """Returns the schedule and the slices of microbatches of one row each, of these lengths.
+    def plan_step(self, lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> StepPlan:
+        """Returns the slices and the schedule of microbatches of one row each, of these groups of sequences.
 
         The longest has the number of slices that was given, and the others as many as it takes that theirs are no
         longer. Raises SlipstreamError for settings that are for rows of one length.
         """
+        self._check_lengths_may_differ()
+        rows = [sum(lengths[number] for number in group) for group in groups]
+        counts = self.schedule.slice_counts
+        if not self._is_given:
+            longest = -(-max(rows) // self._count)
+            counts = tuple(-(-row // longest) for row in rows)
+        if len(counts) != len(rows):
+            raise SlipstreamError(
+                f"{len(rows)} sequences of an nn.Sequential, but the schedule {self.schedule.name!r} has {len(counts)} "
+                "microbatches, each of which takes one. Give a schedule by its name."
+            )
+        slices = [tuple(slice_lengths(count, row)) for count, row in zip(counts, rows, strict=True)]
+        return StepPlan(tuple(map(tuple, groups)), tuple(slices), self._schedule_for(counts))
+
+    def check(self, schedule: Schedule) -> None:
+        """Raises SlipstreamError where this pipeline's stages can't run such a schedule."""
+        _check_fits(schedule, self.schedule.num_ranks, self._compiled)
+        if schedule.placement != self.schedule.placement:
+            raise SlipstreamError(
+                f"the schedule {schedule.name!r} has its stages on the ranks {[*schedule.placement]}, but the pipeline "
+                f"has made them on {[*self.schedule.placement]}. Give a schedule of this placement."
+            )
+
+    def _check_lengths_may_differ(self) -> None:
         wrong = {"schedule='auto'": self._reorders, "slices='auto'": self._reslices, "microbatches=...": self._given}
         wrong["memory.num_flushes"] = self._num_flushes > 1
         wrong["slices=[...]"] = not self._is_given and not isinstance(self.slices, int)
@@ -136,20 +163,16 @@ class Tuner:
                 f"{setting} with sequences of different lengths: it is for rows of one length. Give the schedule by "
                 "its name, num_microbatches, and slices as a count."
             )
-        counts = self.schedule.slice_counts
-        if not self._is_given:
-            longest = -(-max(lengths) // self._count)
-            counts = tuple(-(-length // longest) for length in lengths)
-        slices = [slice_lengths(count, length) for count, length in zip(counts, lengths, strict=True)]
+
+    def _schedule_for(self, counts: tuple[int, ...]) -> Schedule:
+        """Returns the schedule of microbatches with these numbers of slices."""
         if counts == self.schedule.slice_counts:
-            schedule = self.schedule
-        elif counts in self._ragged:
-            schedule = self._ragged[counts]
-        else:
+            return self.schedule
+        if counts not in self._ragged:
             if len(self._ragged) >= _MOST_RAGGED:
                 self._ragged.clear()
-            schedule = self._ragged[counts] = self._freedom.first(counts)
-        return schedule, [SlicedMicrobatch(1, tuple(each)) for each in slices]
+            self._ragged[counts] = replace(self._freedom, num_microbatches=len(counts)).first(counts)
+        return self._ragged[counts]
 
     @property
     def are_microbatches_alike(self) -> bool:

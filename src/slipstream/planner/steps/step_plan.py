@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Schedule
+from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class StepPlan:
     groups: tuple[tuple[int, ...], ...]
     slices: tuple[tuple[int, ...], ...]
     schedule: Schedule
+
+    @property
+    def microbatches(self) -> list[SlicedMicrobatch]:
+        """The one row and the slices of each microbatch."""
+        return [SlicedMicrobatch(1, slices) for slices in self.slices]
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raises SlipstreamError where this isn't a plan for sequences of these lengths, in tokens."""

@@ -1,0 +1,110 @@
+"""Plans each step of sequences that differ in length, in the time of the step before, and alike on every rank."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel import Ranks
+from slipstream.planner.steps import StepPlan
+from slipstream.schedule import Schedule
+
+_MOST_WAITING = 4  # plans that were prepared, and not asked for yet
+Lengths = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _PreparedPlan:
+    plan: StepPlan
+    checksum: int
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> _PreparedPlan:
+        return cls(plan, _checksum((plan.groups, plan.slices, plan.schedule.placement, plan.schedule.actions)))
+
+
+class StepPlanning:
+    """Plans steps in a thread of its own, so that a step's plan is there when the step begins.
+
+    Every rank of a pipeline plans by itself. Before a plan is used the ranks compare what they have, a few numbers:
+    where machines round differently and so find different plans, all follow the first rank.
+    """
+
+    def __init__(
+        self, find: Callable[[Sequence[int]], StepPlan], lay_out: Callable[[Schedule], object], ranks: Ranks
+    ) -> None:
+        """`find` returns the plan for some lengths, and `lay_out` lowers its schedule and keeps the result."""
+        self._find, self._lay_out, self._ranks = find, lay_out, ranks
+        self._thread = ThreadPoolExecutor(1, "step-plan")
+        self._waiting: OrderedDict[Lengths, Future[_PreparedPlan]] = OrderedDict()
+
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Starts to plan a step of sequences of these lengths, and returns at once."""
+        if tuple(lengths) not in self._waiting:
+            self._waiting[tuple(lengths)] = self._thread.submit(self._plan, tuple(lengths))
+            while len(self._waiting) > _MOST_WAITING:
+                self._waiting.popitem(last=False)[1].cancel()
+
+    def take(self, measure: Callable[[], Sequence[int]], given: StepPlan | None = None) -> StepPlan:
+        """Returns the plan for the lengths that `measure` finds: the one given, a prepared one, or else a new one.
+
+        Collective. Raises SlipstreamError on every rank where it can't be made on one, or where ranks of one pipeline
+        have sequences of different lengths.
+        """
+        lengths: Lengths = ()
+        prepared = problem = None
+        try:
+            lengths = tuple(measure())
+            prepared = self._own(lengths, given)
+        except SlipstreamError as error:
+            problem = error
+        same_lengths, same_plan, fits = self._compare(lengths, prepared)
+        if problem is not None:
+            raise problem
+        if not (fits and same_lengths):
+            why = "another rank has refused its batch" if not fits else "its ranks have sequences of different lengths"
+            raise SlipstreamError(
+                f"the step can't run on this rank, as {why}. Give all ranks of a pipeline one batch, and see the other "
+                "ranks' messages."
+            )
+        assert prepared is not None
+        return prepared.plan if same_plan else self._first_ranks(prepared.plan)
+
+    def _own(self, lengths: Lengths, given: StepPlan | None) -> _PreparedPlan:
+        if given is not None:
+            given.check(lengths)
+            self._lay_out(given.schedule)
+            return _PreparedPlan.of(given)
+        self.prepare(lengths)
+        return self._waiting.pop(lengths).result()
+
+    def _plan(self, lengths: Lengths) -> _PreparedPlan:
+        plan = self._find(lengths)
+        self._lay_out(plan.schedule)
+        return _PreparedPlan.of(plan)
+
+    def _compare(self, lengths: Lengths, prepared: _PreparedPlan | None) -> tuple[bool, bool, bool]:
+        """Returns whether the pipeline's ranks have the same lengths, and the same plan, and whether all ranks have
+        one. Collective."""
+        seen = [_checksum(lengths), prepared.checksum if prepared else 0]
+        ends = torch.tensor([*seen, *(-number for number in seen), prepared is None], device=self._ranks.device)
+        self._ranks.tensor.max(self._ranks.pipeline.max(ends))
+        failures = self._ranks.data.max(ends[-1:].clone())
+        largest, smallest = ends[:-1].view(2, -1).tolist()
+        same = [high == -low for high, low in zip(largest, smallest, strict=True)]
+        return same[0], same[1], not int(failures)
+
+    def _first_ranks(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan of the pipeline's first rank. Collective."""
+        first: StepPlan = self._ranks.pipeline.gather(self._ranks.tensor.gather(plan)[0])[0]
+        return first
+
+
+def _checksum(value: object) -> int:
+    return crc32(repr(value).encode())

@@ -1,0 +1,106 @@
+"""What each process of test_step_plans runs: sequences of different lengths on meshes, against the unsplit model."""
+
+from __future__ import annotations
+
+import sys
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import Parallelism, Pipeline, Precision, Runtime, SlipstreamError, make_mesh
+from support.architectures import ARCHITECTURES, BOUND, no_rounding_inside
+from support.parallel.group_cases import by_name, run_cases
+from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one, random_plan
+
+UNCHECKED = Runtime(self_check=False)
+
+
+def pipeline(name: str, mesh: Any, **options: Any) -> Pipeline:
+    return Pipeline.from_config(
+        ARCHITECTURES[name], 0, mesh=mesh, precision=Precision(dtype=torch.float64), runtime=UNCHECKED, **options
+    )
+
+
+def error(pipe: Pipeline, expected: dict[str, Tensor]) -> float:
+    """The design's measure of this rank's pieces of the gradients, each against the size of the whole parameter's."""
+    floor = 1e-6 * max(tensor.abs().max() for tensor in expected.values())
+    errors = [0.0]
+    for piece in pipe.parameter_shards():
+        whole = expected[piece.name]
+        own = piece.parameter.grad
+        rows = piece.share.take(whole)[piece.first_row :][: len(own)]
+        errors.append(float((own - rows).abs().max() / max(whole.abs().max(), floor)))
+    return max(errors)
+
+
+def check(seed: int, mesh: Any, dp: int) -> None:
+    """A random batch of each replica, of which every second one has a plan at random, has the gradients of all."""
+    random = Random(seed)
+    name, (schedule, v) = random.choice(sorted(MODELS)), random.choice(ORDERS)
+    options: dict[str, Any] = {"schedule": schedule, "stages_per_rank": v, "slices": random.randint(1, 4)}
+    options["num_microbatches"] = random.randint(1, 2)
+    options["parallel"] = Parallelism(shard_optimizer=dp > 1 and random.random() < 0.5)
+    pipe = pipeline(name, mesh, **options)
+    all_lengths = [[random.randint(2, 40) for _ in range(random.randint(2, 5))] for _ in range(dp)]
+    batches = [batch_of(lengths, seed) for lengths in all_lengths]
+    plans = [random_plan(random, lengths, pipe.order) for lengths in all_lengths]
+    joined = [[row for batch in batches for row in batch[which]] for which in (0, 1)]
+    if all((label[1:] == -100).all() for label in joined[1]):
+        return
+    loss, expected = one_by_one(name, *joined)
+    inputs, labels = batches[pipe.replica]
+    plan = plans[pipe.replica] if random.random() < 0.7 else None
+    pipe.prepare(all_lengths[pipe.replica])
+    assert abs(pipe.step(inputs, labels, plan=plan) - loss) < BOUND, (seed, name, schedule, v)
+    assert error(pipe, expected) < BOUND, (seed, name, schedule, v)
+
+
+def replicas() -> None:
+    """Two pipelines of two ranks, each with its own sequences, microbatches and schedules."""
+    mesh = make_mesh(pp=2, dp=2)
+    for seed in range(NUM_CASES):
+        check(seed, mesh, 2)
+
+
+def tensor_ranks() -> None:
+    mesh = make_mesh(pp=2, tp=2)
+    with no_rounding_inside():
+        for seed in range(NUM_CASES):
+            check(1000 + seed, mesh, 1)
+
+
+def a_batch_that_one_replica_refuses() -> None:
+    """All ranks raise, so that none waits for the others."""
+    pipe = pipeline("gpt2", make_mesh(pp=1, dp=2))
+    inputs, _ = batch_of([5, 9] if pipe.replica else [5, 65])
+    words = "another rank has refused its batch" if pipe.replica else r"the length of inputs\[1\]=65 is more than"
+    with pytest.raises(SlipstreamError, match=words):
+        pipe.step(inputs, inputs)
+    assert pipe.step(*[[row[:5] for row in inputs]] * 2) > 0
+
+
+def ranks_that_plan_differently() -> None:
+    """All ranks of a pipeline follow the first; other lengths on them are refused."""
+    pipe = pipeline("gpt2", make_mesh(pp=2))
+    lengths = [9, 30, 12]
+    inputs, labels = batch_of(lengths)
+    plans = [random_plan(Random(seed), lengths, pipe.order) for seed in (1, 2)]
+    assert plans[0] != plans[1]
+    loss, expected = one_by_one("gpt2", inputs, labels)
+    assert abs(pipe.step(inputs, labels, plan=plans[pipe.rank]) - loss) < BOUND
+    assert error(pipe, expected) < BOUND
+    assert pipe.order == plans[0].schedule
+    mine = [row[: len(row) - pipe.rank] for row in inputs]
+    with pytest.raises(SlipstreamError, match="its ranks have sequences of different lengths"):
+        pipe.step(mine, mine)
+
+
+NUM_CASES = 40
+CASES = by_name(replicas, tensor_ranks, a_batch_that_one_replica_refuses, ranks_that_plan_differently)
+
+if __name__ == "__main__":
+    NUM_CASES = int(sys.argv[2]) if len(sys.argv) > 2 else NUM_CASES
+    run_cases(CASES, sys.argv[1:2])
