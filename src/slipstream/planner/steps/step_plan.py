@@ -18,11 +18,13 @@ class StepPlan:
         groups: the numbers of the sequences in each microbatch, which are packed into one row in this order.
         slices: the tokens of each slice, of each microbatch.
         schedule: what every rank runs in which order; its microbatches have as many slices.
+        seconds: the simulated step; None where nobody has simulated it.
     """
 
     groups: tuple[tuple[int, ...], ...]
     slices: tuple[tuple[int, ...], ...]
     schedule: Schedule
+    seconds: float | None = None
 
     @property
     def microbatches(self) -> list[SlicedMicrobatch]:

@@ -1,0 +1,101 @@
+"""What the plan of a step is for: its sequences, and the pipeline on which it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, sqrt
+
+import numpy as np
+
+from slipstream.array_types import Floats, Ints
+from slipstream.errors import SlipstreamError
+from slipstream.planner.steps.stage_rates import StageRates
+from slipstream.schedule import Op
+
+_SHORTEST = 1e-3  # of a step's work: the shortest slices, where slices cost nothing besides their tokens
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    """A step of sequences of different lengths on a pipeline whose stages are fixed.
+
+    Args:
+        lengths: tokens of each sequence.
+        placement: the rank of each stage.
+        rates: what the stages cost.
+        room: bytes that each rank has for activations. None: any number.
+        schedule: the name of the order. None: it is searched for.
+        num_microbatches: of the step. None: it is searched for.
+        num_slices: of the microbatch that takes longest; others have as many as take equal time. None: searched for.
+        packs: whether a microbatch may have several sequences.
+        split: whether backwards may be split into input and weight gradients.
+        granularity: slices begin at multiples of this many tokens.
+        effort: how many actions may be placed; some 5 million take a second.
+
+    Raises:
+        SlipstreamError: for an empty sequence, more microbatches than sequences, or rates of another number of stages.
+    """
+
+    lengths: tuple[int, ...]
+    placement: tuple[int, ...]
+    rates: StageRates
+    room: tuple[float, ...] | None = None
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    num_slices: int | None = None
+    packs: bool = True
+    split: bool = True
+    granularity: int = 64
+    effort: float = 1e5
+
+    def __post_init__(self) -> None:
+        if min(self.lengths, default=0) < 1:
+            raise SlipstreamError(
+                f"a step has sequences of {[*self.lengths[:8]]} tokens: give at least one, and none empty."
+            )
+        if self.num_microbatches is not None and not 1 <= self.num_microbatches <= len(self.lengths):
+            raise SlipstreamError(
+                f"num_microbatches={self.num_microbatches}, but the step has {len(self.lengths)} sequences, each in "
+                f"one microbatch. Give 1 to {len(self.lengths)}."
+            )
+        if self.rates.num_stages != len(self.placement):
+            raise SlipstreamError(
+                f"rates of {self.rates.num_stages} stages for a placement of {len(self.placement)}: make them equal."
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.placement) + 1
+
+    @cached_property
+    def ranks(self) -> Ints:
+        """The rank of each stage."""
+        return np.array(self.placement, np.int64)
+
+    @cached_property
+    def work(self) -> Floats:
+        """The seconds of each sequence's forwards and backwards on all stages, (sequences,)."""
+        lengths = np.array(self.lengths, np.int64)
+        return self.rates.work(lengths, self.rates.scores(lengths))
+
+    @cached_property
+    def best_slice(self) -> float:
+        """The seconds of a slice on all stages for which the pipeline's fill takes as long as slices' fixed parts.
+
+        With n slices the busiest rank waits (p - 1) / n of its share of the work, and pays n fixed parts.
+        """
+        total = float(self.work.sum())
+        fixed = (self.rates.seconds[Op.F] + self.rates.seconds[Op.B])[:, 0].sum()
+        return max(sqrt(total * fixed / max(self.num_ranks - 1, 1)), _SHORTEST * total)
+
+    @cached_property
+    def limits(self) -> Floats:
+        """The bytes that each rank has for activations; infinite where they aren't limited."""
+        return np.array(self.room if self.room is not None else [inf] * self.num_ranks, float)
+
+    @cached_property
+    def most_tokens(self) -> float:
+        """The tokens of the longest microbatch that every rank can hold, in one slice; infinite without a limit."""
+        fixed, each = (np.bincount(self.ranks, part) for part in self.rates.activation_bytes.T)
+        return float(np.where(each > 0, (self.limits - fixed) / np.where(each > 0, each, 1), inf).min())

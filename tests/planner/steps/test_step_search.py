@@ -1,0 +1,119 @@
+"""A step's plan has each sequence once, is valid, takes as long as it says, and keeps to the ranks' memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.planner.order.best_order import step_lower_bound
+from slipstream.planner.order.ordering_problem import OrderingProblem
+from slipstream.planner.steps import StageRates, StepPlan, StepProblem, find_step_plan
+from slipstream.planner.steps.sliced_step import SlicedStep
+from slipstream.planner.steps.step_candidates import candidates, lower_bound
+from slipstream.planner.steps.step_graph import StepGraph
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule, validate
+from slipstream.simulator import simulate
+
+SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.9}
+PLACEMENTS = [(0,), (0, 1), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1, 0)]
+
+
+def rates(num_stages: int, fixed: float = 40.0, bandwidth: float | None = None) -> StageRates:
+    """Returns rates of stages of which the last has a head."""
+    each = np.tile([fixed, 1.0, 0.002], (num_stages, 1))
+    each[-1] += [fixed / 2, 0.7, 0.0]
+    held = np.tile([8.0, 100.0], (num_stages, 1))
+    return StageRates({op: share * each for op, share in SHARES.items()}, held, 4.0, 5.0, bandwidth)
+
+
+@st.composite
+def problems(draw: st.DrawFn, limited: bool = False) -> StepProblem:
+    lengths = draw(st.lists(st.integers(1, 3000), min_size=1, max_size=12))
+    placement = draw(st.sampled_from(PLACEMENTS))
+    costs = rates(len(placement), draw(st.sampled_from([0.0, 40.0])), draw(st.sampled_from([None, 100.0])))
+    per_rank, num_ranks = len(placement) / (max(placement) + 1), max(placement) + 1
+    fitting = [name for name in GENERATORS if per_rank in STAGES_PER_RANK[name]]
+    names = [name for name in fitting if make_schedule(name, num_ranks, 1, 1, int(per_rank)).placement == placement]
+    room = None
+    if limited:
+        busiest = int(np.bincount(placement).max())
+        room = (busiest * (100.0 * max(lengths) + 8.0) * draw(st.floats(1.0, 3.0)),) * num_ranks
+    return StepProblem(
+        lengths=tuple(lengths),
+        placement=placement,
+        rates=costs,
+        room=room,
+        schedule=draw(st.sampled_from([None, *names])) if not limited else None,
+        num_microbatches=draw(st.none() | st.integers(1, len(lengths))) if not limited else None,
+        num_slices=draw(st.none() | st.integers(1, 6)) if not limited else None,
+        packs=draw(st.booleans()),
+        split=draw(st.booleans()),
+        granularity=draw(st.sampled_from([1, 64])),
+        effort=1e4,
+    )
+
+
+def sliced(problem: StepProblem, plan: StepPlan) -> SlicedStep:
+    return SlicedStep.of(problem, plan.groups, plan.slices)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_a_plan_is_valid_and_takes_as_long_as_it_says(problem: StepProblem) -> None:
+    plan = find_step_plan(problem)
+    plan.check(problem.lengths)  # each sequence once, and slices that add up to them
+    validate(plan.schedule)
+    assert plan.schedule.placement == problem.placement
+    assert plan.seconds == pytest.approx(simulate(plan.schedule, sliced(problem, plan).costs()).makespan)
+    assert lower_bound(problem, sliced(problem, plan)) <= plan.seconds * (1 + 1e-9)
+    if problem.num_microbatches and problem.packs:
+        assert len(plan.groups) == problem.num_microbatches
+    if problem.num_slices:
+        assert max(map(len, plan.slices)) <= problem.num_slices
+    if not problem.packs:
+        assert all(len(group) == 1 for group in plan.groups)
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(limited=True))
+def test_a_plan_keeps_to_the_memory(problem: StepProblem) -> None:
+    plan = find_step_plan(problem)
+    timeline = simulate(plan.schedule, sliced(problem, plan).costs())
+    assert problem.room is not None
+    for peak, room in zip(timeline.peak_memory, problem.room, strict=True):
+        assert peak <= room * (1 + 1e-9)
+
+
+@settings(max_examples=10, deadline=None)
+@given(problems())
+def test_no_order_beats_the_bound(problem: StepProblem) -> None:
+    step = next(iter(candidates(problem)))
+    counts = step.counts.tolist()
+    exact = step_lower_bound(problem.placement, len(counts), counts, step.costs(), split=problem.split)
+    assert lower_bound(problem, step) <= exact * (1 + 1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(), st.randoms(use_true_random=False))
+def test_the_graph_states_the_rules_of_order(problem: StepProblem, random: object) -> None:
+    step = next(iter(candidates(problem)))
+    counts = step.counts.tolist()
+    mine = StepGraph(step, problem.ranks, problem.limits)
+    theirs = OrderingProblem(problem.placement, len(counts), counts, step.costs())
+    split = np.random.default_rng(0).random(theirs.num_units) < 0.5
+    one, other = mine.with_split(split), theirs.graph(split)
+    for name in ("seconds", "exists", "rank", "chain", "link_seconds", "link_occupied", "acquired", "released"):
+        np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=1e-12, err_msg=name)
+    np.testing.assert_array_equal(one.counts, other.counts)
+    for first, others in (("first_before", "before"), ("first_after", "after")):
+        for a, b in zip(_lists(one, first, others), _lists(other, first, others), strict=True):
+            assert sorted(a) == sorted(b)
+    shared = one.channel[:, None] == one.channel[None]
+    np.testing.assert_array_equal(shared, other.channel[:, None] == other.channel[None])
+
+
+def _lists(graph: object, first: str, others: str) -> list[list[int]]:
+    bounds = getattr(graph, first)
+    return [each.tolist() for each in np.split(getattr(graph, others), bounds[1:-1])]
