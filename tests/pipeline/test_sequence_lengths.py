@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
+from slipstream.pipeline.memory import memory_limit
 from slipstream.pipeline.sequences import consecutive_groups
 from support.architectures import BOUND, LENGTH, gradient_error, gradients, tokens
 from support.examples import examples
@@ -120,9 +121,22 @@ def test_memory_is_limited_for_each_batch() -> None:
     held = float(str(problem.value).partition("would hold ")[2].partition(",")[0])
     pipe = pipeline(1.01 * held)
     assert pipe.step(inputs, inputs) > 0
-    longer, _ = batch_of([60, 60])
-    with pytest.raises(SlipstreamError, match="would hold"):
+    longer, _ = batch_of([50, 60])
+    with pytest.raises(SlipstreamError, match=r"would hold.*The longest sequence is inputs\[1\], of 60 tokens: cut it"):
         pipe.step(longer, longer)
+
+
+@pytest.mark.more
+def test_memory_of_few_batches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limit, "_MOST_TABLES", 3)
+    monkeypatch.setattr(memory_limit, "_MOST_STEPS", 2)
+    options: dict[str, Any] = {"runtime": UNCHECKED, "memory": Memory(limit=10**9)}
+    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), "gpipe", num_microbatches=2, slices=2, **options)
+    for length in (*range(10, 16), 10):
+        inputs, _ = batch_of([30, length, 2])
+        assert pipe.step(inputs, inputs) > 0
+    limit = pipe._engine._memory_limit
+    assert (len(limit._tables), len(limit._fitting)) == (3, 2)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.data())

@@ -87,7 +87,8 @@ class Engine:
         if isinstance(whole, Sequences):
             batch, microbatches = self._split_sequences(whole, plan)
             if self._memory_limit.is_set:
-                self._memory_limit.check(self._rehearsed(batch, microbatches, torch.cat(whole.token_ids)[None]))
+                step = self._rehearsed(batch, microbatches, torch.cat(whole.token_ids)[None])
+                self._memory_limit.check(step, [len(each) for each in whole.inputs])
         else:
             length = self.family.length(whole)
             self._adopt(self.tuner.begin(length))

@@ -16,7 +16,14 @@ from slipstream.timeline import Timeline
 from slipstream.training.checkpoint import Checkpoints, RunState, SavedCheckpoint, describe_model, run_shards
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
-from slipstream.training.data import PackedSequences, TokenBatch, TokenisedText, unigram_entropy
+from slipstream.training.data import (
+    TokenBatch,
+    TokenisedText,
+    WholeDocuments,
+    sequences_of,
+    spread_batches,
+    unigram_entropy,
+)
 from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord
 from slipstream.training.planned_start import start_settings
 from slipstream.training.run_folder import RunFolder
@@ -43,7 +50,7 @@ class Trainer:
         settings = start_settings(config, device, progress, earlier) or tuned_settings(config, earlier)
         self._pipe = make_pipeline(config, device, **settings)
         train = TokenisedText.load(self._folder.inputs, "train")
-        self._sequences = PackedSequences(train, training.seq_len, training.seed)
+        self._sequences = sequences_of(train, config.data.packing, training.seq_len, training.seed)
         steps_by_epochs = int((training.epochs or 0) * self._sequences.num_sequences) // training.batch_size
         self._num_steps = training.steps or max(1, steps_by_epochs)
         self._optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
@@ -52,7 +59,9 @@ class Trainer:
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences)
         if saved is not None:
             self._restore(saved)
-        self._reporter = Reporter(config, self._pipe, device, progress, resumed_after=self._state.step)
+        self._reporter = Reporter(
+            config, self._pipe, device, progress, self._sequences.mean_length, resumed_after=self._state.step
+        )
 
     def run(self) -> None:
         """Trains to the end, then draws the last step, exports the model and lets it write. Collective."""
@@ -97,7 +106,7 @@ class Trainer:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""
         training, state, is_trial = self._config.training, self._state, self._pipe.is_tuning
         began = time.perf_counter()
-        batch = self._sequences.batch(*self._rows(state.num_samples))
+        batch = self._mine(state.num_samples)
         data_seconds = time.perf_counter() - began
         result = train_step(
             self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, self._checkpoints.keep
@@ -112,23 +121,25 @@ class Trainer:
         timeline = self._pipe.timeline()
         return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial), timeline
 
-    def _rows(self, first: int) -> tuple[int, int]:
-        """Returns the first row of this replica in a batch that begins at `first`, and the number of its rows."""
-        each = self._config.training.batch_size // self._pipe.num_replicas
-        return first + self._pipe.replica * each, each
+    def _mine(self, first: int) -> TokenBatch:
+        """Returns this replica's part of the batch that begins at `first`; the batch after it can be planned for."""
+        part = self._config.training.batch_size, self._pipe.replica, self._pipe.num_replicas
+        if isinstance(self._sequences, WholeDocuments):
+            for begin in (first, first + part[0]):
+                self._pipe.prepare(self._sequences.lengths(begin, *part))
+        return self._sequences.batch(first, *part)
 
     def _validate(self, step: int) -> None:
         """Measures loss and perplexity on the held-out text. Collective."""
-        training = self._config.training
+        training, pipe = self._config.training, self._pipe
         text = TokenisedText.load(self._folder.inputs, "validation")
-        sequences = PackedSequences(text, training.seq_len, seed=None)
-        total, count = 0.0, 0
-        for batch in sequences.batches(training.batch_size, training.eval_batches):
-            mine = TokenBatch(*(tensor.narrow(0, *self._rows(0)) for tensor in batch))
+        sequences = sequences_of(text, self._config.data.packing, training.seq_len, seed=None)
+        total, count, size = 0.0, 0, training.batch_size
+        for first in spread_batches(sequences.num_sequences, size, training.eval_batches):
+            mine = sequences.batch(first, size, pipe.replica, pipe.num_replicas)
             with autocast(self._config, self._device):
-                loss = self._pipe.evaluate(mine.input_ids, mine.labels, document_ids=mine.document_ids)
-            # All tokens are predicted but the first of each document's part in a sequence.
-            tokens = int((batch.document_ids[:, 1:] == batch.document_ids[:, :-1]).sum())
+                loss = pipe.evaluate(mine.input_ids, mine.labels, document_ids=mine.document_ids)
+            tokens = sequences.batch(first, size).num_predicted
             total, count = total + float(loss) * tokens, count + tokens
         mean = total / count
         self._reporter.write(ValidationRecord(step, mean, math.exp(mean)))

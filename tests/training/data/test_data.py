@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
+from slipstream.training.data import PackedSequences, TokenisedText, WholeDocuments, spread_batches, unigram_entropy
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
@@ -73,9 +73,35 @@ def test_batches_depend_on_the_index_alone_and_epochs_differ() -> None:
 
 def test_batches_of_one_epoch_are_full_and_limited() -> None:
     packed = PackedSequences(numbered([50]), 5, seed=None)
-    assert [batch.input_ids.shape for batch in packed.batches(3)] == [(3, 5)] * 3
-    spread = [int(batch.input_ids[0, 0]) for batch in packed.batches(1, limit=3)]
-    assert spread == [0, 15, 30]  # sequences 0, 3 and 6 of ten
+    assert packed.batch(3, 3).input_ids.shape == (3, 5)
+    assert spread_batches(packed.num_sequences, 3) == [0, 3, 6]
+    assert spread_batches(packed.num_sequences, 1, limit=3) == [0, 3, 6]
+
+
+@given(lengths=lengths, seq_len=st.integers(2, 9), seed=st.integers(0, 3), size=st.sampled_from([2, 4]))
+def test_whole_documents_come_once_an_epoch_cut_where_they_are_too_long(
+    lengths: list[int], seq_len: int, seed: int, size: int
+) -> None:
+    text = numbered(lengths)
+    if max(lengths) < 2:
+        with pytest.raises(SlipstreamError, match="no document of the text has two tokens or more"):
+            WholeDocuments(text, seq_len, seed)
+        return
+    whole = WholeDocuments(text, seq_len, seed)
+    documents = [text.document(index).tolist() for index in range(text.num_documents)]
+    cut = [document[begin : begin + seq_len] for document in documents for begin in range(0, len(document), seq_len)]
+    wanted = sorted(each for each in cut if len(each) > 1)
+    for epoch in range(2):
+        batch = whole.batch(epoch * whole.num_sequences, whole.num_sequences)
+        assert sorted(each.tolist() for each in batch.input_ids) == wanted
+        assert batch.num_predicted == sum(map(len, wanted)) - len(wanted)
+    both = sorted(each.tolist() for each in whole.batch(3, size).input_ids)
+    again = WholeDocuments(text, seq_len, seed)  # a run that is resumed
+    shares = [again.batch(3, size, replica, 2).input_ids for replica in range(2)]
+    assert [len(share) for share in shares] == [size // 2] * 2
+    assert sorted(each.tolist() for share in shares for each in share) == both
+    assert [len(each) for each in shares[1]] == again.lengths(3, size, 1, 2)
+    assert abs(sum(map(len, shares[0])) - sum(map(len, shares[1]))) <= seq_len
 
 
 def test_too_little_text_for_one_sequence() -> None:

@@ -13,6 +13,8 @@ from slipstream.pipeline.tuning import TrialMemory
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 
+_MOST_TABLES = 256  # of different microbatches, as sequences of any lengths make them
+_MOST_STEPS = 1024  # that are known to fit
 _BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
 
 
@@ -22,15 +24,18 @@ class MemoryLimit:
     def __init__(self, limit: float | None, ranks: Ranks) -> None:
         self._limit, self._ranks = limit, ranks
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
-        self._fitting: set[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]]] = set()
+        self._fitting: dict[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
 
     @property
     def is_set(self) -> bool:
         """Whether there is a limit."""
         return self._limit is not None
 
-    def check(self, step: RehearsedStep) -> None:
-        """Raises SlipstreamError where the step would hold more than the limit, before it runs. Collective."""
+    def check(self, step: RehearsedStep, lengths: Sequence[int] = ()) -> None:
+        """Raises SlipstreamError where the step would hold more than the limit, before it runs. Collective.
+
+        `lengths` are the tokens of each sequence where they differ: the longest is then named.
+        """
         if self._limit is None:
             return
         checked = step.schedule, len(step.token_ids), tuple(step.microbatches)
@@ -38,8 +43,9 @@ class MemoryLimit:
             held = self._memory(step)
             worst = max(range(len(held)), key=lambda rank: held[rank].peak)
             if held[worst].peak + _token_bytes(step) > self._limit:
-                raise SlipstreamError(_too_much(step, worst, held[worst], self._limit))
-            self._fitting.add(checked)
+                raise SlipstreamError(_too_much(step, worst, held[worst], self._limit) + _longest(lengths))
+            self._fitting[checked] = None
+            _forget_oldest(self._fitting, _MOST_STEPS)
 
     def held_by(self, step: RehearsedStep) -> TrialMemory:
         """Returns the bytes that every rank, and every slice on a stage, would hold in the step. Collective.
@@ -61,11 +67,25 @@ class MemoryLimit:
                 known = [] if table is None else [table]
                 self._tables[_key(each)] = _merged([*known, *self._ranks.pipeline.gather(rehearse(step, number))])
         tables = [self._tables[_key(each)] for each in step.microbatches]
+        _forget_oldest(self._tables, _MOST_TABLES)
         return memory_of(step.schedule, tables[0] if alike else tables)
 
 
 def _key(microbatch: SlicedMicrobatch) -> tuple[int, ...]:
     return (microbatch.num_sequences, *microbatch.slices)
+
+
+def _forget_oldest(kept: dict[Any, Any], most: int) -> None:
+    """Removes what was put in first until no more than `most` are left: on every rank the same."""
+    while len(kept) > most:
+        del kept[next(iter(kept))]
+
+
+def _longest(lengths: Sequence[int]) -> str:
+    if not lengths:
+        return ""
+    row = max(range(len(lengths)), key=lengths.__getitem__)
+    return f" The longest sequence is inputs[{row}], of {lengths[row]} tokens: cut it, or leave it out."
 
 
 def _token_bytes(step: RehearsedStep) -> int:

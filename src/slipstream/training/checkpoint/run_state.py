@@ -17,7 +17,7 @@ from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.profiler import versions, without_origin
 from slipstream.training.checkpoint.tensor_shard import TensorShard
-from slipstream.training.data import PackedSequences
+from slipstream.training.data import Sequences
 
 
 def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
@@ -49,11 +49,12 @@ def _state_of(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, 
 class RunState:
     """The progress of a run, apart from its tensors."""
 
-    def __init__(self, pipe: Pipeline, scheduler: LambdaLR, loss_scale: LossScale, sequences: PackedSequences) -> None:
+    def __init__(self, pipe: Pipeline, scheduler: LambdaLR, loss_scale: LossScale, sequences: Sequences) -> None:
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
         tokens = sequences.text.tokens
         text = {"num_tokens": len(tokens), "crc32": zlib.crc32(tokens.data)}  # computed once: it reads all of it
-        self._data = {**text, "seq_len": sequences.seq_len, "seed": sequences.seed}  # decides which sample comes when
+        # What decides which sample comes when
+        self._data = {**text, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing}
         self.step = 0
         self.num_samples = 0  # sequences that were trained on
 
@@ -81,7 +82,7 @@ class RunState:
         Raises:
             SlipstreamError: if the checkpoint was trained on different data.
         """
-        was = facts["data"]
+        was = {"packing": "fixed"} | facts["data"]  # before there was another, checkpoints didn't say
         different = [f"{key} was {was[key]!r}, is {value!r}" for key, value in self._data.items() if value != was[key]]
         if different:
             raise SlipstreamError(

@@ -48,7 +48,12 @@ class Config(Record):
             return values
         named = {"schedule", "slices", "microbatches", "partition", "stages_per_rank"} & pipeline.keys()
         named |= {"recompute", "offload", "num_flushes"} & memory.keys()
-        if named or parallel.get("tensor", 1) != 1 or pipeline.get("num_ranks") == 1:
+        if (
+            _is_unpacked(values.get("data"))
+            or named
+            or parallel.get("tensor", 1) != 1
+            or pipeline.get("num_ranks") == 1
+        ):
             return values
         return values | {"pipeline": pipeline | {"schedule": "auto", "slices": "auto"}}
 
@@ -60,6 +65,8 @@ class Config(Record):
         _check_batch(training.batch_size, replicas, pipeline.num_microbatches)
         if pipeline.microbatches is not None:
             _check_microbatches(pipeline.microbatches, training.batch_size // replicas, training.seq_len)
+        if self.data.packing == "none":
+            _check_unpacked(self)
         _check_partition(self.pipeline)
         _check_schedule(self.pipeline, self.memory.num_flushes)
         return self
@@ -104,6 +111,27 @@ def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
         raise ValueError(
             f"training.batch_size={batch_size}{of_each} can't be cut into "
             f"pipeline.num_microbatches={num_microbatches} parts; choose 1 to {each}, or a larger batch"
+        )
+
+
+def _is_unpacked(data: object) -> bool:
+    return isinstance(data, dict) and data.get("packing") == "none"
+
+
+def _check_unpacked(config: Config) -> None:
+    """Raises ValueError for settings of sequences that have one length."""
+    pipeline, flushes, compared = config.pipeline, config.memory.num_flushes, config.training.single_process_steps
+    is_for_one_length = {
+        f"pipeline.schedule={pipeline.schedule}": pipeline.schedule in AUTOMATIC or pipeline.schedule.endswith(".txt"),
+        f"pipeline.slices={pipeline.slices}": not isinstance(pipeline.slices, int),
+        "pipeline.microbatches": pipeline.microbatches is not None,
+        f"memory.num_flushes={flushes}": flushes != 1,
+        f"training.single_process_steps={compared}": compared > 0,
+    }
+    for setting in filter(is_for_one_length.get, is_for_one_length):
+        raise ValueError(
+            f"{setting} with data.packing=none: it is for sequences of one length. Leave it out, or choose "
+            "data.packing=fixed"
         )
 
 

@@ -53,6 +53,10 @@ class DataSection(Record):
     """Which split of the data set is read (validation text is held out of it)."""
     text_column: str = "text"
     """The column that holds the documents."""
+    packing: Literal["fixed", "none"] = "fixed"
+    """fixed: documents follow each other in sequences of `training.seq_len` tokens. none: each document is a sequence,
+    and one of more than `training.seq_len` tokens is cut there; steps then differ in their tokens. Documents of a step
+    that share a microbatch don't see each other."""
     tokenizer: str | None = None
     """A folder or hub name. Default: the one of `model.path`; without one, a BPE is trained on the text."""
     vocab_size: PositiveInt | None = None
@@ -136,7 +140,7 @@ class TrainingSection(Record):
     output: Path
     """Folder for the metrics, the timeline and the exported model."""
     seq_len: PositiveInt
-    """Tokens of a sequence."""
+    """Tokens of a sequence; with `data.packing: none`, the most."""
     batch_size: PositiveInt = 1
     """Sequences of a step, over all microbatches."""
     steps: PositiveInt | None = None

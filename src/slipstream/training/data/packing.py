@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,11 +68,24 @@ class TokenisedText:
 
 
 class TokenBatch(NamedTuple):
-    """Packed sequences, all (batch, sequence) int64, as `Pipeline.step` takes them."""
+    """Sequences as `Pipeline.step` takes them: packed, (batch, sequence) int64; or a list of (tokens,) each, which are
+    documents of their own."""
 
-    input_ids: torch.Tensor
-    labels: torch.Tensor  # unshifted, as in transformers
-    document_ids: torch.Tensor
+    input_ids: torch.Tensor | list[torch.Tensor]
+    labels: torch.Tensor | list[torch.Tensor]  # unshifted, as in transformers
+    document_ids: torch.Tensor | None
+
+    def document_lengths(self) -> list[int]:
+        """Returns the tokens of each document, or of each part of one that is in a sequence, row by row."""
+        if self.document_ids is None:
+            return [len(each) for each in self.input_ids]
+        runs = (torch.unique_consecutive(row, return_counts=True)[1] for row in self.document_ids)
+        return [int(count) for each in runs for count in each]
+
+    @property
+    def num_predicted(self) -> int:
+        """The tokens that are predicted: all but the first of each document, or of its part in a sequence."""
+        return sum(length - 1 for length in self.document_lengths())
 
 
 class PackedSequences:
@@ -87,6 +100,8 @@ class PackedSequences:
     the same sequences, and a run can be resumed with the next index.
     """
 
+    packing = "fixed"
+
     def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
         self.text, self.seq_len, self.seed = text, seq_len, seed
         self.num_sequences = len(text.tokens) // seq_len  # of an epoch
@@ -98,18 +113,18 @@ class PackedSequences:
         self._epoch = -1
         self._order = self._starts = self._visits = np.zeros(0, dtype=np.int64)
 
-    def batch(self, first: int, size: int) -> TokenBatch:
-        """Returns sequences `first` to `first + size - 1`; those past the last one belong to the next epoch."""
-        rows = [self._sequence(index) for index in range(first, first + size)]
+    @property
+    def mean_length(self) -> float:
+        """The mean tokens of a sequence: all have as many."""
+        return float(self.seq_len)
+
+    def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
+        """Returns one replica's part of sequences `first` to `first + size - 1`; those past the last one belong to the
+        next epoch. Replicas have equally many."""
+        each = size // num_replicas
+        rows = [self._sequence(first + replica * each + index) for index in range(each)]
         input_ids, document_ids = (torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True))
         return TokenBatch(input_ids, input_ids.clone(), document_ids)
-
-    def batches(self, size: int, limit: int | None = None) -> Iterator[TokenBatch]:
-        """Yields the full batches of the first epoch, or `limit` of them, spread evenly over it."""
-        num_batches = self.num_sequences // size
-        count = min(limit or num_batches, num_batches)
-        for index in range(count):
-            yield self.batch(index * num_batches // count * size, size)
 
     def _sequence(self, index: int) -> tuple[Array, Array]:
         """Returns the tokens and the document numbers of one sequence, both (seq_len,) int64."""
@@ -136,6 +151,13 @@ class PackedSequences:
             self._order, self._visits = random.permutation(self._order), random.permutation(self._visits)
         lengths = np.diff(self.text.offsets)[self._order]
         self._starts, self._epoch = np.cumsum(lengths) - lengths, epoch
+
+
+def spread_batches(num_sequences: int, size: int, limit: int | None = None) -> list[int]:
+    """Returns the first sequence of each full batch of an epoch, or of `limit` of them, spread evenly over it."""
+    num_batches = num_sequences // size
+    count = min(limit or num_batches, num_batches)
+    return [index * num_batches // count * size for index in range(count)]
 
 
 def unigram_entropy(tokens: Array) -> float:

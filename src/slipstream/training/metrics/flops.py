@@ -11,11 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
-from slipstream.errors import SlipstreamError
 from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.families import StageLayout
@@ -80,7 +77,7 @@ class FlopsMeter:
 
     Args:
         config: the configuration of the whole model.
-        seq_len: tokens of a sequence.
+        seq_len: tokens of a sequence; where they differ, the mean.
         batch_size: sequences of a step, over all replicas.
         num_devices: devices of the whole mesh.
         peak: the peak of one device; see `find_peak`.
@@ -97,7 +94,7 @@ class FlopsMeter:
         self._whole = _Forward.of((part, None) for number, part in counted for _ in range(number))
         self._products = self._whole.products * batch_size * seq_len
         self._scores = batch_size * self._whole.scores(0, seq_len)
-        self._counted: tuple[object, tuple[float, float]] = None, (0.0, 0.0)  # what was recomputed last
+        self._counted: tuple[object, tuple[float, float, float]] = None, (0.0, 0.0, 1.0)  # what was recomputed last
         text = config.get_text_config()
         layers, hidden = text.num_hidden_layers, text.hidden_size
         weights = 12 * layers * hidden**2
@@ -127,26 +124,23 @@ class FlopsMeter:
             seconds: the time that the step took.
             layout: what ran; its R actions are what every replica recomputed. None: nothing was recomputed.
             microbatches: the rows of each microbatch of a replica, and the tokens of its slices.
-            documents: the tokens of each document of the batch, which attends to itself alone; see `document_lengths`.
-                Default: every sequence is one document.
+            documents: the tokens of each document of the whole batch, which attends to itself alone. Default: every
+                sequence is one document, of `seq_len` tokens.
         """
-        run, scores = self.run, self._scores
+        run, tokens, products, scores = self.run, self.run.tokens_per_step, self._products, self._scores
         if documents is not None:
-            if sum(documents) != run.tokens_per_step:
-                raise SlipstreamError(
-                    f"the documents have {sum(documents)} tokens, but a step has {self._batch_size} sequences of "
-                    f"{self._seq_len}. Give the lengths of all documents of the whole batch."
-                )
+            tokens = sum(documents)
+            products = tokens * self._whole.products
             scores = sum(self._whole.scores(0, length) for length in documents)
-        ran = layout, tuple(microbatches)
+        ran = layout, tuple(microbatches), tokens
         if self._counted[0] != ran:
-            self._counted = ran, recomputed_flops(self.count, layout, microbatches, self._batch_size)
-        products_again, scores_again = self._counted[1]
-        model = 3 * (self._products + scores)
-        hardware = model + products_again + scores_again * scores / self._scores
+            self._counted = ran, self._recomputed(layout, microbatches, tokens)
+        products_again, scores_again, in_whole_rows = self._counted[1]
+        model = 3 * (products + scores)
+        hardware = model + products_again + scores_again * scores / in_whole_rows
         device_seconds = seconds * run.num_devices
         return StepFigures(
-            tokens_per_second=run.tokens_per_step / seconds,
+            tokens_per_second=tokens / seconds,
             model_flops=model,
             hardware_flops=hardware,
             tflops_per_device=model / device_seconds / _TERA,
@@ -154,6 +148,16 @@ class FlopsMeter:
             mfu=model / device_seconds / run.peak_flops,
             hfu=hardware / device_seconds / run.peak_flops,
         )
+
+    def _recomputed(
+        self, layout: StageLayout | None, microbatches: Sequence[SlicedMicrobatch], tokens: int
+    ) -> tuple[float, float, float]:
+        """Returns the FLOPs of products and of scores that R actions compute, and those of all scores in rows that are
+        each one document, were every replica like this one."""
+        rows = [(each.num_sequences, sum(each.slices)) for each in microbatches] or [(self._batch_size, self._seq_len)]
+        replicas = tokens / sum(number * length for number, length in rows)
+        scores = replicas * sum(number * self._whole.scores(0, length) for number, length in rows)
+        return *recomputed_flops(self.count, layout, microbatches, replicas), scores
 
     def time_to_train(self, tokens: float, seconds_per_step: float) -> TrainingTime:
         """Returns the seconds that training on `tokens` takes, at the measured rate and by PTD-P section 5.1, 8TP/(nX).
@@ -168,13 +172,8 @@ class FlopsMeter:
         )
 
 
-def document_lengths(document_ids: Tensor) -> list[int]:
-    """Returns the length of each run of equal ids in a (batch, sequence) tensor, row by row."""
-    return [int(count) for row in document_ids for count in torch.unique_consecutive(row, return_counts=True)[1]]
-
-
 def recomputed_flops(
-    count: ModelCount, layout: StageLayout | None, microbatches: Sequence[SlicedMicrobatch], num_sequences: int
+    count: ModelCount, layout: StageLayout | None, microbatches: Sequence[SlicedMicrobatch], replicas: float
 ) -> tuple[float, float]:
     """Returns the FLOPs that the R actions of a step compute: of matrix products, and of attention's scores.
 
@@ -184,7 +183,6 @@ def recomputed_flops(
     """
     if layout is None or layout.recompute is None or layout.recompute.keeps_products:
         return 0.0, 0.0
-    replicas = num_sequences / sum(each.num_sequences for each in microbatches)
     stages, what = layout.layers, layout.recompute
     forwards = [_Forward.of(_repeated(count, stages, stage, what)) for stage in range(len(stages))]
     products = scores = 0.0

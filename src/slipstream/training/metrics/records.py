@@ -43,6 +43,7 @@ class StepRecord:
     phases: Phases | None = None
     bytes_sent: dict[str, int] | None = None  # by axis (pp, dp, tp), of all ranks together
     trial: bool | None = None  # True where "auto" was still trying what to run
+    tokens: int | None = None  # of the whole batch
 
     def describe(self) -> str:
         """Returns what is shown next to the bar: loss, speed, utilisation, and the memory of the fullest rank."""

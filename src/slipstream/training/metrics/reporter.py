@@ -15,7 +15,7 @@ from slipstream.timeline import Timeline
 from slipstream.training.config import Config
 from slipstream.training.data import TokenBatch
 from slipstream.training.metrics.device_peak import find_peak
-from slipstream.training.metrics.flops import FlopsMeter, document_lengths
+from slipstream.training.metrics.flops import FlopsMeter
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import MetricsRecord, StepRecord, peak_memory
 from slipstream.training.metrics.trackers import Tracker, make_trackers
@@ -27,19 +27,27 @@ class Reporter:
     """Gathers what each rank measured of a step; the leading rank writes it. Every rank makes one."""
 
     def __init__(
-        self, config: Config, pipe: Pipeline, device: torch.device, progress: Progress, resumed_after: int = 0
+        self,
+        config: Config,
+        pipe: Pipeline,
+        device: torch.device,
+        progress: Progress,
+        mean_length: float,
+        resumed_after: int = 0,
     ) -> None:
-        """Finds the devices' peak and opens the trackers; `resumed_after` is 0 where the run begins. Collective."""
+        """Finds the devices' peak and opens the trackers. Sequences have `mean_length` tokens; `resumed_after` is 0
+        where the run begins. Collective."""
         self._config, self._pipe, self._progress = config, pipe, progress
         self._world = RankGroup(dist.group.WORLD)
         self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
         self._figures: FlopsMeter | None = None  # where the model's operations can't be counted
         training, peak = config.training, find_peak(device, compute_dtype(config))
         try:
-            self._figures = FlopsMeter(pipe.config, training.seq_len, training.batch_size, self._world.size, peak)
+            self._figures = FlopsMeter(pipe.config, round(mean_length), training.batch_size, self._world.size, peak)
         except SlipstreamError as error:
             progress.say(f"FLOPs are not shown: {error}")
         self._trackers: list[Tracker] = []  # none on ranks other than the first
+        self._num_tokens = 0  # of all steps
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
             settings = config.model_dump(mode="json")
@@ -66,13 +74,12 @@ class Reporter:
             trial: whether "auto" was still trying what to run.
         """
         is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
-        documents = document_lengths(batch.document_ids) if is_first else []
+        documents = batch.document_lengths() if is_first else []
         mine = peak_memory(), self._traffic.of_step(self._pipe.bytes_sent), documents
         memory, sent, lengths = zip(*self._world.gather(mine), strict=True)
-        training, seconds = self._config.training, result.seconds
-        figures = None
+        seconds = result.seconds
+        figures, documents = None, [length for each in lengths for length in each]
         if self._figures is not None:
-            documents = [length for each in lengths for length in each]
             figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
         record = StepRecord(
             step=step,
@@ -80,7 +87,8 @@ class Reporter:
             lr=result.lr,
             grad_norm=result.grad_norm,
             step_seconds=seconds,
-            tokens_per_second=training.batch_size * training.seq_len / seconds,
+            tokens=sum(documents),
+            tokens_per_second=sum(documents) / seconds,
             idle_fraction=timeline.idle_fraction,
             peak_memory=list(memory),
             figures=figures,
@@ -90,14 +98,14 @@ class Reporter:
         )
         self.write(record)
         self._seconds[trial].append(seconds)
+        self._num_tokens += sum(documents)
         return record
 
     def close(self) -> None:
         """Says how long a whole training takes at the measured rate, and closes the trackers."""
         seconds = self._seconds[False] or self._seconds[True]
         if self._figures is not None and seconds:
-            num_steps = sum(map(len, self._seconds.values()))
-            tokens = self._config.tracking.tokens or num_steps * self._figures.run.tokens_per_step
+            tokens = self._config.tracking.tokens or self._num_tokens
             time = self._figures.time_to_train(tokens, statistics.median(seconds))
             self._progress.say(time.describe(tokens))
         for tracker in self._trackers:

@@ -50,13 +50,23 @@ def split_text(config: Config, text: data.TokenisedText) -> tuple[data.Tokenised
     Raises:
         SlipstreamError: if the first is shorter than a sequence, or the second than a batch that validation needs.
     """
-    training = config.training
+    training, packing = config.training, config.data.packing
     train, validation = text.split(config.data.validation_fraction, training.seed)
-    data.PackedSequences(train, training.seq_len, training.seed)  # raises where there is less than one sequence
-    needed = training.seq_len * training.batch_size
-    if training.eval_every and len(validation.tokens) < needed:
+    data.sequences_of(train, packing, training.seq_len, training.seed)  # raises where there is less than one sequence
+    if training.eval_every:
+        _check_validation(config, validation)
+    return train, validation
+
+
+def _check_validation(config: Config, text: data.TokenisedText) -> None:
+    """Raises SlipstreamError where the held-out text is less than a batch."""
+    training, unit = config.training, "tokens"
+    given, needed = len(text.tokens), training.seq_len * training.batch_size
+    if config.data.packing == "none" and given:
+        unit, needed = "sequences", training.batch_size
+        given = data.WholeDocuments(text, training.seq_len, None).num_sequences
+    if given < needed:
         raise SlipstreamError(
-            f"the held-out text has {len(validation.tokens)} tokens, less than one batch of {needed}; give more text, "
+            f"the held-out text has {given} {unit}, less than one batch of {needed}; give more text, "
             f"a larger data.validation_fraction (now {config.data.validation_fraction}), or --training.eval_every=0"
         )
-    return train, validation
