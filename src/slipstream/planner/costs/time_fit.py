@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from slipstream.errors import SlipstreamError
+from slipstream.planner.costs.nonnegative_fit import fit_nonnegative
 
 SlicePoint = tuple[int, int]  # slice length i, context j, in tokens
 
@@ -85,7 +86,7 @@ class TimeFit:
     """t(i, j) = t(i, 0) + [j > 0] (a0 + a1 i + a2 j + a3 i j), seconds (TeraPipe section 3.3, equation 9).
 
     t(i, 0) is interpolated linearly in the table `base` over `lengths`. Where attention has a window, j and i j count
-    only the keys and scores within it; each of several windows has its own a2 and a3.
+    only the keys and scores within it; each of several windows has its own a2 and a3. None is below 0.
     """
 
     lengths: tuple[int, ...]
@@ -114,27 +115,24 @@ class TimeFit:
 def fit_times(
     seconds: Mapping[SlicePoint, float], windows: Sequence[AttentionWindow] = (AttentionWindow(),)
 ) -> TimeFit:
-    """Returns the fit to measured points with the least squared relative error; those without context are its table.
+    """Returns the fit to measured points with the least squared relative error, table and coefficients together.
+
+    All are at least 0, as a context only adds work. Noise would make some negative, and lengths and contexts that were
+    not measured together would seem to take less time the farther they are: a search would choose just these.
 
     Raises:
         SlipstreamError: without any point of context 0.
     """
-    table = sorted((i, t) for (i, j), t in seconds.items() if j == 0)
-    if not table:
+    lengths = sorted(i for i, j in seconds if j == 0)
+    if not lengths:
         raise SlipstreamError("no slice was measured without context: add points (length, 0).")
-    lengths, base = zip(*table, strict=True)
-    unfitted = TimeFit(lengths, base, tuple(windows), (0.0,) * (2 + 2 * len(windows)))
-    points = [point for point in seconds if point[1] > 0]
-    if not points:
-        return unfitted
-    i, j = np.array(points).T
-    t = np.array([seconds[point] for point in points])
-    columns = np.stack([x / t for x in np.broadcast_arrays(*_features(i, j, windows))], axis=1)
-    scale = np.linalg.norm(columns, axis=0)
-    scale[scale == 0] = 1
-    wanted = (t - unfitted(i, 0 * j)) / t
-    solution = np.linalg.lstsq(columns / scale, wanted, rcond=1e-10)[0] / scale
-    return TimeFit(lengths, base, tuple(windows), tuple(map(float, solution)))
+    i, j = np.array([*seconds]).T
+    t = np.array([*seconds.values()])
+    table = [np.interp(i, lengths, row) for row in np.eye(len(lengths))]
+    extra = [np.where(j > 0, x, 0.0) for x in _features(i, j, windows)]
+    found = fit_nonnegative(np.stack([x / t for x in (*table, *extra)], axis=1), np.ones(len(t)))
+    base, coefficients = found[: len(lengths)], found[len(lengths) :]
+    return TimeFit(tuple(lengths), tuple(map(float, base)), tuple(windows), tuple(map(float, coefficients)))
 
 
 def _features(i: np.ndarray[Any, Any], j: np.ndarray[Any, Any], windows: Sequence[AttentionWindow]) -> list[Any]:
