@@ -115,16 +115,27 @@ def test_the_chosen_stages_make_up_every_stage(kinds: tuple[int, ...], units_per
     """However the kinds alternate, however few layers there are, and wherever a stage begins and ends."""
     own = part_kinds(kinds, units_per_layer)
     chosen = choose_stages(own)
-    assert max(map(len, chosen)) <= 2
+    assert max(map(len, chosen)) <= 6
     for start, stop in itertools.combinations(range(len(own) + 1), 2):
         assert np.isfinite(combine(own, chosen, stage_row(own, range(start, stop)))).all()
 
 
 def test_one_kind_is_measured_in_four_stages_or_with_halves_in_five() -> None:
-    """A unit of each kind, the ends, and two units together, which have the fixed part once."""
-    assert choose_stages(part_kinds((0,) * 8, 1)) == (range(1, 2), range(0, 1), range(9, 10), range(1, 3))
+    """A unit of each kind, the ends, and six units together, which have the fixed part once."""
+    assert choose_stages(part_kinds((0,) * 8, 1)) == (range(1, 2), range(0, 1), range(9, 10), range(1, 7))
     halves = choose_stages(part_kinds((0,) * 8, 2))
-    assert halves == (range(1, 2), range(2, 3), range(0, 1), range(17, 18), range(1, 3))
+    assert halves == (range(1, 2), range(2, 3), range(0, 1), range(17, 18), range(1, 7))
+    assert choose_stages(part_kinds((0, 0), 1))[-1] == range(4)  # the whole model
+
+
+def test_an_error_of_one_measurement_is_not_multiplied_in_a_stage_of_several_layers() -> None:
+    """In percent of what was measured, where every stage is off by at most 1% in either direction."""
+    own = part_kinds((0,) * 8, 2)
+    chosen = choose_stages(own)
+    seconds = [0.1 + len(stage) for stage in chosen]
+    weights = combine(own, chosen, stage_row(own, range(1, 8)))
+    error = sum(abs(weight) * each for weight, each in zip(weights, seconds, strict=True))
+    assert error < 1.7 * (0.1 + 7)
 
 
 def test_a_row_that_is_not_spanned_is_an_error() -> None:

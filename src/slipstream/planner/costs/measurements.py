@@ -46,7 +46,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class MeasuredStage:
-    """A measured stage of one or two parts of the model: its fits, the points behind them, and its bytes."""
+    """A measured stage of some parts of the model: its fits, the points behind them, and its bytes."""
 
     first: int  # part: 0 is the embedding
     last: int  # the number of its last part, which belongs to it

@@ -5,7 +5,9 @@ head with the loss. A stage is a run of parts, and its time that of a fixed part
 
     row of a stage = [1, parts of kind 0, parts of kind 1, ..., embeddings, heads]
 
-The rows of the measured stages span those of all stages, so any stage is a combination of them.
+The rows of the measured stages span those of all stages, so any stage is a combination of them. One of them is long:
+what a stage costs besides its parts is a difference of measurements, whose errors would count again for every part of a
+longer stage, and a long stage divides them by its parts.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 _EXACT = 1e-6  # rows are small integers
+_LONGEST = 6  # parts: three layers where these can be cut
 
 
 def part_kinds(kinds: Sequence[int], units_per_layer: int) -> tuple[int, ...]:
@@ -32,7 +35,7 @@ def parts_of(layers: range, num_layers: int, units_per_layer: int) -> range:
 
 
 def choose_stages(parts: Sequence[int]) -> tuple[range, ...]:
-    """Returns the stages to measure, each of one or two parts; `parts` has the kind of every part."""
+    """Returns the stages to measure, one part of each kind and a run of several; `parts` has the kind of every part."""
     rank = max(parts) + 2
     chosen: list[range] = []
     for stage in _candidates(len(parts)):
@@ -64,6 +67,8 @@ def combine(parts: Sequence[int], measured: Sequence[range], row: Sequence[float
 
 
 def _candidates(num_parts: int) -> list[range]:
-    """Returns the stages of one and two parts; those with an end of the model after the others of their size."""
-    stages = [range(a, a + size) for size in (1, 2) for a in range(num_parts - size + 1)]
-    return sorted(stages, key=lambda stage: (len(stage), stage.start == 0 or stage.stop == num_parts))
+    """Returns stages of one part, then of several, the longest first; those with an end of the model after the others
+    of their size."""
+    sizes = (1, *range(min(_LONGEST, num_parts), 1, -1))
+    stages = [range(a, a + size) for size in sizes for a in range(num_parts - size + 1)]
+    return sorted(stages, key=lambda stage: (sizes.index(len(stage)), stage.start == 0 or stage.stop == num_parts))
