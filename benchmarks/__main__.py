@@ -32,7 +32,8 @@ TRIALS = {
     "papers": "",
     "papers.figure3": str(PROFILE),
     "predicted": "",
-    "token_slices": "--lengths 256 --sequences --ours whole --repeats 1 --warmups 1 --steps 1",
+    "token_slices": "--lengths 256 --sequences --ours auto --repeats 1 --warmups 0 --steps 2",
+    "auto_grid": "--minutes 2",
     "plan_search": "",
     "planned": "--budget 20 --repeats 1",
     "checkpoint": "--length 64 --steps 1 --repeats 1",
@@ -55,9 +56,10 @@ ON_REQUEST = {
     "exactness",
     "same_numbers",
     "slow_link",
+    "auto_grid",
     "gpu_layers",
     "gpu_profile",
-}  # a GPU, root or an hour
+}  # a GPU, root, several runs or an hour
 
 
 def first_line(name: str) -> str:

@@ -13,9 +13,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
-from benchmarks.records import RESULTS, provenance
+from benchmarks.records import RESULTS, is_current, provenance
 from slipstream.launch.local_ranks import MALLOC
 
 ENVIRONMENT = MALLOC | {"OMP_NUM_THREADS": "1"}  # what `slipstream train` gives its ranks on a CPU
@@ -54,12 +55,17 @@ def restart_in_environment(num_processes: int = 1) -> None:
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], float]], repeats: int, warmups: int = 2, steps: int = 1
+    contenders: Mapping[str, Callable[[], float]],
+    repeats: int,
+    warmups: int = 2,
+    steps: int = 1,
+    rests: Mapping[str, Callable[[], None]] = MappingProxyType({}),
 ) -> dict[str, list[float]]:
     """Returns the seconds of every contender, run one after the other in rounds, so that load from elsewhere meets all.
 
     The first rounds pay for page faults and do not count. Where a contender runs several steps in a row, the first
     doesn't either: it finds the caches full of what others computed. Steps of over a second are printed as they end.
+    After such a turn of several steps, a contender that has one of `rests` calls it.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(warmups + repeats):
@@ -70,6 +76,8 @@ def interleaved(
                 print(f"round {index + 1} of {warmups + repeats}: {listed} s {name}", file=sys.stderr, flush=True)
             if index >= warmups:
                 seconds[name] += measured[steps > 1 :]
+            if steps > 1 and name in rests:
+                rests[name]()
     return seconds
 
 
@@ -102,3 +110,15 @@ def write(name: str, report: dict[str, object]) -> Path:
     path = destination(RESULTS / f"{name}.json")
     path.write_text(json.dumps({"of": provenance(name), **report}, indent=2) + "\n")
     return path
+
+
+def record(name: str) -> dict[str, Any] | None:
+    """Returns the record in results/ if it is of the sources as they are; None, and says so, where it is older."""
+    path = destination(RESULTS / f"{name}.json")
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    if is_current(found):
+        return found
+    print(f"{path} is of other sources: it begins anew", flush=True)
+    return None

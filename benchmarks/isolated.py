@@ -1,7 +1,8 @@
 """Contenders in separate processes, run one after the other: none meets the memory that another one has used.
 
 Processes that wait are stopped: each of gloo's threads wakes up a hundred times a second, on cores where others are
-timed.
+timed. Between their turns they give back memory that they don't use, so that many contenders fit: with what
+`slipstream train` sets for malloc, a process would keep the most that it ever needed.
 """
 
 from __future__ import annotations
@@ -64,9 +65,17 @@ class Contender:
             atexit.register(process.kill)  # before multiprocessing's own end, which a stopped process would never hear
             self._connections.append(here)
             self._processes.append(process)
+        self._has_started = False
+
+    def start(self) -> None:
+        """Waits until its processes have imported and joined their group, and stops them."""
+        if not self._has_started:
+            self._has_started = True
+            self._ask("start", is_known=True)
 
     def wait(self) -> None:
-        """Builds it. Contenders import side by side and are built one after the other: "auto" times its trials."""
+        """Builds it. Contenders import side by side and are built one after the other: "auto" times what it plans."""
+        self.start()
         self._ask("build")
 
     def run(self) -> float:
@@ -75,6 +84,10 @@ class Contender:
         losses = [loss for _, loss in answers if loss is not None]  # type: ignore[misc]
         self.losses = losses or self.losses
         return max(seconds for seconds, _ in answers)  # type: ignore[misc]
+
+    def rest(self) -> None:
+        """Gives memory back until its next turn, whose first step pays for it."""
+        self._ask("rest")
 
     def report(self) -> object:
         """Returns rank 0's report."""
@@ -89,10 +102,11 @@ class Contender:
             process.kill()
         self._folder.cleanup()
 
-    def _ask(self, what: str) -> list[object]:
+    def _ask(self, what: str, is_known: bool = False) -> list[object]:
+        """Returns the answer of each process, and stops them; `is_known`: they answer this unasked."""
         try:
             self._signal(signal.SIGCONT)
-            for connection in self._connections:
+            for connection in self._connections if not is_known else ():
                 connection.send(what)
             answers = [self._answer(connection, what) for connection in self._connections]
             self._signal(signal.SIGSTOP)
@@ -112,6 +126,16 @@ class Contender:
         return connection.recv()
 
 
+def build_all(contenders: Iterable[Contender]) -> None:
+    """Builds one contender after the other, once the processes of all have started: what "auto" measures then has the
+    cores to itself."""
+    contenders = list(contenders)
+    for contender in contenders:
+        contender.start()
+    for contender in contenders:
+        contender.wait()
+
+
 def _serve(
     rank: int,
     world_size: int,
@@ -127,13 +151,20 @@ def _serve(
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    connection.send("started")
     if connection.recv() == "build":
         runs = build(*arguments)
         parameters = list(runs.parameters())
         connection.send("built")
         while (what := connection.recv()) != "close":
-            connection.send(_timed_step(runs, parameters) if what == "step" else runs.report())
+            connection.send(_answer(what, runs, parameters))
     dist.destroy_process_group()
+
+
+def _answer(what: str, runs: Runs, parameters: Iterable[nn.Parameter]) -> object:
+    if what == "rest":
+        return ctypes.CDLL(None).malloc_trim(0)
+    return _timed_step(runs, parameters) if what == "step" else runs.report()
 
 
 def _timed_step(runs: Runs, parameters: Iterable[nn.Parameter]) -> tuple[float, float | None]:

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 NUM_LAYERS = 8
 VOCABULARY = 8192
@@ -42,7 +42,7 @@ def model_config(max_length: int) -> LlamaConfig:
     )
 
 
-def whole_model(config: LlamaConfig) -> LlamaForCausalLM:
+def whole_model(config: PretrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
@@ -54,7 +54,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 class LayersOf(nn.Module):
     """Some layers of a Llama, with its embedding or its head where they are the first or last ones."""
 
-    def __init__(self, model: LlamaForCausalLM, layers: range) -> None:
+    def __init__(self, model: PreTrainedModel, layers: range) -> None:
         super().__init__()
         self.embedding = model.model.embed_tokens if layers.start == 0 else None
         self.layers = nn.ModuleList(model.model.layers[i] for i in layers)

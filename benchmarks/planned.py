@@ -25,10 +25,10 @@ import torch.distributed as dist
 from scipy.stats import spearmanr
 from torch import nn
 
+from benchmarks.contenders import Unsliced
 from benchmarks.harness import destination, few, restart_in_environment, setting, write
 from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, model_config
-from benchmarks.token_slices import Unsliced
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
 from slipstream.planner.costs import Profile, ProfileSource
@@ -122,7 +122,7 @@ class Pace:
     """How slow the machine is now, over how slow it was around the profile."""
 
     def __init__(self) -> None:
-        self._contender = Contender("pace", Unsliced, 1, PACE_TOKENS)
+        self._contender = Contender("pace", Unsliced, model_config(PACE_TOKENS), 1, PACE_TOKENS)
         self._contender.wait()
         self._around_profile: list[float] = []
         for _ in range(WARM_UPS):

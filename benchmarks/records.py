@@ -49,11 +49,29 @@ def _room(*names: str) -> tuple[str, ...]:
 
 
 _PLANNER = _room("planner", "profiler", "schedule", "simulator")
-_PIPELINE = ("src/slipstream", "benchmarks/isolated.py", "benchmarks/peers.py")
+_PIPELINE = ("src/slipstream", "benchmarks/isolated.py", "benchmarks/peers.py", "benchmarks/contenders.py")
 _GPIPE = ("src/slipstream", "benchmarks/gpipe", "examples/gpipe")
 _OLDER_ROUNDS = "--lengths 4096 --sequences 2 4 8 --ours auto --repeats 5 --warmups 2 --steps 1"
 
 SUBJECTS = {
+    "auto_2048": Subject(
+        'one sequence of 2048 tokens, all on "auto"',
+        "token_slices",
+        "--lengths 2048 --sequences --ours auto turns --apart --repeats 3 --warmups 0 --steps 3 --name auto_2048 --add",
+        _PIPELINE,
+    ),
+    "auto_4096": Subject(
+        'one sequence of 4096 tokens, all on "auto"',
+        "token_slices",
+        "--lengths 4096 --sequences --ours auto turns --apart --repeats 2 --warmups 0 --steps 2 --name auto_4096 --add",
+        _PIPELINE,
+    ),
+    "auto_grid": Subject(
+        'all on "auto" against grids made by hand, for four models',
+        "auto_grid",
+        "--model deep",
+        (*_PIPELINE, "benchmarks/auto_grid_models.py"),
+    ),
     "in_turns": Subject(
         "one sequence of 2048 tokens, three stages a rank",
         "token_slices",
@@ -210,14 +228,21 @@ def machine(record: dict[str, Any]) -> str:
     return f"{device if device != 'cpu' else cores}; torch {found['torch'].partition('+')[0]}"
 
 
+def _state(name: str) -> list[str]:
+    """Returns the machine and the commit of a record, and whether its sources have changed since."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return ["none so far", "", "not measured"]
+    record = json.loads(path.read_text())
+    state = "unchanged" if is_current(record) else "changed: **older**"
+    return [machine(record), f"`{record['of']['commit']}`", state]
+
+
 def tables() -> dict[str, str]:
     """Returns the generated parts of the page by the name of their mark."""
     lines = ["| record | what it measures | machine | commit | sources since |", "| --- | --- | --- | --- | --- |"]
     for name, subject in SUBJECTS.items():
-        record = json.loads((RESULTS / f"{name}.json").read_text())
-        state = "unchanged" if is_current(record) else "changed: **older**"
-        cells = [f"`{name}`", subject.what, machine(record), f"`{record['of']['commit']}`", state]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([f'`{name}`', subject.what, *_state(name)])} |")
     width = max(map(len, SUBJECTS))
     commands = [f"{name:{width}}  {subject.command}" for name, subject in SUBJECTS.items()]
     return {

@@ -1,30 +1,29 @@
 """Two processes on long sequences: token slices against torch.distributed.pipelining and against one process.
 
     python -m benchmarks.token_slices                  # prints tables, writes results/token_slices.json
+    python -m benchmarks.token_slices --lengths 4096 --sequences --ours auto turns --apart --name auto_4096 --add
 
 A step is forward and backward, its time the slower rank's. Every contender has separate processes. They take
-turns of a few steps, so that other load on the machine affects all of them alike; ratios are of medians.
+turns of a few steps, so that other load on the machine affects all of them alike; ratios are of medians. With `--add`
+the rounds are added to those that the record has from the same sources, so that many of them can be run in parts.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
-from benchmarks.isolated import Contender
-from benchmarks.peers import VOCABULARY, mean_loss, model_config, torch_pipeline, whole_model
+from benchmarks.contenders import CUT, Ours, OwnReport, Peer, Unsliced
+from benchmarks.harness import interleaved, medians, record, restart_in_environment, setting, write
+from benchmarks.isolated import Contender, build_all
+from benchmarks.peers import model_config
 from benchmarks.waterfall import bound, waterfall
-from slipstream import Pipeline, Runtime
-from slipstream.timeline import Timeline
 
-CUT = [4, 4]
 TURNS_CUT = [0, 0.5, 2, 3, 2.5, 0]  # three stages a rank, in turns: the embedding alone, ..., the head alone
 TURNS_SLICES = [6, 10, 11, 5]  # 32nds of the sequence
-INTERLEAVED_CUT = [2, 2, 2, 2]
 ONE_STAGE = ("torch gpipe", "torch 1f1b")
 INTERLEAVED = "torch interleaved 1f1b"
 ZERO_BUBBLE = "torch interleaved zero-bubble"
@@ -33,7 +32,7 @@ SLICED_AT_ONCE = "two processes, a sequence each in 8 slices"
 
 
 def ours(length: int) -> dict[str, dict[str, object]]:
-    """Returns the ways to run one sequence."""
+    """Returns the ways to run one sequence. "auto" gives nothing: cut, placement, slices and order are planned."""
     slices = [length * part // 32 for part in TURNS_SLICES]
     return {
         "whole": {"slices": 8, "partition": CUT},
@@ -42,95 +41,19 @@ def ours(length: int) -> dict[str, dict[str, object]]:
     }
 
 
-def tokens(batch: int, length: int) -> Tensor:
-    """Returns random tokens, which are inputs and unshifted targets."""
-    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
-def shifted(inputs: Tensor) -> Tensor:
-    """Returns targets for the peers' loss: the last token of a row predicts nothing."""
-    return torch.cat([inputs[:, 1:], torch.full_like(inputs[:, :1], -100)], dim=1)
-
-
-class Unsliced:
-    """transformers' model in one process, one sequence after the other."""
-
-    def __init__(self, batch: int, length: int) -> None:
-        self.inputs = tokens(batch, length)
-        self.model = whole_model(model_config(length))
-
-    def step(self) -> float:
-        return sum(self._add(row) for row in self.inputs.split(1))
-
-    def _add(self, row: Tensor) -> float:
-        logits = self.model(input_ids=row, use_cache=False).logits
-        loss = mean_loss(logits, shifted(row)) / len(self.inputs)
-        loss.backward()
-        return float(loss.detach())
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
-
-    def report(self) -> None:
-        return None
-
-
-class Peer:
-    """torch.distributed.pipelining as a contender."""
-
-    def __init__(self, schedule: str, num_microbatches: int, batch: int, length: int) -> None:
-        inputs = tokens(batch, length)
-        cut = INTERLEAVED_CUT if "interleaved" in schedule else CUT
-        self._step, self._parameters = torch_pipeline(
-            schedule, model_config(length), cut, num_microbatches, inputs, shifted(inputs)
-        )
-
-    def step(self) -> float | None:
-        return self._step()
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return self._parameters
-
-    def report(self) -> None:
-        return None
-
-
-class Ours:
-    """Slipstream as a contender; with "auto" it has chosen before its first step counts."""
-
-    def __init__(self, batch: int, length: int, settings: dict[str, object]) -> None:
-        self.inputs = tokens(batch, length)
-        self.pipe = Pipeline.from_config(
-            model_config(length), runtime=Runtime(self_check=False), seq_len=length, **settings
-        )
-        while self.pipe.is_tuning:
-            for parameter in self.pipe.parameters():
-                parameter.grad = None
-            self.step()
-
-    def step(self) -> float:
-        return float(self.pipe.step(self.inputs, self.inputs))
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.pipe.parameters()
-
-    def report(self) -> tuple[Timeline, object, list[int], list[float]]:
-        layout = self.pipe.layout
-        cut = [stage.stop - stage.start for stage in layout.layers]
-        return self.pipe.timeline(), layout.training, self.pipe.slices(self.inputs.shape[1]), cut
-
-
 def alone(batch: int, length: int, slices: Sequence[int]) -> list[Contender]:
     """Returns the contenders in one process: unsliced by transformers, and in slices by Slipstream."""
-    contenders = [Contender("one process, unsliced", Unsliced, batch, length, num_processes=1)]
+    model = model_config(length), batch, length
+    contenders = [Contender("one process, unsliced", Unsliced, *model, num_processes=1)]
     for count in slices:
         settings = {"slices": count, "schedule": "gpipe", "num_microbatches": batch}
-        contenders.append(Contender(f"one process, {count} slices", Ours, batch, length, settings, num_processes=1))
+        contenders.append(Contender(f"one process, {count} slices", Ours, *model, settings, num_processes=1))
     return contenders
 
 
-def one_sequence(length: int, rounds: dict[str, int], ways: Sequence[str], apart: bool) -> dict[str, object]:
-    """Compares all contenders on one sequence; torch's 1F1B is missing, as it refuses one microbatch on two stages."""
+def one_sequence(length: int, ways: Sequence[str], apart: bool) -> list[Contender]:
+    """Returns all contenders on one sequence; torch's 1F1B is missing, as it refuses one microbatch on two stages."""
+    model = model_config(length), 1, length
     contenders = [
         Contender(name, Peer, name.removeprefix("torch "), 1, 1, length)
         for name in ("torch gpipe", INTERLEAVED, ZERO_BUBBLE)
@@ -138,15 +61,14 @@ def one_sequence(length: int, rounds: dict[str, int], ways: Sequence[str], apart
     contenders += alone(1, length, (4,))
     if apart:
         contenders += [
-            Contender(AT_ONCE, Unsliced, 1, length, apart=True),  # they share no data: what the cores cost each other
-            Contender(SLICED_AT_ONCE, Ours, 1, length, {"slices": 8, "schedule": "gpipe"}, apart=True),
+            Contender(AT_ONCE, Unsliced, *model, apart=True),  # they share no data: what the cores cost each other
+            Contender(SLICED_AT_ONCE, Ours, *model, {"slices": 8, "schedule": "gpipe"}, apart=True),
         ]
-    contenders += [Contender(f"slipstream, {way}", Ours, 1, length, ours(length)[way]) for way in ways]
-    return compare(1, length, contenders, rounds)
+    return contenders + [Contender(f"slipstream, {way}", Ours, *model, ours(length)[way]) for way in ways]
 
 
-def several_sequences(batch: int, length: int, rounds: dict[str, int], fewer: Sequence[int]) -> dict[str, object]:
-    """Compares all with one microbatch per sequence, and torch without zero-bubble also with the numbers in `fewer`."""
+def several_sequences(batch: int, length: int, fewer: Sequence[int]) -> list[Contender]:
+    """Returns all with one microbatch per sequence, and torch without zero-bubble also with the numbers in `fewer`."""
     names = (*ONE_STAGE, INTERLEAVED, ZERO_BUBBLE)
     contenders = [Contender(name, Peer, name.removeprefix("torch "), batch, batch, length) for name in names]
     contenders += [
@@ -155,44 +77,71 @@ def several_sequences(batch: int, length: int, rounds: dict[str, int], fewer: Se
         for count in fewer
         if count > 1 or name != "torch 1f1b"  # which refuses a single one on two stages
     ]
+    model = model_config(length), batch, length
     auto = {"slices": "auto", "schedule": "auto", "num_microbatches": batch}
-    contenders += [
-        Contender("one process, unsliced", Unsliced, batch, length, num_processes=1),
-        Contender("slipstream, auto", Ours, batch, length, auto),
-    ]
-    return compare(batch, length, contenders, rounds)
+    contenders.append(Contender("one process, unsliced", Unsliced, *model, num_processes=1))
+    return [*contenders, Contender("slipstream, auto", Ours, *model, auto)]
 
 
-def compare(batch: int, length: int, contenders: list[Contender], rounds: dict[str, int]) -> dict[str, object]:
-    for contender in contenders:
-        contender.wait()
-    measured = interleaved({each.name: each.run for each in contenders}, **rounds)
-    middle = medians(measured)
-    ours = min((each for each in contenders if each.name.startswith("slip")), key=lambda each: middle[each.name])
-    timeline, schedule, slices, cut = ours.report()  # type: ignore[misc]
-    report = {
+def compare(
+    batch: int, length: int, contenders: Sequence[Contender], rounds: dict[str, int], earlier: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the row of a case: all its rounds, with those of `earlier` before them."""
+    build_all(contenders)
+    rests = {each.name: each.rest for each in contenders}
+    measured = interleaved({each.name: each.run for each in contenders}, **rounds, rests=rests)
+    known = earlier.get("seconds", {})
+    seconds = {name: [*known.get(name, []), *found] for name, found in measured.items()}
+    middle = medians(seconds)
+    mine = {each.name: each.report() for each in contenders if each.name.startswith("slip")}
+    row = {
         "tokens": length,
         "sequences": batch,
         "medians": middle,
-        "seconds": measured,
+        "seconds": seconds,
         "losses": {each.name: each.losses for each in contenders},
-        "best": ours.name,
-        "slices": slices,
-        "layers": cut,
-        "schedule": str(schedule),
-        "over": ratios(middle, ours.name),
         "most over one process": most_over_one_process(middle) if AT_ONCE in middle else None,
-        "bound": bound(timeline, schedule),
-        "of the bound": bound(timeline, schedule) / timeline.makespan,  # of the same step
-        "waterfall": waterfall(timeline, schedule, middle["one process, unsliced"], measured[ours.name][-1]),
+        "ours": {name: described(report, name, seconds) for name, report in mine.items()},  # type: ignore[arg-type]
     }
     for contender in contenders:
         contender.close()
-    return report
+    return row
+
+
+def described(report: OwnReport, name: str, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Returns what one of our ways chose, and what it reaches against the others."""
+    middle, timeline, schedule = medians(seconds), report.timeline, report.schedule
+    over = ratios(middle, name)
+    peers = [each for each in seconds if each.startswith("torch")]
+    found = {
+        "slices": report.slices,
+        "layers": report.layers,
+        "schedule": report.order,
+        "over": over,
+        "ahead of every peer in every round": all(
+            mine < theirs for peer in peers for mine, theirs in zip(seconds[name], seconds[peer], strict=True)
+        ),
+        "bound": bound(timeline, schedule),
+        "of the bound": bound(timeline, schedule) / timeline.makespan,  # of the same step
+        "waterfall": waterfall(timeline, schedule, middle["one process, unsliced"], seconds[name][-1]),
+    }
+    if AT_ONCE in middle:
+        found["of the most over one process"] = over["one process"] / max(most_over_one_process(middle).values())
+    others = {each: middle[each] / middle[name] for each in middle if each.startswith("slip") and each != name}
+    found["over ours"] = others
+    if (plan := report.planned) is not None:
+        found["planned"] = {
+            "seconds": plan.seconds,
+            "over measured": plan.seconds / middle[name],
+            "with own times": plan.with_own_times,
+            "ideal": plan.ideal,
+            "table": plan.table.splitlines(),
+        }
+    return found
 
 
 def ratios(middle: dict[str, float], ours: str) -> dict[str, float]:
-    """Returns the ratio of each group's fastest to our best."""
+    """Returns the ratio of each group's fastest to ours."""
     groups = {
         "torch, one stage a rank": ONE_STAGE,
         "torch gpipe, 1f1b, interleaved 1f1b": (*ONE_STAGE, INTERLEAVED),
@@ -211,25 +160,52 @@ def most_over_one_process(middle: dict[str, float]) -> dict[str, float]:
     return {name: 2 * best / middle[name] for name in (AT_ONCE, SLICED_AT_ONCE)}
 
 
-def show(row: dict[str, object]) -> None:
-    print(
-        f"\n{row['sequences']} x {row['tokens']} tokens; {row['best']}: layers {row['layers']}, slices {row['slices']}"
-    )
-    for name, seconds in sorted(row["medians"].items(), key=lambda item: item[1]):  # type: ignore[attr-defined]
+def show(row: dict[str, Any]) -> None:
+    print(f"\n{row['sequences']} x {row['tokens']} tokens")
+    for name, seconds in sorted(row["medians"].items(), key=lambda item: item[1]):
         print(f"  {seconds:7.3f} s  {name}")
-    for group, ratio in row["over"].items():  # type: ignore[attr-defined]
-        print(f"  {ratio:7.3f} x over {group}")
-    for name, ratio in (row["most over one process"] or {}).items():  # type: ignore[attr-defined]
+    for name, ratio in (row["most over one process"] or {}).items():
         print(f"  {ratio:7.3f} x over one process is the most that both cores can give, by {name}")
-    print(f"  {row['of the bound']:7.3f} of the bound {row['bound']:.3f} s")
-    for cause, seconds in row["waterfall"].items():  # type: ignore[attr-defined]
-        print(f"  {seconds:7.3f} s  {cause}", flush=True)
+    for name, found in row["ours"].items():
+        print(f"{name}: layers {found['layers']}, slices {found['slices']}")
+        for group, ratio in (found["over"] | found["over ours"]).items():
+            print(f"  {ratio:7.3f} x over {group}")
+        if "of the most over one process" in found:
+            print(f"  {found['of the most over one process']:7.3f} of the most over one process")
+        print(f"  {'' if found['ahead of every peer in every round'] else 'not '}ahead of every peer in every round")
+        print(f"  {found['of the bound']:7.3f} of the bound {found['bound']:.3f} s")
+        for cause, seconds in found["waterfall"].items():
+            print(f"  {seconds:7.3f} s  {cause}")
+        if planned := found.get("planned"):
+            print("\n".join(planned["table"]))
+            print(f"  {planned['seconds']:7.3f} s planned, {planned['over measured']:.3f} of what was measured")
+            print(f"  {planned['with own times']:7.3f} s with the run's own times", flush=True)
 
 
-def check_losses(row: dict[str, object]) -> None:
+def check_losses(row: dict[str, Any]) -> None:
     """Checks that all contenders computed the same loss."""
-    losses = [loss for each in row["losses"].values() for loss in each]  # type: ignore[attr-defined]
+    losses = [loss for each in row["losses"].values() for loss in each]
     assert max(losses) - min(losses) < 1e-3, row["losses"]
+
+
+def contenders_of(batch: int, length: int, options: argparse.Namespace) -> list[Contender]:
+    if batch == 1:
+        return one_sequence(length, options.ours, options.apart)
+    return several_sequences(batch, length, options.fewer)
+
+
+def measure(options: argparse.Namespace) -> None:
+    rounds = {"repeats": options.repeats, "warmups": options.warmups, "steps": options.steps}
+    cases = [(1, length) for length in options.lengths]
+    cases += [(batch, options.batch_length) for batch in options.sequences]
+    known = record(options.name)["rows"] if options.add and record(options.name) else []
+    rows = {(row["sequences"], row["tokens"]): row for row in known}
+    for case in cases:
+        row = rows[case] = compare(*case, contenders_of(*case, options), rounds, rows.get(case, {}))
+        show(row)
+        check_losses(row)
+        path = write(options.name, {"setting": setting(**rounds), "rows": [*rows.values()]})
+        print(f"wrote {path}", flush=True)
 
 
 def main() -> None:
@@ -241,27 +217,17 @@ def main() -> None:
     parser.add_argument(
         "--ours", nargs="*", default=[*ours(0)], choices=[*ours(0)], help="ways to run the single sequence"
     )
-    parser.add_argument("--apart", action="store_true", help="also two processes that share nothing: 4 GiB more")
+    parser.add_argument("--apart", action="store_true", help="also two processes that share nothing")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=3, help="rounds before, which don't count")
     parser.add_argument("--steps", type=int, default=3, help="of a turn; the first of several doesn't count")
     parser.add_argument("--name", default="token_slices", help="of the file in results/")
+    parser.add_argument("--add", action="store_true", help="add the rounds to the record's, if of the same sources")
     options = parser.parse_args()
     restart_in_environment()
-    rounds = {"repeats": options.repeats, "warmups": options.warmups, "steps": options.steps}
-    rows = []
-    cases = [(1, length) for length in options.lengths]
-    cases += [(batch, options.batch_length) for batch in options.sequences]
-    for batch, length in cases:
-        if batch == 1:
-            row = one_sequence(length, rounds, options.ours, options.apart)
-        else:
-            row = several_sequences(batch, length, rounds, options.fewer)
-        rows.append(row)
-        show(row)
-        check_losses(row)
-        path = write(options.name, {"setting": setting(**rounds), "rows": rows})
-        print(f"wrote {path}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # "auto" measures as it does at a user's first start
+        measure(options)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.contenders import tokens
 from benchmarks.harness import RESULTS, few, interleaved, medians, restart_in_environment, setting, write
 from benchmarks.isolated import Contender
 from benchmarks.papers.zero3 import exchanged, table_2, zero3_bytes
 from benchmarks.peers import model_config, whole_model
-from benchmarks.token_slices import tokens
 from slipstream import Pipeline, Runtime, make_mesh
 
 WORLDS = {2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(4, 1, 1), (2, 2, 1), (2, 1, 2)]}  # pp, dp, tp
@@ -79,7 +79,7 @@ class Zero3:
     def __init__(self, sequences: int, length: int) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         each = sequences // size
-        self.inputs = tokens(sequences, length)[rank * each : (rank + 1) * each]
+        self.inputs = tokens(model_config(length), sequences, length)[rank * each : (rank + 1) * each]
         self.num_valid = sequences * (length - 1)
         self.model = whole_model(model_config(length))
         self.formula = size * zero3_bytes(sum(p.nbytes for p in self.model.parameters()), size)
@@ -122,7 +122,7 @@ class Ptdp:
             runtime=Runtime(self_check=False),
             seq_len=length,
         )
-        self.inputs = tokens(sequences, length)[self.pipe.replica * self.each :][: self.each]
+        self.inputs = tokens(model_config(length), sequences, length)[self.pipe.replica * self.each :][: self.each]
 
     def step(self) -> float:
         return float(self.pipe.step(self.inputs, self.inputs))

@@ -1,0 +1,142 @@
+"""What is compared: transformers' model in one process, torch.distributed.pipelining, and Slipstream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from benchmarks.peers import mean_loss, model_config, torch_pipeline, whole_model
+from slipstream import Pipeline, Runtime, Schedule, simulate
+from slipstream.pipeline.tuning.trials import Samples
+from slipstream.timeline import Timeline
+
+CUT = [4, 4]
+INTERLEAVED_CUT = [2, 2, 2, 2]
+_SAMPLED = 2  # steps whose actions' times are compared with a plan
+
+
+def tokens(config: PretrainedConfig, batch: int, length: int) -> Tensor:
+    """Returns random tokens, which are inputs and unshifted targets."""
+    return torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def shifted(inputs: Tensor) -> Tensor:
+    """Returns targets for the peers' loss: the last token of a row predicts nothing."""
+    return torch.cat([inputs[:, 1:], torch.full_like(inputs[:, :1], -100)], dim=1)
+
+
+class Unsliced:
+    """transformers' model in one process, one sequence after the other."""
+
+    def __init__(self, config: PretrainedConfig, batch: int, length: int) -> None:
+        self.inputs = tokens(config, batch, length)
+        self.model = whole_model(config)
+
+    def step(self) -> float:
+        return sum(self._add(row) for row in self.inputs.split(1))
+
+    def _add(self, row: Tensor) -> float:
+        logits = self.model(input_ids=row, use_cache=False).logits
+        loss = mean_loss(logits, shifted(row)) / len(self.inputs)
+        loss.backward()
+        return float(loss.detach())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+    def report(self) -> None:
+        return None
+
+
+class Peer:
+    """torch.distributed.pipelining as a contender."""
+
+    def __init__(self, schedule: str, num_microbatches: int, batch: int, length: int) -> None:
+        config = model_config(length)
+        inputs = tokens(config, batch, length)
+        cut = INTERLEAVED_CUT if "interleaved" in schedule else CUT
+        self._step, self._parameters = torch_pipeline(schedule, config, cut, num_microbatches, inputs, shifted(inputs))
+
+    def step(self) -> float | None:
+        return self._step()
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self._parameters
+
+    def report(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What a plan from measured costs chose and predicted.
+
+    Args:
+        seconds: the step that was predicted before the first one ran.
+        with_own_times: the same order simulated with the times that its actions took in the run: what is left of the
+            error then isn't that of the measured costs.
+        ideal: all work divided by the ranks, by the measured costs.
+        table: the plan against the best of the other placements.
+    """
+
+    seconds: float
+    with_own_times: float
+    ideal: float
+    table: str
+
+
+@dataclass(frozen=True)
+class OwnReport:
+    """How Slipstream ran its last step."""
+
+    timeline: Timeline
+    schedule: Schedule
+    order: str
+    slices: list[int]
+    layers: list[float]
+    planned: PlannedStep | None
+
+
+class Ours:
+    """Slipstream as a contender; with "auto" it has chosen before its first step counts."""
+
+    def __init__(self, config: PretrainedConfig, batch: int, length: int, settings: Mapping[str, Any]) -> None:
+        self.inputs = tokens(config, batch, length)
+        self.pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), seq_len=length, **settings)
+        while self.pipe.is_tuning:
+            self._step_anew()
+
+    def step(self) -> float:
+        return float(self.pipe.step(self.inputs, self.inputs))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.pipe.parameters()
+
+    def report(self) -> OwnReport:
+        layout = self.pipe.layout
+        layers = [stage.stop - stage.start for stage in layout.layers]
+        slices = self.pipe.slices(self.inputs.shape[1])
+        timeline = self.pipe.timeline()
+        return OwnReport(timeline, layout.training, str(self.pipe.order), slices, layers, self._planned())
+
+    def _planned(self) -> PlannedStep | None:
+        plan = self.pipe.plan
+        if plan is None:
+            return None
+        self._step_anew()  # warms up
+        samples = Samples()
+        for _ in range(_SAMPLED):
+            self._step_anew()
+            samples.add(self.pipe.timeline())
+        own = simulate(plan.schedule, samples.cost()).makespan
+        return PlannedStep(plan.seconds, own, plan.ideal, plan.table())
+
+    def _step_anew(self) -> None:
+        for parameter in self.pipe.parameters():
+            parameter.grad = None
+        self.step()
