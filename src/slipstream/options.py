@@ -119,7 +119,8 @@ class Runtime(Record):
     """Whether norms and activations are compiled, each to one kernel; needs a compiler on every machine."""
     self_check: bool = True
     """Whether a toy of the same architecture, sliced, is compared with the same toy unsliced before training (a
-    second); with tensor parallelism also cut over its ranks and whole."""
+    second); with tensor parallelism also cut over its ranks and whole. Without it, models whose layers carry state
+    from token to token are refused all the same."""
     timeout: timedelta = timedelta(minutes=10)
     """How long a rank waits for a message before it gives up; in YAML, in seconds."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from transformers import BartConfig, BloomConfig, MambaConfig, MixtralConfig, PretrainedConfig
+from transformers import BloomConfig, MambaConfig, MixtralConfig, PretrainedConfig, TrOCRConfig
 
 import slipstream
 from slipstream import SlipstreamError
@@ -25,7 +25,7 @@ def test_accepts(name: str) -> None:
     [
         (BloomConfig(), r"'bloom'.*layer 0 \(BloomBlock\) never attends through"),
         (MambaConfig(), r"'mamba'.*layer 0 \(MambaBlock\) never attends through"),
-        (BartConfig(is_decoder=True), r"'bart'.*input of layer 0 .* positions do not follow position_ids"),
+        (TrOCRConfig(decoder_layers=2, d_model=32, decoder_attention_heads=4), r"'trocr'.*TrOCRDecoderLayer\) never"),
         (MixtralConfig(output_router_logits=True), r"load-balancing loss.*Set output_router_logits=False"),
     ],
 )

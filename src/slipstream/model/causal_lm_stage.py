@@ -17,6 +17,7 @@ from slipstream.model.hooks import attention_interface
 from slipstream.model.hooks.layer_arguments import first_output, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
 from slipstream.model.hooks.mask_tables import MaskTables
+from slipstream.model.hooks.slice_cache import SliceCache
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
@@ -129,6 +130,8 @@ class CausalLMStage:
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
             self._shared.begin(token_slice.input_ids.shape[1])
+        # a whole microbatch runs as in training without slices, where models are given no cache
+        past = {"past_key_values": SliceCache(token_slice.start)} if token_slice.is_cut else {}
         # layers seed their own dropout: afterwards the caller's random state is as before
         with active_forward(context), torch.random.fork_rng(enabled=self._is_random):
             self._enter(-1)
@@ -138,6 +141,7 @@ class CausalLMStage:
                 attention_mask=torch.ones_like(token_slice.input_ids, dtype=torch.bool),
                 position_ids=token_slice.position_ids,
                 use_cache=False,
+                **past,
             )
         if context.num_masks != (first := len(self.tables.functions)):
             raise RuntimeError(f"the model built {context.num_masks} masks, {first} when it was first run")

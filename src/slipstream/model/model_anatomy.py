@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_range import LayerHalf, ModelEnd
 from slipstream.model.toy import toy_model, toy_tokens
+from slipstream.model.toy_comparison import REFERENCE_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,25 @@ class ModelAnatomy:
 def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     """Returns the anatomy of `config`'s architecture, found by running a toy of it once.
 
-    Raises SlipstreamError, naming the part, where the architecture doesn't simply run one list of layers.
+    Raises SlipstreamError, naming the part, where the architecture doesn't simply run one list of layers, and the
+    reason, where its toy can't be run.
     """
+    try:
+        return _find_anatomy(config)
+    except SlipstreamError:
+        raise
+    except Exception as error:  # the model's own code
+        raise _refusal(config, toy_failure(error)) from error
+
+
+def toy_failure(error: Exception) -> str:
+    """Says why a toy of an architecture couldn't be run."""
+    if isinstance(error, KeyError) and REFERENCE_ATTENTION in str(error):
+        return "it takes its attention from a list of its own, not from transformers' AttentionInterface"
+    return f"a toy of it could not be run ({type(error).__name__}: {error})"
+
+
+def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     model = toy_model(config)
     layers = find_layers(model)
     outside = _outside(model, layers)

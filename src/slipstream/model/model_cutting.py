@@ -163,5 +163,6 @@ class EmptyEmbedding(nn.Module):
         self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device), persistent=False)
         self.weight: Tensor
 
-    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.weight.expand(*ids.shape, self.embedding_dim)  # (b, T, hidden)
+    def forward(self, ids: Tensor | Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
+        shape = ids.shape if isinstance(ids, Tensor) else ids  # BART's relatives give the shape (b, T) for positions
+        return self.weight.expand(*shape, self.embedding_dim)  # (b, T, hidden)

@@ -12,45 +12,49 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from slipstream.model.toy_comparison import REFERENCE_ATTENTION
+from slipstream.model.toy_numbers import shrink_number, token_numbers
 
 TOY_LENGTH = 48  # tokens; every threshold of the architecture is brought below it
 _NUM_LAYERS = 4
 _NUM_HEADS = 2
 _FEATURES = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
-_MOST = {  # sizes that change no code path, and windows: largest toy value -> names
+_MOST = {  # sizes that change no code path: largest toy value -> names
     128: ("vocab_size", "vocab_size_per_layer_input"),
-    32: (*_FEATURES, "intermediate_size_mlp"),
-    16: ("attention_chunk_size",),
-    7: ("sliding_window", "window_size"),
-    4: ("num_experts", "num_local_experts", "n_routed_experts"),
-    2: ("num_experts_per_tok",),
-    1: ("n_group", "topk_group"),
+    32: (*_FEATURES, "intermediate_size_mlp", "decoder_ffn_dim", "encoder_ffn_dim"),
+    4: ("decoder_layers", "encoder_layers", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    2: ("decoder_attention_heads", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+    1: ("n_group", "topk_group", "index_n_heads"),
 }
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
-_LAYER_INDICES = ("moe_layers", "mlp_only_layers")
+_LAYER_INDICES = ("moe_layers", "mlp_only_layers")  # numbers of layers, perhaps as many as there are layers
 
 
-def toy_config(config: PretrainedConfig) -> PretrainedConfig:
+def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> PretrainedConfig:
     """Returns `config` with few small layers of every kind it has, and windows and rope thresholds below TOY_LENGTH.
 
-    Head size, rope type and all switches stay as they are.
+    Head size, rope type and all switches stay as they are, and without `shrinks_numbers` all windows and blocks.
     """
-    toy = copy.deepcopy(config)
+    whole = copy.deepcopy(config)
+    toy = whole.get_text_config()
     _shrink_heads(toy)
     for most, names in _MOST.items():
         for name in names:
             if isinstance(size := getattr(toy, name, None), int):
                 setattr(toy, name, min(most, size))
     _shrink_layers(toy)
+    if shrinks_numbers:
+        for number in token_numbers(toy, TOY_LENGTH):
+            if number.is_known:
+                shrink_number(toy, number)
     _shrink_positions(toy)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(toy, name, None) is not None:
             setattr(toy, name, 0)
-    toy.use_cache = False
-    return toy
+    toy.use_cache = whole.use_cache = False
+    return whole
 
 
 def toy_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -58,14 +62,18 @@ def toy_model(config: PretrainedConfig) -> PreTrainedModel:
     return reference_model(toy_config(config))
 
 
-def reference_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns a model in float64 on the CPU, with the model's own eager attention, in evaluation mode."""
+def reference_model(config: PretrainedConfig, attention: str = REFERENCE_ATTENTION) -> PreTrainedModel:
+    """Returns a model in float64 on the CPU, with the model's own eager attention, in evaluation mode.
+
+    Some models do more than attend where the implementation is called "eager", such as selecting keys: give that name
+    to compare with what they compute, and leave it out to see which modules attend.
+    """
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),  # from_config writes the dtype into it
             dtype=torch.float64,  # of the parameters; rope's tables stay float32
-            attn_implementation=REFERENCE_ATTENTION,
+            attn_implementation=attention,
             experts_implementation="eager",  # grouped matrix products don't support float64
         )
     return model.eval()
@@ -93,11 +101,11 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def toy_tokens(config: PretrainedConfig) -> torch.Tensor:
-    """Returns random token ids (2, TOY_LENGTH) for a toy of `config`."""
+def toy_tokens(config: PretrainedConfig, length: int = TOY_LENGTH) -> torch.Tensor:
+    """Returns random token ids (2, length) for a toy of `config`."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = toy_config(config).get_text_config().vocab_size
-    return torch.randint(1, vocabulary, (2, TOY_LENGTH), generator=generator)
+    return torch.randint(1, vocabulary, (2, length), generator=generator)
 
 
 def _shrink_heads(toy: PretrainedConfig) -> None:
@@ -121,10 +129,15 @@ def _shrink_layers(toy: PretrainedConfig) -> None:
     if name is None:
         return
     lists = {key: value for key, value in vars(toy).items() if isinstance(value, list)}
-    kinds = [*zip(*(lists[key] for key in _PER_LAYER_LISTS if key in lists), strict=False)]
+    per_layer = [
+        key
+        for key, each in lists.items()
+        if key in _PER_LAYER_LISTS or (len(each) == getattr(toy, name) and key not in _LAYER_INDICES)
+    ]
+    kinds = [repr(kind) for kind in zip(*(lists[key] for key in per_layer), strict=False)]
     last_new = max(map(kinds.index, kinds), default=0)
     num_layers = min(getattr(toy, name), max(_NUM_LAYERS, 1 + last_new))
-    for key in lists.keys() & _PER_LAYER_LISTS:
+    for key in per_layer:
         setattr(toy, key, lists[key][:num_layers])
     for key in lists.keys() & _LAYER_INDICES:
         setattr(toy, key, [index for index in lists[key] if index < num_layers])

@@ -36,6 +36,11 @@ class TokenSlice:
         return self.start + self.input_ids.shape[1]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the sequence has other slices."""
+        return self.input_ids.shape[1] < self.length
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.input_ids, self.position_ids
 

@@ -13,8 +13,10 @@ from slipstream.model import (
     IGNORED,
     CausalLMStage,
     ModelAnatomy,
+    SelfCheck,
     StagePart,
     causal_cross_entropy,
+    check_carried_state,
     check_compiler,
     check_length,
     check_sliceable,
@@ -82,12 +84,14 @@ class CausalLMFamily:
         self._options, self._ranks, self._device = options, ranks, device
         if options.runtime.fused:
             check_compiler(device.type)
+        self._self_check: SelfCheck | None = None
         if options.runtime.self_check:
-            ranks.decided(lambda: check_sliceable(self.config))
+            self._self_check = ranks.decided(lambda: check_sliceable(self.config))
             if ranks.tensor.size > 1:
                 parallel = options.parallel
                 check_tensor_parallel(self.config, parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel)
         self._anatomy = find_anatomy(self.config)
+        self._may_cut = self._self_check is not None  # whether no layer carries state that slices don't
 
     def adopt(self, options: PipelineOptions) -> None:
         """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
@@ -103,6 +107,8 @@ class CausalLMFamily:
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
+        if slices != 1:
+            self._check_cut()
         shared = self._ranks.tensor.size, self._ranks.share_gradients
         layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared)
         return layout
@@ -153,7 +159,7 @@ class CausalLMFamily:
         (inputs,) = batch.inputs
         check_length(self.config, inputs.shape[-1])
         check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), batch.targets.max())))
-        return cut_batch(batch, microbatches, seed)
+        return self._checked(cut_batch(batch, microbatches, seed))
 
     def lengths(self, sequences: Sequences) -> list[int]:
         """Returns the tokens of each sequence. Raises SlipstreamError for one that doesn't fit the model."""
@@ -168,7 +174,22 @@ class CausalLMFamily:
 
     def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
         """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""
-        return cut_rows(sequences.packed(plan.groups), plan.microbatches, seed)
+        return self._checked(cut_rows(sequences.packed(plan.groups), plan.microbatches, seed))
+
+    def _checked(self, batch: SplitBatch) -> SplitBatch:
+        """Returns the batch. Raises SlipstreamError where its slices or its documents can't be exact."""
+        if any(len(slices) > 1 for slices in batch.slices):
+            self._check_cut()
+        for first, *_ in batch.slices:
+            if self._self_check is not None and first.document_start is not None:
+                self._self_check.check_packed(first.length)
+        return batch
+
+    def _check_cut(self) -> None:
+        """Raises SlipstreamError where a layer carries state that slices don't, self-check or not."""
+        if not self._may_cut:
+            check_carried_state(self.config, self._anatomy)
+            self._may_cut = True
 
     def begin(self) -> None:
         """Begins a step: called before its forwards."""

@@ -9,7 +9,14 @@ from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.model import check_length, check_sliceable, config_from_settings, find_anatomy, load_config
+from slipstream.model import (
+    check_carried_state,
+    check_length,
+    check_sliceable,
+    config_from_settings,
+    find_anatomy,
+    load_config,
+)
 from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.pipeline_options import PipelineOptions
@@ -36,7 +43,9 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
         _check_weights(Path(str(config.model.path)))
     if config.runtime.self_check:
         with progress.waiting("checking that the model can be sliced"):
-            check_sliceable(model_config)
+            check_sliceable(model_config).check_packed(config.training.seq_len)
+    elif config.pipeline.slices != 1:
+        check_carried_state(model_config)
     _check_layout(config, model_config)
     parallel = config.parallel
     if parallel.tensor > 1:

@@ -1,0 +1,178 @@
+"""Compares a toy of an architecture, cut into stages and slices, with the whole toy, layer by layer, in float64.
+
+No config says whether an architecture can be sliced: state may run along the tokens, positions may come from elsewhere,
+a mask may be added to the one that slices know. Running it shows all of these, if whatever counts tokens is smaller
+than the toy's sequences; and if the whole toy runs its own attention under the name "eager", since some models do more
+there than under other names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from transformers import PretrainedConfig
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
+from slipstream.model.self_check.carried_state import check_carried_state, refusal
+from slipstream.model.self_check.toy_runs import INPUT, TokenCuts, cut_in_two, run_sliced, run_whole
+from slipstream.model.toy import TOY_LENGTH, perturb_parameters, reference_model, toy_config, toy_tokens
+from slipstream.model.toy_comparison import full_precision, relative_errors
+from slipstream.model.toy_numbers import TokenNumber, shrink_number, token_numbers
+
+TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
+_WHOLE = (0, TOY_LENGTH)
+_SLICINGS = (  # unequal slices; the first ends below every threshold of the toy
+    TokenCuts((0, 5, 20, 41, TOY_LENGTH), _WHOLE),
+    TokenCuts((0, 17, 18, 37), (0, 37)),  # one token alone, which generation treats differently
+)
+_DOCUMENTS = TokenCuts(
+    (0, 5, 20, 41, TOY_LENGTH), (0, TOY_LENGTH // 2, TOY_LENGTH)
+)  # the third slice has tokens of two
+_LONGEST = 1024  # tokens; a sequence that may be compared where a number can't be made smaller
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """The result of a self-check: the largest relative errors of layer outputs and gradients, and its duration."""
+
+    model_type: str
+    num_layers: int
+    output_error: float
+    gradient_error: float
+    seconds: float
+    longest_packed: float  # the longest sequence of several documents, in tokens, in which each is as if it were alone
+
+    def check_packed(self, length: int) -> None:
+        """Raises SlipstreamError if documents packed in a sequence of `length` tokens would not be exact."""
+        if length > self.longest_packed:
+            limit = f"of more than {self.longest_packed} tokens " if self.longest_packed else ""
+            raise SlipstreamError(
+                f"the batch has several documents in a sequence of {length} tokens, but {self.model_type!r} counts "
+                "positions from the sequence's start, not from the document's, so that packed documents "
+                f"{limit}would influence each other. Give one document per sequence."
+            )
+
+
+def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> SelfCheck:
+    """Checks that slices and stages are exact for an architecture, in a few seconds. Not collective.
+
+    Args:
+        config: the model's configuration; a toy with the same architecture and random weights runs on the CPU.
+        anatomy: the architecture's anatomy, if it is known already.
+
+    Returns:
+        The largest relative differences between the sliced and the unsliced toy, in float64.
+
+    Raises:
+        SlipstreamError: an output or gradient differs; the message names the layer or the feature that causes it.
+    """
+    began = time.perf_counter()
+    anatomy = anatomy or find_anatomy(config)
+    check_carried_state(config, anatomy)
+    try:
+        with full_precision():
+            pair = _ToyPair(toy_config(config), anatomy)
+            errors = [pair.compare(cuts) for cuts in _SLICINGS]
+            errors += _compare_unknown_numbers(config, anatomy)
+            longest_packed = _longest_packed(pair, config)
+    except SlipstreamError as error:
+        raise refusal(config, str(error)) from error
+    except Exception as error:  # the model's own code
+        reason = f"a toy of it fails when cut into stages and slices ({type(error).__name__}: {error})"
+        raise refusal(config, reason) from error
+    output_error, gradient_error = map(max, zip(*errors, strict=True))
+    return SelfCheck(
+        config.model_type, pair.num_layers, output_error, gradient_error, time.perf_counter() - began, longest_packed
+    )
+
+
+class _ToyPair:
+    """A toy and the stages that it is cut into, over the same weights."""
+
+    def __init__(self, toy: PretrainedConfig, anatomy: ModelAnatomy) -> None:
+        self.toy, self.anatomy = toy, anatomy
+        self.model = reference_model(toy, attention="eager")
+        perturb_parameters(self.model)  # so that what begins as zero or one counts
+        self.num_layers = len(anatomy.layers_of(self.model))
+        self._stages = cut_in_two(self.model, anatomy)
+
+    def compare(self, cuts: TokenCuts) -> tuple[float, float]:
+        """Returns the largest relative errors of outputs and gradients; raises SlipstreamError for one too large."""
+        tokens = toy_tokens(self.toy, cuts.length)
+        whole = run_whole(self.model, self.anatomy, tokens, cuts)
+        sliced = run_sliced(self._stages, self.anatomy, tokens, cuts)
+        errors = relative_errors(sliced.outputs, whole.outputs)
+        output_error = _largest_error("{} of the sliced model differs from the whole one", errors)
+        for name in whole.gradients:
+            if name not in sliced.gradients:
+                raise SlipstreamError(f"{name} gets no gradient when the model is sliced")
+        errors = relative_errors(sliced.gradients, whole.gradients, floor=1e-6)
+        return output_error, _largest_error("the gradient of {} differs from the whole model's", errors)
+
+
+def _compare_unknown_numbers(config: PretrainedConfig, anatomy: ModelAnatomy) -> list[tuple[float, float]]:
+    """Compares a toy in which numbers that may count tokens are small, and longer sequences where they can't be.
+
+    A number that no toy can have smaller is the size of something, as a rule; up to 1024 it is compared all the same.
+    """
+    unknown = token_numbers(toy_config(config).get_text_config(), TOY_LENGTH)
+    if not unknown:
+        return []
+    smaller = unknown
+    if not _runs(_with_small(config, unknown)):
+        smaller = [number for number in unknown if _runs(_with_small(config, [number]))]
+    kept = [int(number.value) for number in unknown if number not in smaller and number.value <= _LONGEST]
+    errors = [_ToyPair(_with_small(config, smaller), anatomy).compare(_SLICINGS[0])] if smaller else []
+    if kept:
+        length = max(kept) + TOY_LENGTH
+        cuts = TokenCuts((0, TOY_LENGTH, max(kept) - 1, length), (0, length))
+        errors.append(_ToyPair(toy_config(config), anatomy).compare(cuts))
+    return errors
+
+
+def _with_small(config: PretrainedConfig, numbers: list[TokenNumber]) -> PretrainedConfig:
+    toy = toy_config(config)
+    for number in numbers:
+        shrink_number(toy.get_text_config(), number)
+    return toy
+
+
+def _runs(toy: PretrainedConfig) -> bool:
+    try:
+        with torch.no_grad():
+            reference_model(toy, attention="eager")(input_ids=toy_tokens(toy), use_cache=False)
+    except Exception:  # the model's own code
+        return False
+    return True
+
+
+def _longest_packed(pair: _ToyPair, config: PretrainedConfig) -> float:
+    """Returns how long sequences of several documents may be, in tokens: 0 if they are wrong at any length.
+
+    Where they are exact only in a toy that keeps the model's own numbers, they are so below the smallest of these.
+    """
+    try:
+        pair.compare(_DOCUMENTS)
+        return inf
+    except SlipstreamError:
+        own = toy_config(config, shrinks_numbers=False)
+    numbers = [n.value for n in token_numbers(own.get_text_config(), TOY_LENGTH) if n.value >= TOY_LENGTH]
+    try:
+        _ToyPair(own, pair.anatomy).compare(_DOCUMENTS)
+    except SlipstreamError:
+        return 0
+    return min(numbers, default=TOY_LENGTH) - 1
+
+
+def _largest_error(difference: str, errors: Mapping[str, float]) -> float:
+    """Returns the largest error; raises SlipstreamError for the first that isn't below TOLERANCE."""
+    for name, error in errors.items():
+        if not error < TOLERANCE:
+            hint = ": its positions do not follow position_ids" if name == INPUT else ""
+            raise SlipstreamError(f"{difference.format(name)} by {error:.1e}{hint}")
+    return max(errors.values())

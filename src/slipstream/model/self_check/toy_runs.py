@@ -1,0 +1,160 @@
+"""Runs a toy whole, by its own code, and cut into stages and slices, and keeps the outputs and gradients of both."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from slipstream.attention import ContextStore
+from slipstream.errors import SlipstreamError
+from slipstream.model.causal_lm_stage import CausalLMStage
+from slipstream.model.hooks.layer_arguments import first_output, hidden_states
+from slipstream.model.hooks.token_slice import TokenSlice
+from slipstream.model.layer_range import LayerRange
+from slipstream.model.model_anatomy import ModelAnatomy
+from slipstream.model.model_cutting import copy_with_shared_weights
+from slipstream.model.toy_comparison import output_weights
+
+INPUT = "input of layer 0"
+_Slices = dict[str, list[Tensor]]
+
+
+@dataclass(frozen=True)
+class TokenCuts:
+    """Where a toy's sequences are cut: into slices, and before that into documents, alike in every row."""
+
+    slices: tuple[int, ...]  # the first token of each, and the length
+    documents: tuple[int, ...]  # likewise
+
+    @property
+    def length(self) -> int:
+        return self.slices[-1]
+
+    def token_slices(self, tokens: Tensor) -> list[TokenSlice]:
+        """Returns the slices of (b, length) tokens, with the documents that they hold."""
+        position = torch.arange(self.length)
+        starts = torch.tensor(self.documents[:-1])
+        begins = starts[torch.searchsorted(starts, position, right=True) - 1]  # where each token's document begins
+        document_start = begins.expand(len(tokens), -1) if len(starts) > 1 else None
+        longest = max(b - a for a, b in pairwise(self.documents))
+        positions = (position - begins).expand(len(tokens), -1)
+        return [
+            TokenSlice(
+                tokens[:, a:b],
+                positions[:, a:b],
+                None if document_start is None else document_start[:, a:b],
+                start=a,
+                length=self.length,
+                max_position=longest - 1,
+                index=index,
+            )
+            for index, (a, b) in enumerate(pairwise(self.slices))
+        ]
+
+
+@dataclass(frozen=True)
+class ToyRun:
+    """The gradients, and the outputs by place in the order of the forward: "input of layer 0", ..., "logits"."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cuts: TokenCuts) -> ToyRun:
+    """Runs the toy without stages and slices, each document as a batch of its own."""
+    outputs: _Slices = defaultdict(list)
+    layers = anatomy.layers_of(model)
+    model.zero_grad()
+    with _recording(layers, range(len(layers)), outputs):
+        logits = [model(input_ids=tokens[:, a:b], use_cache=False).logits for a, b in pairwise(cuts.documents)]
+    outputs["logits"] = [each.detach() for each in logits]
+    whole = torch.cat(logits, dim=1)
+    torch.autograd.backward(whole, output_weights(whole))
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return ToyRun(_joined(outputs), gradients)
+
+
+def cut_in_two(model: PreTrainedModel, anatomy: ModelAnatomy) -> list[CausalLMStage]:
+    """Returns two stages over the model's own weights, or one where it has one layer."""
+    num_layers = len(anatomy.layers_of(model))
+    middle = (num_layers + 1) // 2
+    cuts = [LayerRange(0, middle), LayerRange(middle, num_layers)] if num_layers > 1 else [LayerRange(0, 1)]
+    cpu = torch.device("cpu")
+    return [CausalLMStage(copy_with_shared_weights(model), anatomy, owned, cpu) for owned in cuts]
+
+
+def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tensor, cuts: TokenCuts) -> ToyRun:
+    """Runs the stages on every slice: forwards, then backwards in reverse order."""
+    stores = [ContextStore(cuts.length) for _ in stages]
+    outputs: _Slices = defaultdict(list)
+    runs: list[list[tuple[Tensor | None, Tensor]]] = []
+    for stage in stages:
+        stage.model.zero_grad()
+        for tied in stage.tied:
+            tied.parameter.grad = None
+    for piece in cuts.token_slices(tokens):
+        hidden: Tensor | None = None
+        ends: list[tuple[Tensor | None, Tensor]] = []
+        for stage, store in zip(stages, stores, strict=True):
+            received = None if hidden is None else hidden.detach().requires_grad_()
+            with _recording(anatomy.layers_of(stage.model), stage.layers_here, outputs):
+                output = hidden = stage.forward(piece, received, store)
+            ends.append((received, output))
+            _check_attention(stage, store, piece.index + 1)
+        runs.append(ends)
+    outputs["logits"] = [ends[-1][1].detach() for ends in runs]
+    sizes = [b - a for a, b in pairwise(cuts.slices)]
+    weights = torch.split(output_weights(torch.cat(outputs["logits"], 1)), sizes, dim=1)
+    for ends, gradient in reversed(list(zip(runs, weights, strict=True))):
+        for received, output in reversed(ends):
+            torch.autograd.backward(output, gradient)
+            if received is not None and received.grad is not None:
+                gradient = received.grad
+    return ToyRun(_joined(outputs), _stage_gradients(stages))
+
+
+@contextmanager
+def _recording(layers: list[nn.Module], owned: range, outputs: _Slices) -> Iterator[None]:
+    """Collects the first layer's input and every owned layer's output, a list of slices each."""
+
+    def record(index: int, _layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if index == 0:
+            outputs[INPUT].append(hidden_states(args, kwargs).detach())
+        outputs[f"layer {index}"].append(first_output(output).detach())
+
+    with ExitStack() as hooks:
+        for index in owned:
+            hooks.enter_context(layers[index].register_forward_hook(partial(record, index), with_kwargs=True))
+        yield
+
+
+def _joined(outputs: _Slices) -> dict[str, Tensor]:
+    return {place: torch.cat(slices, dim=1) for place, slices in outputs.items()}
+
+
+def _check_attention(stage: CausalLMStage, store: ContextStore, num_slices: int) -> None:
+    """Raises SlipstreamError where a layer doesn't attend equally often in every slice."""
+    for index, layer in zip(stage.layers_here, stage.layers, strict=True):
+        inside = set(layer.modules())
+        calls = [call for call in store.reads if call[0] in inside]  # type: ignore[index]
+        if any(len(store.reads[call]) != num_slices for call in calls):
+            raise SlipstreamError(f"layer {index} does not attend equally often in every slice")
+
+
+def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = {}
+    for stage in stages:
+        gradients |= {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+        for tied in stage.tied:
+            if tied.head is not None and tied.head.grad is not None:
+                gradients[tied.name] = gradients.get(tied.name, torch.zeros(())) + tied.head.grad
+    return gradients

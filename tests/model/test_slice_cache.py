@@ -1,0 +1,176 @@
+"""Layers that take their positions from the cache's length are exact, and those that keep more in it are refused."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BloomConfig,
+    DeepseekV32Config,
+    FalconH1Config,
+    GPTJConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    MambaConfig,
+    MiniMaxM3VLTextConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
+
+from slipstream import Pipeline, Runtime, SlipstreamError
+from slipstream.model import check_sliceable
+from support.architectures import (
+    BOUND,
+    VOCABULARY,
+    gradient_error,
+    gradients,
+    labels_of,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+
+LENGTH = 96
+SLICES = [5, 1, 46, 44]  # the second alone in its slice, the third across position 64
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def llama4(floor_scale: int = 64) -> Llama4TextConfig:
+    return Llama4TextConfig(
+        **_SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        attention_chunk_size=16,
+        attn_temperature_tuning=True,
+        floor_scale=floor_scale,
+    )
+
+
+def bart() -> BartConfig:
+    return BartConfig(
+        is_decoder=True,
+        vocab_size=VOCABULARY,
+        d_model=32,
+        decoder_layers=4,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_position_embeddings=LENGTH,
+        dropout=0.0,
+    )
+
+
+def unsplit(config: PretrainedConfig) -> PreTrainedModel:
+    """The model in float64 with its own attention, under the name by which its own code knows it."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+
+
+@pytest.mark.parametrize("config", [llama4(), bart()], ids=["llama4_text", "bart"])
+def test_positions_from_the_caches_length_are_exact(config: PretrainedConfig) -> None:
+    model = unsplit(config)
+    whole, inputs = copy.deepcopy(model), tokens(length=LENGTH)
+    with no_rounding_inside():
+        expected = unsplit_step(whole, inputs, labels_of(inputs))
+        pipe = Pipeline(model, slices=SLICES, num_microbatches=2, num_ranks=2)
+        loss = pipe.step(inputs, labels_of(inputs))
+    assert abs(loss - expected) < BOUND * expected
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+
+
+def test_the_scale_of_positions_matters_here() -> None:
+    """Were every slice's first position 0, as without the cache, then gradients would differ by percents."""
+    model, other = unsplit(llama4()), unsplit(llama4(floor_scale=2 * LENGTH))
+    inputs = tokens(length=LENGTH)
+    for each in (model, other):
+        unsplit_step(each, inputs, inputs)
+    assert gradient_error(gradients(model.named_parameters()), gradients(other.named_parameters())) > 1e-2
+
+
+def documents(*lengths: int) -> Tensor:
+    return torch.cat([torch.full((2, length), number) for number, length in enumerate(lengths)], dim=1)
+
+
+def test_documents_are_refused_where_positions_would_run_on() -> None:
+    inputs = tokens(length=64)
+    pipe = Pipeline(unsplit(llama4()), slices=4, num_ranks=2)
+    with pytest.raises(SlipstreamError, match=r"'llama4_text' counts positions.*of more than 63 tokens"):
+        pipe.step(inputs, inputs, document_ids=documents(30, 34))
+    pipe = Pipeline(unsplit(bart()), slices=4, num_ranks=2)
+    with pytest.raises(SlipstreamError, match="'bart' counts positions from the sequence's start"):
+        pipe.step(inputs[:, :20], inputs[:, :20], document_ids=documents(8, 12))
+
+
+def test_documents_below_the_scale_are_separate_sequences() -> None:
+    model, inputs = unsplit(llama4()), tokens(length=60)
+    whole, cuts = copy.deepcopy(model), (0, 25, 60)
+    with no_rounding_inside():
+        for a, b in pairwise(cuts):
+            part = inputs[:, a:b]
+            share = (b - a - 1) / (60 - 2)  # of the targets
+            logits = whole(input_ids=part, use_cache=False).logits[:, :-1].flatten(0, 1)
+            (share * torch.nn.functional.cross_entropy(logits, part[:, 1:].flatten())).backward()
+        pipe = Pipeline(model, slices=[5, 30, 25], num_ranks=2)
+        pipe.step(inputs, inputs, document_ids=documents(25, 35))
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+
+
+_LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 8, "index_n_heads": 2}
+_LAYERS = {"num_key_value_heads": 2, "head_dim": 16}
+_STATES: dict[str, tuple[PretrainedConfig, str]] = {
+    "bloom": (BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), "BloomBlock.*never attends"),
+    "mamba": (MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "MambaBlock.*never attends"),
+    "minimax_m3": (
+        MiniMaxM3VLTextConfig(
+            **_SIZES, **_LAYERS, rotary_dim=8, layer_types=["full_attention", "minimax_m3_sparse"] * 2, index_n_heads=2
+        ),
+        "layer 1 carries an indexer's keys.*sparse attention",
+    ),
+    "deepseek_v32": (DeepseekV32Config(**_SIZES, **_LATENT), "reads the attention mask.*sparse attention"),
+    "qwen3_next": (Qwen3NextConfig(**_SIZES, **_LAYERS), "layer 0 .*never attends"),
+    "gptj": (
+        GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
+        "attention from a list of its own, not from transformers' AttentionInterface",
+    ),
+    "lfm2": (
+        Lfm2Config(**_SIZES, num_key_value_heads=2, layer_types=["full_attention", "conv"] * 2),
+        "layer 1 .*never attends",
+    ),
+    "falcon_h1": (
+        FalconH1Config(**_SIZES, num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_state=8),
+        "layer 0 carries the window of a convolution",
+    ),
+}
+
+
+@pytest.mark.parametrize("self_check", [True, False], ids=["self-check", "no self-check"])
+@pytest.mark.parametrize("name", _STATES)
+def test_carried_state_is_refused_with_and_without_the_self_check(name: str, self_check: bool) -> None:
+    config, reason = _STATES[name]
+    with pytest.raises(SlipstreamError, match=f"can't be (trained in token slices|cut into stages): .*{reason}"):
+        Pipeline.from_config(config, slices=4, num_ranks=2, runtime=Runtime(self_check=self_check))
+
+
+def test_the_self_check_says_up_to_which_length_documents_are_exact() -> None:
+    assert check_sliceable(llama4(floor_scale=8192)).longest_packed == 8191
+    assert check_sliceable(bart()).longest_packed == 0
