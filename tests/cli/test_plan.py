@@ -17,10 +17,13 @@ import slipstream
 from slipstream.cli.plan import plan as command
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
+from slipstream.planner.costs import ProfileSource
 from slipstream.planner.search import make_options
 from slipstream.planning.model_source import model_section
 from slipstream.planning.plan_file import plan_settings, write_plan_file
 from slipstream.profiler import ProfileSettings, profile_model
+from slipstream.profiler.cost_cache import CostCache
+from slipstream.schedule import COMMUNICATION, Schedule
 from slipstream.training.config import load_config
 from slipstream.units import count_text, seconds_text
 from support.architectures import llama
@@ -174,7 +177,8 @@ def test_what_is_written_of_a_model_is_what_was_given(model: Path, tmp_path: Pat
     assert model_section(llama())["config"]["hidden_size"] == 32
     with pytest.raises(SlipstreamError, match="a counted model can't be trained"):
         model_section(MODEL)
-    assert plan_settings(make_plan(dtype="float16"), {"path": "x"})["training"] == {"seq_len": 4096, "batch_size": 2}
+    settings = plan_settings(make_plan(dtype="float16"), {"path": "x"}, "1f1b")
+    assert settings["training"] == {"seq_len": 4096, "batch_size": 2}
 
 
 def test_files_are_replaced_only_when_told(model: Path, cluster: Path, tmp_path: Path) -> None:
@@ -225,6 +229,36 @@ def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
     used = load_config(tmp_path / "run" / "config.yaml")
     assert used.pipeline.slices == chosen["pipeline"]["slices"]
     assert used.pipeline.partition == chosen["pipeline"]["partition"]
+
+
+@pytest.mark.more
+def test_a_cut_and_an_order_that_were_found_are_trained_as_they_are(cluster: Path, tmp_path: Path) -> None:
+    """By two processes: the cut in halves, the slices and the order of the plan are those of the run."""
+    settings, output, text = tmp_path / "model.yaml", tmp_path / "plan.yaml", tmp_path / "text.txt"
+    settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
+    cluster.write_text(yaml.safe_dump(CLUSTER | {"num_nodes": 1}))
+    degrees = {"pipeline_parallel": "2", "schedule": "auto", "recompute": "none", "offload": "0"}
+    written = plan_file(settings, cluster, output, **degrees, global_batch=1)["pipeline"]
+    order = Schedule.parse(Path(written["schedule"]).read_text())
+    assert Path(written["schedule"]) == output.with_suffix(".txt")
+    assert any(layers != int(layers) for layers in written["partition"])
+    assert len(written["partition"]) == order.num_stages
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    trained = launch(
+        2,
+        COMMAND,
+        *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
+        *("--runtime.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
+    )
+    assert trained.returncode == 0, trained.stderr
+    used = load_config(tmp_path / "run" / "config.yaml")
+    assert (used.pipeline.slices, used.pipeline.partition) == (written["slices"], written["partition"])
+    ran = Schedule.parse((tmp_path / "run" / "schedule.txt").read_text())
+    assert ran.placement == order.placement
+    computed = [[a for a in row if a.op not in COMMUNICATION] for row in ran.actions]
+    assert computed == [list(row) for row in order.actions]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len([line for line in lines if "loss" in json.loads(line)]) == 2
 
 
 @pytest.mark.more
@@ -310,6 +344,26 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text(json.dumps({"format": profile.format}))
     with pytest.raises(SlipstreamError, match=r"broken.json isn't a profile"):
         slipstream.plan(llama(), tmp_path / "broken.json", **settings)
+
+
+def test_without_a_cluster_the_kept_costs_of_this_machine_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 1, "num_slices": 2}
+    with pytest.raises(SlipstreamError, match=r"has no costs of this model .* `slipstream profile MODEL --seq-len=64"):
+        slipstream.plan(llama(), **settings)
+    device, asked = torch.device("cpu"), ProfileSettings(**QUICK)
+    profile = profile_model(llama(), asked, device)
+    CostCache(llama(), asked, device, 1).keep(profile, print)
+    plan = slipstream.plan(llama(), **settings)
+    assert plan.notes == ProfileSource(profile, 1).notes()
+    assert plan.num_devices == 1
+    for other in ({"num_ranks": 2}, {"dtype": "bfloat16"}, {"model": llama(vocab_size=99)}):
+        with pytest.raises(SlipstreamError, match="no cluster is given"):
+            slipstream.plan(**{"model": llama()} | settings | other)
+    with pytest.raises(SlipstreamError, match="a counted model needs a cluster"):
+        slipstream.plan(MODEL, **settings)
 
 
 def test_impossible_clusters_and_too_little_memory(model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
+from slipstream.planner.costs import load_profile
 from slipstream.schedule import GENERATORS, add_communication, make_schedule, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
@@ -152,3 +153,30 @@ def test_an_impossible_order_ends_with_code_2_the_grid_the_rule_and_both_actions
     assert "1B0 (rank 1) waits for 1F0" in result.stderr  # the two actions
     assert "a backward follows its own forward" in result.stderr  # the rule
     assert result.stderr.splitlines()[-1].startswith("rank 1 >1B0<  1F0")  # the grid
+
+
+# --- from a profile --------------------------------------------------------------------------------------------------
+
+PROFILE = Path(__file__).parents[2] / "examples" / "profiles" / "xeon-two-processes.json"
+
+
+def test_a_profile_gives_the_costs_of_any_cut() -> None:
+    profile = load_profile(PROFILE)
+    num_layers, seq_len = len(profile.kinds), profile.seq_len
+    first, last = seq_len // 64 * 32, seq_len - seq_len // 64 * 32
+    cut = [0, num_layers - 1, 1, 0] if profile.units_per_layer == 1 else [0, num_layers - 1.5, 1.5, 0]
+    schedule = make_schedule("interleaved-1f1b", 2, 1, 2, 2)
+    expected = simulate(schedule, profile.cost(cut, [first, last])).makespan
+    given = f"--partition={','.join(map(str, cut))}", f"--lengths={first},{last}"
+    lines = shown("interleaved-1f1b", "--ranks=2", "--slices=2", f"--profile={PROFILE}", *given)
+    assert any(f": {expected:.4g} s, " in line for line in lines)
+    shown("1f1b", "--ranks=2", "--slices=2", f"--profile={PROFILE}")
+
+
+def test_cuts_that_a_profile_has_no_costs_of() -> None:
+    given = ("1f1b", "--ranks=2", "--slices=2", f"--profile={PROFILE}")
+    assert "--partition has 3 numbers, but the schedule '1f1b' needs 2" in refused(*given, "--partition=3,3,2")
+    assert "partition=[3.3, 4.7] has 8 layers; give every stage" in refused(*given, "--partition=3.3,4.7")
+    assert "--partition=3,x can't be read" in refused(*given, "--partition=3,x")
+    assert "--lengths has 1 numbers" in refused(*given, "--lengths=64")
+    assert "give --profile=profile.json too" in refused("1f1b", "--partition=1,2,3,4")

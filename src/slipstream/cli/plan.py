@@ -28,7 +28,14 @@ def plan(
     model: Annotated[
         str, Argument(help="A model's folder, hub name, config.json, or a training configuration (.yaml).")
     ],
-    cluster: Annotated[str, Argument(help="A cluster's name or file (.yaml), or a measured profile (.json).")],
+    cluster: Annotated[
+        str | None,
+        Argument(
+            help="A cluster's name or file (.yaml), or a measured profile (.json). Default: what runs measured here.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
     seq_len: Annotated[int, count("Tokens per sequence.")],
     global_batch: Annotated[int, count("Sequences per step, over all devices.")],
     num_nodes: Annotated[int | None, count("Nodes of the cluster. Default: as in its description.")] = None,
@@ -42,10 +49,10 @@ def plan(
     pipeline_parallel: Annotated[_List, _choices("Ranks per pipeline")] = None,
     data_parallel: Annotated[_List, _choices("Data-parallel degrees: pipelines that share a batch")] = None,
     stages_per_rank: Annotated[_List, _choices("Stages per rank")] = None,
-    schedule: Annotated[_List, _choices("Schedules, by name")] = None,
+    schedule: Annotated[_List, _choices("Schedules, by name; auto: found together with the cut and the slices")] = None,
     microbatch_size: Annotated[_List, _choices("Sequences per microbatch")] = None,
     num_slices: Annotated[_List, _choices("Token slices per sequence")] = None,
-    slicing: Annotated[_List, _choices("Where slices are cut: equal-time, exact")] = None,
+    slicing: Annotated[_List, _choices("Where slices are cut: equal-time, exact, auto")] = None,
     recompute: Annotated[_List, _choices("Recomputation: none, selective, full")] = None,
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
     shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
@@ -95,12 +102,13 @@ def _yes_or_no(text: str) -> bool:
     return text == "yes"
 
 
-def _run(model: str, cluster: str, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> None:
+def _run(model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> None:
     from rich.console import Console
 
-    from slipstream.planning.plan_file import check_new_file, write_plan_file
+    from slipstream.planning.plan_file import check_new_file, schedule_file, write_plan_file
 
     check_new_file(output, "--output", overwrite)
+    check_new_file(schedule_file(output), "--output", overwrite)
     if report is not None:
         check_new_file(report, "--report", overwrite)
     with Console(stderr=True).status("counting the model's operations") as status:
@@ -123,7 +131,7 @@ def _run(model: str, cluster: str, output: Path, report: Path | None, overwrite:
 def _print(plan: Plan) -> None:
     from rich.console import Console
 
-    from slipstream.planner.report.wording import reasons, search_text, shared_choices, shared_text
+    from slipstream.planner.report.wording import cut_lines, reasons, search_text, shared_choices, shared_text
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -138,6 +146,8 @@ def _print(plan: Plan) -> None:
     console.print(plans)
     if shared:
         say(shared_text(shared))
+    for line in cut_lines(plan.best):
+        say(line)
     say()
     console.print(memory)
     say()

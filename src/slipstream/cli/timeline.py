@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from slipstream.cli.number_options import amount, count
+from slipstream.cli.number_options import amount, count, numbers
 from slipstream.errors import SlipstreamError, did_you_mean
 
 if TYPE_CHECKING:
@@ -41,6 +41,15 @@ def timeline(
     ] = None,
     head: Annotated[float, amount("Work of the output head, in units of a rank's layers: 0.5 is half of them.")] = 0.0,
     link: Annotated[float, amount("Seconds of a message between ranks.")] = 0.0,
+    profile: Annotated[
+        Path | None, Option(help="Measured costs (slipstream profile), in place of the seconds above.")
+    ] = None,
+    partition: Annotated[
+        str | None, Option(help="With a profile: layers of each stage, such as 0,4.5,3.5.", metavar="LIST")
+    ] = None,
+    lengths: Annotated[
+        str | None, Option(help="With a profile: tokens of each slice. Default: equal ones.", metavar="LIST")
+    ] = None,
     output: Annotated[
         Path | None, Option(help="A .png, .svg or .pdf picture, or a .json trace for ui.perfetto.dev.")
     ] = None,
@@ -54,7 +63,11 @@ def timeline(
     seconds = {op: backward / 2 if each is None else each for op, each in gradients.items()}
     seconds |= {Op.F: forward, Op.B: backward, Op.R: forward, Op.OFFLOAD: 0, Op.RELOAD: 0}
     make = partial(_make, ranks, microbatches, slices, stages_per_rank)
-    cost = partial(_cost, seconds, head, link)
+    cost: Callable[[Schedule], TableCost] = partial(_cost, seconds, head, link)
+    if profile is not None:
+        cost = partial(_profiled_cost, profile, numbers(partition, "partition"), numbers(lengths, "lengths"))
+    elif partition is not None or lengths is not None:
+        raise SlipstreamError("--partition and --lengths are for measured costs: give --profile=profile.json too")
     shown = _find(schedule, make, cost)
     if against == _SIMULATED:
         shown = (_simulate_again(schedule, shown), *shown)
@@ -102,6 +115,23 @@ def _cost(seconds: Mapping[Op, float], head: float, link: float, plan: Schedule)
     held = {(g, i): share[g] / plan.num_slices for g, i in units}
     # Messages queue for a TableCost's bandwidth but share its latency; these are to queue.
     return TableCost(times, [link] * plan.num_slices, bandwidth=1.0, activations=held)
+
+
+def _profiled_cost(path: Path, partition: list[float] | None, lengths: list[float] | None, plan: Schedule) -> TableCost:
+    """Returns a profile's costs of the schedule's stages, by default of nearly equal numbers of layers, and slices."""
+    from slipstream.planner.costs import load_profile
+
+    profile = load_profile(path)
+    layers = partition or _nearly_equal(len(profile.kinds), plan.num_stages)
+    tokens = [int(each) for each in lengths or _nearly_equal(profile.seq_len, plan.num_slices)]
+    for name, given, wanted in (("partition", layers, plan.num_stages), ("lengths", tokens, plan.num_slices)):
+        if len(given) != wanted:
+            raise SlipstreamError(f"--{name} has {len(given)} numbers, but the schedule {plan.name!r} needs {wanted}")
+    return profile.cost(layers, tokens)
+
+
+def _nearly_equal(total: int, count: int) -> list[float]:
+    return [total // count + (i < total % count) for i in range(count)]
 
 
 def _read(path: Path) -> Schedule:

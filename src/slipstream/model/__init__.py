@@ -15,7 +15,7 @@ from slipstream.model.layer_range import (
 )
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy
 from slipstream.model.model_config import check_length, check_token_ids, config_from_settings, load_config
-from slipstream.model.model_cutting import copy_with_shared_weights, parts_of
+from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, parts_of
 from slipstream.model.model_loading import meta_model, model_for_timing, pretrained_model, random_model
 from slipstream.model.self_check import TOLERANCE, SelfCheck, check_carried_state, check_sliceable
 from slipstream.model.storages import SavedStorages, model_storages, storage_bytes, storage_id, storage_ids

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from slipstream.planner.joint import JointPlan
 from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryKind
 from slipstream.timeline import Timeline
+
+AUTO = "auto"  # the schedule and slicing of what the joint search finds
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +24,14 @@ class Configuration:
     tensor_parallel: int
     pipeline_parallel: int
     data_parallel: int
-    stages_per_rank: int
-    schedule: str  # a name of slipstream.schedule.GENERATORS
+    stages_per_rank: int  # of the rank with the most
+    schedule: str  # a name of slipstream.schedule.GENERATORS, or "auto": found together with the cut and the slices
     microbatch_size: int  # sequences
     num_slices: int
     recompute: str  # "none", "selective" or "full"
     offload: float  # the share of slices whose activations are offloaded to host memory
     shard_optimizer: bool  # its state is sharded over the data-parallel ranks (ZeRO-1)
-    slicing: str = "equal-time"  # or "exact": TeraPipe's optimum for equal stages
+    slicing: str = "equal-time"  # or "exact": TeraPipe's optimum for equal stages; or "auto"
 
     @property
     def optimizer_shards(self) -> int:
@@ -49,7 +52,7 @@ class Prediction:
     """
 
     configuration: Configuration
-    partition: tuple[int, ...]  # layers of each stage
+    partition: tuple[float, ...]  # layers of each stage, perhaps with halves; 0 for an end of the model alone
     placement: tuple[int, ...]  # the rank of each stage
     slices: tuple[int, ...]  # tokens of each slice
     num_microbatches: int
@@ -60,6 +63,7 @@ class Prediction:
     seconds_by_cause: Mapping[str, float]
     memory: tuple[Mapping[MemoryKind, float], ...]  # per rank, bytes by kind at the moment of its peak
     memory_limit: float  # bytes of a device
+    joint: JointPlan | None = None  # what the joint search found, where the schedule is "auto"
 
     @property
     def peak_memory(self) -> float:

@@ -29,31 +29,41 @@ def check_new_file(path: Path, option: str, overwrite: bool) -> None:
         raise SlipstreamError(f"{option}={path} exists; choose another file, or give --overwrite to replace it")
 
 
+def schedule_file(path: Path) -> Path:
+    """Returns the file of a found order, next to the plan file."""
+    return path.with_suffix(".txt")
+
+
 def write_plan_file(plan: Plan, model: dict[str, Any], path: Path) -> None:
     """Writes the best plan as a training configuration, without the text to train on and the folder for results.
 
-    `model` is the configuration's `model` section.
+    An order that has no name is written to a text file next to it. `model` is the configuration's `model` section.
     """
-    text = yaml.safe_dump(plan_settings(plan, model), sort_keys=False, default_flow_style=None, width=120)
+    schedule = plan.best.configuration.schedule
+    if plan.best.joint is not None:
+        schedule = str(schedule_file(path).resolve())
+        schedule_file(path).write_text(f"{plan.best.joint.schedule}\n", encoding="utf-8")
+    text = yaml.safe_dump(plan_settings(plan, model, schedule), sort_keys=False, default_flow_style=None, width=120)
     train = f"slipstream train {path} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10"
     path.write_text(f"# Written by `slipstream plan`.\n# {train}\n{text}", encoding="utf-8")
 
 
-def plan_settings(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
-    """Returns the best plan as the nested dictionaries of a training configuration."""
+def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str, Any]:
+    """Returns the best plan as the nested dictionaries of a training configuration; `schedule` is a name or file."""
     best, chosen = plan.best, plan.best.configuration
     training: dict[str, Any] = {"seq_len": plan.seq_len, "batch_size": plan.global_batch}
     if plan.dtype in _PRECISIONS:
         training["precision"] = _PRECISIONS[plan.dtype]
+    stages = {"stages_per_rank": chosen.stages_per_rank} if best.joint is None else {}  # a file has its own
     return {
         "model": model,
         "pipeline": {
             "num_ranks": chosen.pipeline_parallel,
-            "stages_per_rank": chosen.stages_per_rank,
-            "schedule": chosen.schedule,
+            **stages,
+            "schedule": schedule,
             "num_microbatches": best.num_microbatches,
             "slices": [int(length) for length in best.slices],
-            "partition": [int(layers) for layers in best.partition],
+            "partition": [int(layers) if layers == int(layers) else float(layers) for layers in best.partition],
         },
         "memory": {"recompute": chosen.recompute, "offload": float(chosen.offload)},
         "parallel": {

@@ -12,10 +12,18 @@ from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner import Plan
-from slipstream.planner.costs import AnalyticSource, Cluster, ModelCount, ProfileSource, load_cluster, load_profile
+from slipstream.planner.costs import (
+    AnalyticSource,
+    Cluster,
+    ModelCount,
+    Profile,
+    ProfileSource,
+    load_cluster,
+    load_profile,
+)
 from slipstream.planner.search import check_count, make_options, search_plans
 from slipstream.planning.model_source import model_config, model_name
-from slipstream.profiler import count_model, identify_model
+from slipstream.profiler import count_model, identify_model, newest_costs
 
 _DTYPE = "bfloat16"
 
@@ -24,7 +32,7 @@ Model: TypeAlias = str | Path | PretrainedConfig | ModelCount
 
 def plan(
     model: Model,
-    cluster: str | Path | Cluster,
+    cluster: str | Path | Cluster | None = None,
     *,
     seq_len: int,
     global_batch: int,
@@ -40,7 +48,8 @@ def plan(
         model: a transformers configuration; a folder or hub name; a .json or .yaml file with a transformers
             configuration, or a training configuration with a `model` section; or a counted model.
         cluster: the name of a shipped cluster, a file that describes one, a Cluster, or a file that `slipstream
-            profile` wrote, whose measurements are then used instead.
+            profile` wrote, whose measurements are then used instead. None: the newest measurements that a run on this
+            machine has kept.
         seq_len: tokens of a sequence.
         global_batch: sequences of a step, on all devices together.
         dtype: the dtype in which the model computes. Default: bfloat16, or with a profile the dtype that was profiled.
@@ -57,8 +66,9 @@ def plan(
     allowed = make_options(**options)
     for name, value in {"seq_len": seq_len, "global_batch": global_batch}.items():
         check_count(name, value)
-    profile = _profile_path(cluster)
+    profile = _profile_of(model, cluster, seq_len, dtype, num_ranks)
     if profile is None:
+        assert cluster is not None
         if num_ranks is not None:
             raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
         source: AnalyticSource | ProfileSource = _analytic_source(model, cluster, seq_len, dtype, num_nodes)
@@ -67,6 +77,18 @@ def plan(
     else:
         source = _profile_source(model, profile, seq_len, dtype, num_ranks)
     return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)
+
+
+def _profile_of(
+    model: Model, cluster: str | Path | Cluster | None, seq_len: int, dtype: str | None, num_ranks: int | None
+) -> Profile | None:
+    """Returns the profile that is given, or kept where nothing is given; None for a cluster."""
+    if cluster is not None:
+        path = _profile_path(cluster)
+        return None if path is None else load_profile(path)
+    if isinstance(model, ModelCount):
+        raise SlipstreamError("a counted model needs a cluster, such as h100-dgx.")
+    return newest_costs(model_config(model, seq_len), seq_len, dtype, num_ranks)
 
 
 def _profile_path(cluster: str | Path | Cluster) -> Path | None:
@@ -80,8 +102,9 @@ def _profile_path(cluster: str | Path | Cluster) -> Path | None:
     return None if isinstance(values, dict) and "device" in values else Path(cluster)
 
 
-def _profile_source(model: Model, path: Path, seq_len: int, dtype: str | None, num_ranks: int | None) -> ProfileSource:
-    profile = load_profile(path)
+def _profile_source(
+    model: Model, profile: Profile, seq_len: int, dtype: str | None, num_ranks: int | None
+) -> ProfileSource:
     if isinstance(model, ModelCount):
         raise SlipstreamError("a profile needs the model it was measured for: give its configuration, folder or name.")
     profile.check(identify_model(model_config(model, seq_len)), dtype)

@@ -1,14 +1,25 @@
-"""Finds which layers of a model are equal, so that measuring one of each kind is enough."""
+"""Finds which layers of a model are equal, so that one of each kind is measured, and whether halves of them are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
-from slipstream.model import ModelAnatomy, meta_model
+from slipstream.errors import SlipstreamError
+from slipstream.model import ModelAnatomy, find_anatomy, find_halves, meta_model
+
+
+def anatomy_with_halves(config: PretrainedConfig) -> ModelAnatomy:
+    """Returns the model's anatomy, with the halves of its layers where they can be cut."""
+    anatomy = find_anatomy(config)
+    try:
+        return replace(anatomy, halves=find_halves(config, anatomy))
+    except SlipstreamError:
+        return anatomy
 
 
 def find_layer_kinds(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], tuple[str, ...]]:

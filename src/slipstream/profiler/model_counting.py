@@ -7,19 +7,28 @@ and described instead by heads, widths and the mask's window, as their number de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.model import SavedStorages, causal_cross_entropy, find_anatomy
+from slipstream.model import (
+    LayerHalf,
+    LayerPart,
+    SavedStorages,
+    causal_cross_entropy,
+    copy_with_shared_weights,
+    keep_half,
+)
 from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_hidden_states
 from slipstream.planner.costs import Amount, ModelCount, OpCount, PartCount
-from slipstream.profiler.layer_kinds import find_layer_kinds
+from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds
 from slipstream.profiler.operation_tally import OperationTally, counted_operations
 from slipstream.profiler.recorded_calls import META, ModelCalls, counting_model, record_calls, recording
 from slipstream.schedule import Op
@@ -38,13 +47,14 @@ def count_model(config: PretrainedConfig, seq_len: int, dtype: torch.dtype = tor
     Raises:
         SlipstreamError: the architecture can't be cut into stages, or its attention can't be recorded.
     """
-    anatomy = find_anatomy(config)
+    anatomy = anatomy_with_halves(config)
     kinds, names = find_layer_kinds(config, anatomy)
     model = counting_model(config, dtype)
     calls = [record_calls(model, anatomy, length, seq_len) for length in _LENGTHS]
     layers = [f"{anatomy.layers}.{kinds.index(kind)}" for kind in range(len(names))]
     width = config.get_text_config().hidden_size
     counted = [_count_part(model, name, (layer,), calls, width) for name, layer in zip(names, layers, strict=True)]
+    halves = zip(counted, layers, strict=True) if anatomy.halves else ()
     return ModelCount(
         kinds=kinds,
         layers=tuple(counted),
@@ -54,14 +64,20 @@ def count_model(config: PretrainedConfig, seq_len: int, dtype: torch.dtype = tor
         dtype=str(dtype).removeprefix("torch."),
         dtype_bytes=dtype.itemsize,
         tied=bool(anatomy.tied),
+        halves=tuple(_count_halves(part, model, layer, anatomy.halves, calls, width) for part, layer in halves),
     )
 
 
 def _count_part(
-    model: PreTrainedModel, name: str, modules: Sequence[str], recorded: Sequence[ModelCalls], width: int
+    model: PreTrainedModel,
+    name: str,
+    modules: Sequence[str],
+    recorded: Sequence[ModelCalls],
+    width: int,
+    cut: Callable[[nn.Module], nn.Module] = lambda module: module,
 ) -> PartCount:
-    """Returns the counts of a part, whose modules run one after the other at both lengths."""
-    short, long = (_PartRun(model, modules, calls, width, loss=name == "head") for calls in recorded)
+    """Returns the counts of a part, whose modules, once cut, run one after the other at both lengths."""
+    short, long = (_PartRun(model, modules, calls, width, name == "head", cut) for calls in recorded)
     num_tokens = long.own.length - short.own.length
 
     def line(op: Op, key: str) -> Amount:
@@ -87,14 +103,48 @@ def _count_part(
     )
 
 
+def _count_halves(
+    whole: PartCount,
+    model: PreTrainedModel,
+    layer: str,
+    parts: Sequence[LayerPart],
+    recorded: Sequence[ModelCalls],
+    width: int,
+) -> tuple[PartCount, PartCount]:
+    """Returns the counts of a layer's halves, which add up to those of the whole layer.
+
+    A half that runs alone also adds the -0.0 that stands in for the other one. Both do, so it cancels in
+    (half + whole - other half) / 2.
+    """
+
+    def cut_to(half: LayerHalf, module: nn.Module) -> nn.Module:
+        copied = copy_with_shared_weights(module)
+        keep_half(copied, parts, half)
+        return copied
+
+    attention, other = (
+        _count_part(model, f"{whole.name}, {half.value} half", (layer,), recorded, width, partial(cut_to, half))
+        for half in LayerHalf
+    )
+    alone = attention.mixed(other, whole, lambda own, others, both: (own + both - others) / 2)
+    rest = other.mixed(alone, whole, lambda _, others, both: both - others)
+    return replace(alone, attentions=whole.attentions, is_half=True), replace(rest, attentions=(), is_half=True)
+
+
 class _PartRun:
     """A part's F, I and W at one length, alone, on meta tensors."""
 
     def __init__(
-        self, model: PreTrainedModel, modules: Sequence[str], calls: ModelCalls, width: int, loss: bool
+        self,
+        model: PreTrainedModel,
+        modules: Sequence[str],
+        calls: ModelCalls,
+        width: int,
+        loss: bool,
+        cut: Callable[[nn.Module], nn.Module],
     ) -> None:
         names = [name for name in calls.arguments if name in modules]  # in the order of their calls
-        self._modules = [(model.get_submodule(name), *calls.arguments[name]) for name in names]
+        self._modules = [(cut(model.get_submodule(name)), *calls.arguments[name]) for name in names]
         self._width, self._loss = width, loss
         self.parameters = list({id(p): p for module, *_ in self._modules for p in module.parameters()}.values())
         # rotary tables and the like, which all layers share

@@ -17,13 +17,11 @@ from slipstream.model import (
     ModelEnd,
     check_length,
     copy_with_shared_weights,
-    find_anatomy,
-    find_halves,
     model_for_timing,
 )
 from slipstream.parallel import Ranks
 from slipstream.planner.costs import MeasuredLink, Profile, choose_stages, part_kinds
-from slipstream.profiler.layer_kinds import find_layer_kinds
+from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds
 from slipstream.profiler.measurement_grid import make_grid, make_short_grid
 from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
 from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions
@@ -94,7 +92,7 @@ def profile_model(
     settings.check()
     check_length(config, settings.seq_len)
     ranks = Ranks.of()
-    anatomy = _with_halves(config)
+    anatomy = anatomy_with_halves(config)
     kinds, names = find_layer_kinds(config, anatomy)
     units_per_layer = 2 if anatomy.halves else 1
     parts = choose_stages(part_kinds(kinds, units_per_layer))
@@ -121,15 +119,6 @@ def profile_model(
         link=link,
         disturbed=max(bench.disturbed for bench in benches),
     )
-
-
-def _with_halves(config: PretrainedConfig) -> ModelAnatomy:
-    """Returns the model's anatomy, with the halves of its layers where they can be cut."""
-    anatomy = find_anatomy(config)
-    try:
-        return replace(anatomy, halves=find_halves(config, anatomy))
-    except SlipstreamError:
-        return anatomy
 
 
 def make_benches(

@@ -241,13 +241,14 @@ def test_what_differs_is_named(profile: Profile) -> None:
     ("partition", "slices", "reason"),
     [
         ([3, 2], [64], "has 5 layers.*6 in all"),
-        ([6, 0], [64], "at least one"),
+        ([3, 0, 3], [64], "give every stage at least 1, in whole numbers"),
+        ([3.5, 2.5], [64], "whole numbers, as its layers can't be cut in half"),
         ([3, 3], [64, 1], "profile's 64. Profile with --seq-len=65"),
         ([3, 3], [32, 0], "each of 1 token or more"),
     ],
 )
 def test_pipelines_that_were_not_measured(
-    profile: Profile, partition: list[int], slices: list[int], reason: str
+    profile: Profile, partition: list[float], slices: list[int], reason: str
 ) -> None:
     with pytest.raises(SlipstreamError, match=reason):
         profile.cost(partition, slices)

@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,12 +24,13 @@ from slipstream.planner.costs import (
     PartCount,
 )
 from slipstream.planner.costs.cluster import Cluster, load_cluster, parse_cluster
-from slipstream.planner.plans import Configuration
+from slipstream.planner.plans import Configuration, Plan
 from slipstream.planner.report.wording import reasons
 from slipstream.planner.search import search_plans
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
+from slipstream.profiler import count_model
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
 from slipstream.simulator import MemoryKind, StageSlice, memory_of, quick_peaks
 from support.architectures import llama
@@ -403,3 +405,66 @@ def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_ran
     run = pipe.layout.training
     computed = [[action for action in row if action.op not in COMMUNICATION] for row in run.actions]
     assert [list(row) for row in candidate.schedule.actions] == computed
+
+
+# --- what is found jointly -------------------------------------------------------------------------------------------
+
+
+@cache
+def counted_llama() -> AnalyticSource:
+    """Four layers in halves, on one node of two devices."""
+    return AnalyticSource(count_model(llama(), SEQ_LEN, torch.float16), small_cluster(1), "llama")
+
+
+TWO_RANKS = PlanOptions(pipeline_parallel=(2,), data_parallel=(1,), tensor_parallel=(1,))
+
+
+@cache
+def jointly_planned() -> Plan:
+    return search_plans(counted_llama(), SEQ_LEN, 1, options=replace(TWO_RANKS, schedule=("auto",), offload=(0.0,)))
+
+
+def test_a_joint_plan_is_at_least_as_fast_as_named_schedules_and_is_what_a_pipeline_runs() -> None:
+    plan = jointly_planned()
+    best, found = plan.best, plan.best.joint
+    assert found is not None
+    assert best.configuration.schedule == best.configuration.slicing == "auto"
+    assert (best.partition, best.slices, best.placement) == (found.partition, found.slices, found.schedule.placement)
+    (named,) = (each.prediction for each in plan.alternatives if each.choice == "schedule")
+    assert named.step_seconds >= best.step_seconds
+    assert sum(best.partition) == 4
+    assert sum(best.slices) == SEQ_LEN
+    pipe = Pipeline.from_config(
+        llama(max_position_embeddings=SEQ_LEN),
+        schedule=found.schedule,
+        num_ranks=2,
+        slices=list(best.slices),
+        partition=list(best.partition),
+        memory=Memory(recompute=best.configuration.recompute),
+        runtime=Runtime(self_check=False),
+    )
+    computed = [[a for a in row if a.op not in COMMUNICATION] for row in pipe.layout.training.actions]
+    assert [list(row) for row in plan.schedule.actions] == computed
+
+
+def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
+    """Half of what the plan without a limit takes besides weights, gradients and optimizer state."""
+    free = jointly_planned().best
+    state = sum(part.num_parameters for part in counted_llama().model.of_kind) * 16
+    limit = max(1e6, state + (free.peak_memory - state) / 2)
+    options = replace(TWO_RANKS, schedule=("auto",), memory_limit=limit, offload=(0.0,))
+    best = search_plans(counted_llama(), SEQ_LEN, 1, options=options).best
+    assert best.configuration.schedule == "auto"
+    assert best.peak_memory <= limit < free.peak_memory
+
+
+def test_given_counts_leave_nothing_to_the_joint_search() -> None:
+    some: tuple[PlanOptions, ...] = (
+        replace(TWO_RANKS, stages_per_rank=(1,)),
+        replace(TWO_RANKS, num_slices=(2,)),
+        replace(TWO_RANKS, schedule=("1f1b",)),
+        replace(TWO_RANKS, slicing=("exact",)),
+    )
+    for options in some:
+        plan = search_plans(counted_llama(), SEQ_LEN, 1, options=options)
+        assert all(each.joint is None for each in plan.predictions)

@@ -20,6 +20,7 @@ import numpy as np
 
 from slipstream.planner.costs.cluster import Cluster, LinkKind
 from slipstream.planner.costs.operation_counts import AttentionCall, ModelCount, OpCount, PartCount, StateBytes
+from slipstream.planner.costs.stage_basis import Stage
 from slipstream.schedule import Action, Op
 from slipstream.simulator import TableCost
 
@@ -56,7 +57,8 @@ class ClusterCost(TableCost):
 class AnalyticCosts:
     """The costs of a counted model's stages on a cluster, on one rank of a stage, for microbatches of one size.
 
-    A stage is given by its `layers`; a slice by its `length` and its `context`, the tokens before it, of each sequence.
+    A stage is given by its `layers`, or by its parts; a slice by its `length` and its `context`, the tokens before it,
+    of each sequence.
     Times are in seconds, sizes in bytes. Attention is FlashAttention: only the scores under the mask, recomputed in the
     backward, never written to memory.
 
@@ -70,9 +72,18 @@ class AnalyticCosts:
     tensor_parallel: int = 1
     microbatch_size: int = 1
 
+    @property
+    def units_per_layer(self) -> int:
+        """2 where the halves of layers are known, else 1."""
+        return self.model.units_per_layer
+
+    def parts_of(self, stage: Stage) -> range:
+        """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
+        return self.model.parts_of(stage)
+
     # --- seconds -----------------------------------------------------------------------------------------------------
 
-    def seconds(self, layers: range, op: Op, length: Any, context: Any) -> Any:
+    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
         """Returns the time of F, B, I or W; ints give a number, integer arrays an array."""
         return sum(n * self.part_seconds(part, op, length, context) for n, part in self.model.counted(layers))
 
@@ -91,7 +102,7 @@ class AnalyticCosts:
         busy = np.maximum(busy, count.num_kernels * device.kernel_seconds)
         return busy + self._part_reduce_seconds(part, op, length)
 
-    def replay_seconds(self, layers: range, recompute: str, length: Any, context: Any) -> Any:
+    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
         """Returns the time of R: that of F, or with "selective" of its kernels other than products and attention."""
         if recompute != "selective":
             return self.seconds(layers, Op.F, length, context)
@@ -108,13 +119,13 @@ class AnalyticCosts:
         wide = count.wide_bytes.per_token * tokens + count.wide_bytes.constant / self.tensor_parallel
         return (wide + count.other_bytes.at(tokens) / self.tensor_parallel) / self.cluster.device.bytes_per_second
 
-    def reduce_seconds(self, layers: range, op: Op, length: Any) -> Any:
+    def reduce_seconds(self, layers: Stage, op: Op, length: Any) -> Any:
         """Returns the part of it that is all-reduces between tensor-parallel ranks."""
         return sum(n * self._part_reduce_seconds(part, op, length) for n, part in self.model.counted(layers))
 
     def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
         """Returns the time of all-reduces between tensor-parallel ranks: of a layer's two outputs or two gradients."""
-        in_layer = 2 if part.attentions else 0
+        in_layer = 1 if part.is_half else 2 if part.attentions else 0
         times = {Op.F: in_layer or int(part is self.model.embedding), Op.I: in_layer or int(part is self.model.head)}
         return times.get(op, 0) * self.cluster.all_reduce_seconds(self.message_bytes(length), self.tensor_parallel)
 
@@ -129,14 +140,14 @@ class AnalyticCosts:
         width = keys + values if op is Op.F else 3 * keys + 2 * values  # backward: S, dP, dV, dQ, dK
         return 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
 
-    def optimizer_step_seconds(self, layers: range, shards: int = 1) -> float:
+    def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
         """Returns the time of AdamW whose state is spread over `shards` replicas: it reads and writes the parameters
         and its state, and reads gradients."""
         state, number = StateBytes.of(self.model.dtype), self.num_parameters(layers)
         written = state.weights * number + state.optimizer * number / shards
         return (2 * written + state.gradients * number) / self.cluster.device.bytes_per_second
 
-    def gradient_seconds(self, layers: range, data_parallel: int) -> float:
+    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
         """Returns the time of the all-reduce of a stage's gradients between the replicas, whose ranks are
         tensor_parallel apart."""
         num_bytes = StateBytes.of(self.model.dtype).gradients * self.num_parameters(layers)
@@ -144,44 +155,44 @@ class AnalyticCosts:
 
     # --- bytes of one rank -------------------------------------------------------------------------------------------
 
-    def num_parameters(self, layers: range) -> float:
+    def num_parameters(self, layers: Stage) -> float:
         """Returns the number of a stage's parameters."""
         return sum(n * part.num_parameters for n, part in self.model.counted(layers)) / self.tensor_parallel
 
-    def activation_bytes(self, layers: range, length: int) -> float:
+    def activation_bytes(self, layers: Stage, length: int) -> float:
         """Returns what a slice's F keeps for its backward without recomputation, except keys and values.
 
         Every tensor-parallel rank has the whole of tensors as wide as the hidden state, and a part of all others.
         """
         total, norm_inputs = 0.0, 2.0 * self.model.hidden_size * self.model.dtype_bytes
         for number, part in self.model.counted(layers):
-            wide = min(norm_inputs, part.activation_bytes)
+            wide = min(norm_inputs / (2 if part.is_half else 1), part.activation_bytes)
             per_token = wide + (part.activation_bytes - wide) / self.tensor_parallel
             total += number * self.microbatch_size * length * per_token
         return total
 
-    def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
+    def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
         """Returns what F keeps of it until R: the stage's input, which for the first stage are tokens; with "selective"
         also the outputs of matrix products and attention."""
-        kept = float(self.message_bytes(length)) if layers.start else 0.0
+        kept = float(self.message_bytes(length)) if self.model.parts_of(layers).start else 0.0
         if recompute == "selective":
             products = sum(number * part.product_bytes for number, part in self.model.counted(layers))
             kept += self.microbatch_size * length * products / self.tensor_parallel
         return kept
 
-    def context_bytes(self, layers: range, length: int) -> float:
+    def context_bytes(self, layers: Stage, length: int) -> float:
         """Returns the keys and values of `length` tokens, kept from a microbatch's first F to its last backward."""
         per_token = sum(number * part.context_bytes for number, part in self.model.counted(layers))
         return self.microbatch_size * length * per_token / self.tensor_parallel
 
-    def context_gradient_bytes(self, layers: range, length: int) -> float:
+    def context_gradient_bytes(self, layers: Stage, length: int) -> float:
         """Returns their gradients in float32, kept from a microbatch's first backward to its last."""
         return self.context_bytes(layers, length) * 4 / self.model.dtype_bytes
 
-    def logits_gradient_bytes(self, layers: range, length: int) -> float:
+    def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
         """Returns the gradient of a slice's logits in float32, made before any activation is freed; 0 without the
         head."""
-        if layers.stop < len(self.model.kinds):
+        if not self.model.has_head(layers):
             return 0.0
         vocabulary = self.model.head_weight / self.model.hidden_size
         return 4 * self.microbatch_size * length * vocabulary / self.tensor_parallel

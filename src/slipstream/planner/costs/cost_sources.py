@@ -31,6 +31,7 @@ class AnalyticSource:
     def __init__(self, model: ModelCount, cluster: Cluster, name: str) -> None:
         self.model, self.cluster, self.name, self.hardware = model, cluster, name, cluster.name
         self.kinds = model.kinds  # the kind of every layer; equal layers have equal numbers
+        self.parts, self.units_per_layer = model.parts, model.units_per_layer  # the kind of every part
         self.num_devices, self.devices_per_node = cluster.num_devices, cluster.devices_per_node
         self.memory = cluster.device.memory  # bytes of a device
         self.host = HostMemorySpec(cluster.device.host_bandwidth, cluster.device.host_memory)
@@ -92,6 +93,7 @@ class ProfileSource:
         self.name = f"{profile.model.model_type}, {profile.model.num_layers} layers of {profile.model.hidden_size}"
         self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
         self.kinds, self.num_devices = profile.kinds, num_ranks
+        self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
         self.dtype, self.state = profile.dtype, StateBytes.of("float32")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
+from slipstream.planner.costs.stage_basis import Stage, part_kinds, parts_of
 from slipstream.planner.costs.time_fit import AttentionWindow
 from slipstream.schedule import Op
 
@@ -23,6 +26,8 @@ class Amount:
 
 
 _NONE = Amount()
+_AMOUNTS = ("flops", "matmul_bytes", "wide_bytes", "other_bytes")  # of an OpCount
+_SIZES = ("num_parameters", "activation_bytes", "context_bytes", "product_bytes")  # of a PartCount
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class PartCount:
-    """A layer of one kind, the embedding, or the norm and head with the loss."""
+    """A layer of one kind or one of its halves, the embedding, or the norm and head with the loss."""
 
     name: str
     num_parameters: int
@@ -76,6 +81,25 @@ class PartCount:
     activation_bytes: float  # per token: what F keeps for the backward, its input included
     context_bytes: float  # per token: keys and values
     product_bytes: float = 0.0  # per token: outputs of products and attention, what selective recomputation keeps
+    is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
+
+    def mixed(self, other: PartCount, third: PartCount, mix: Callable[[float, float, float], float]) -> PartCount:
+        """Returns the part whose every number is `mix` of this part's, the other's and the third's."""
+
+        def amount(*amounts: Amount) -> Amount:
+            constants, per_token = zip(*((each.constant, each.per_token) for each in amounts), strict=True)
+            return Amount(max(0.0, mix(*constants)), max(0.0, mix(*per_token)))
+
+        def counts(*ops: OpCount) -> OpCount:
+            values: dict[str, Any] = {name: amount(*(getattr(op, name) for op in ops)) for name in _AMOUNTS}
+            for name in ("num_matmuls", "num_kernels"):
+                values[name] = round(mix(*(getattr(op, name) for op in ops)))
+            return OpCount(**values)
+
+        parts = (self, other, third)
+        numbers: dict[str, Any] = {name: mix(*(getattr(part, name) for part in parts)) for name in _SIZES}
+        ops = {op: counts(*(part.ops[op] for part in parts)) for op in self.ops}
+        return replace(self, **numbers | {"ops": ops, "num_parameters": round(numbers["num_parameters"])})
 
 
 @dataclass(frozen=True)
@@ -90,19 +114,41 @@ class ModelCount:
     dtype: str
     dtype_bytes: int
     tied: bool = False  # the head's weight is the embedding's
+    halves: tuple[tuple[PartCount, PartCount], ...] = ()  # of the layers of each kind; none where they can't be cut
 
     @property
     def whole(self) -> range:
         """The layers of the model."""
         return range(len(self.kinds))
 
-    def counted(self, layers: range) -> tuple[tuple[int, PartCount], ...]:
-        """Returns the parts of the stage with these layers as (how many, part), equal layers together."""
-        kinds = Counter(self.kinds[layer] for layer in layers)
-        inner = tuple((number, self.layers[kind]) for kind, number in sorted(kinds.items()))
-        first = ((1, self.embedding),) if layers.start == 0 else ()
-        last = ((1, self.head),) if layers.stop == len(self.kinds) else ()
-        return first + inner + last
+    @property
+    def units_per_layer(self) -> int:
+        """2 where the halves of layers are known, else 1."""
+        return 2 if self.halves else 1
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The kind of every part of the model: embedding, units of layers, head."""
+        return part_kinds(self.kinds, self.units_per_layer)
+
+    @cached_property
+    def of_kind(self) -> tuple[PartCount, ...]:
+        """A part of each kind."""
+        units = [unit for each in self.halves for unit in each] if self.halves else self.layers
+        return (*units, self.embedding, self.head)
+
+    def parts_of(self, stage: Stage) -> range:
+        """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
+        return parts_of(stage, len(self.kinds), self.units_per_layer)
+
+    def has_head(self, stage: Stage) -> bool:
+        """Returns whether the head is among a stage's parts."""
+        return self.parts_of(stage).stop == len(self.parts)
+
+    def counted(self, stage: Stage) -> tuple[tuple[int, PartCount], ...]:
+        """Returns the parts of a stage as (how many, part), equal ones together; of layers their halves, if known."""
+        kinds = Counter(self.parts[part] for part in self.parts_of(stage))
+        return tuple((number, self.of_kind[kind]) for kind, number in sorted(kinds.items()))
 
     @property
     def num_parameters(self) -> int:

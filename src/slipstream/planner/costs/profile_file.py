@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, ModelIdentity
-from slipstream.planner.costs.stage_basis import combine, part_kinds, parts_of, stage_row
+from slipstream.planner.costs.stage_basis import (
+    Stage,
+    StageParts,
+    check_partition,
+    combine,
+    part_kinds,
+    parts_of,
+    stage_row,
+)
 from slipstream.planner.costs.time_fit import SlicePoint, TimeFit
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
@@ -65,26 +73,26 @@ class Profile:
 
     # --- what a stage costs ------------------------------------------------------------------------------------------
 
-    def time(self, layers: range, op: Op) -> FittedTime:
+    def time(self, layers: Stage, op: Op) -> FittedTime:
         """Returns the time function of one op of a stage; R takes as long as F.
 
         Raises:
             SlipstreamError: where the model doesn't have these layers.
         """
-        if not 0 <= layers.start < layers.stop <= len(self.kinds):
+        if isinstance(layers, range) and not 0 <= layers.start < layers.stop <= len(self.kinds):
             raise SlipstreamError(
                 f"there is no stage with the layers {layers.start} to {layers.stop - 1}: the profile's model has the "
                 f"layers 0 to {len(self.kinds) - 1}."
             )
         return self._sum(self._weights(layers), op)
 
-    def seconds(self, layers: range, op: Op, length: Any, context: Any) -> Any:
+    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
         return self.time(layers, op)(length, context)
 
-    def reduce_seconds(self, layers: range, op: Op, length: Any) -> Any:
+    def reduce_seconds(self, layers: Stage, op: Op, length: Any) -> Any:
         return 0.0 * np.asarray(length)
 
-    def replay_seconds(self, layers: range, recompute: str, length: Any, context: Any) -> Any:
+    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
         return self.seconds(layers, Op.R, length, context)
 
     def part_time(self, name: str, op: Op) -> FittedTime:
@@ -112,34 +120,38 @@ class Profile:
         """The kind of every part of the model: embedding, units of layers, head."""
         return part_kinds(self.kinds, self.units_per_layer)
 
+    def parts_of(self, layers: Stage) -> range:
+        """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
+        return parts_of(layers, len(self.kinds), self.units_per_layer)
+
     def by_part(self, values: Sequence[float]) -> tuple[list[float], float]:
         """Returns what each part has of a quantity that the measured stages have, and what a stage has besides."""
         fixed, *kinds = (sum(w * v for w, v in zip(row, values, strict=True)) for row in self._part_weights)
         return [kinds[kind] for kind in self.parts], fixed
 
-    def activation_bytes(self, layers: range, length: int) -> float:
+    def activation_bytes(self, layers: Stage, length: int) -> float:
         return self._total(layers, [float(stage.activation_bytes_at(length)) for stage in self.stages])
 
-    def kept_bytes(self, layers: range, recompute: str, length: int) -> float:
-        return float(self.message_bytes(length)) if layers.start else 0.0  # the first stage's input are tokens
+    def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
+        return float(self.message_bytes(length)) if self.parts_of(layers).start else 0.0  # the first gets tokens
 
-    def context_bytes(self, layers: range, length: int) -> float:
+    def context_bytes(self, layers: Stage, length: int) -> float:
         return length * self._total(layers, [stage.context_bytes for stage in self.stages])
 
-    def context_gradient_bytes(self, layers: range, length: int) -> float:
+    def context_gradient_bytes(self, layers: Stage, length: int) -> float:
         return length * self._total(layers, [stage.context_gradient_bytes for stage in self.stages])
 
-    def logits_gradient_bytes(self, layers: range, length: int) -> float:
-        has_head = layers.stop == len(self.kinds)
+    def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
+        has_head = self.parts_of(layers).stop == len(self.parts)
         return 4 * self.microbatch_size * length * self.model.vocab_size if has_head else 0.0
 
-    def num_parameters(self, layers: range) -> int:
+    def num_parameters(self, layers: Stage) -> int:
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
 
-    def gradient_seconds(self, layers: range, data_parallel: int) -> float:
+    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
         return 0.0
 
-    def optimizer_step_seconds(self, layers: range, shards: int = 1) -> float:
+    def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
         return self.optimizer_seconds * self.num_parameters(layers)
 
     def message_bytes(self, length: Any) -> Any:
@@ -160,26 +172,22 @@ class Profile:
             bandwidth=self.link.bandwidth if self.link else None,
         )
 
-    def cost(self, partition: Sequence[int], slices: Sequence[int]) -> TableCost:
+    def cost(self, partition: Sequence[float], slices: Sequence[int]) -> TableCost:
         """Returns the simulator's costs of a pipeline: times and activations of every stage and slice, and messages.
 
         Args:
-            partition: layers of each stage.
+            partition: layers of each stage; with halves where these were measured, 0 for an end of the model alone.
             slices: tokens of each slice.
 
         Raises:
             SlipstreamError: where the layers don't add up to the model's, a slice is empty, or its time is unknown.
         """
-        if min(partition, default=0) < 1 or sum(partition) != len(self.kinds):
-            raise SlipstreamError(
-                f"partition={list(partition)} has {sum(partition)} layers; give every stage at least one, and the "
-                f"model's {len(self.kinds)} in all."
-            )
+        check_partition(partition, len(self.kinds), self.units_per_layer)
         if min(slices, default=0) < 1:
             raise SlipstreamError(f"slices={list(slices)}: give at least one, each of 1 token or more.")
         times: dict[tuple[int, int, Op], float] = {}
         activations, kept = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
-        stages = [range(a, b) for a, b in pairwise(accumulate(partition, initial=0))]
+        stages = StageParts.of_partition(partition, len(self.kinds), self.units_per_layer)
         for (stage, layers), (index, length) in product(enumerate(stages), enumerate(slices)):
             for op in (*OPS, Op.R):
                 times[stage, index, op] = float(self.seconds(layers, op, length, sum(slices[:index])))
@@ -197,16 +205,15 @@ class Profile:
         rows = np.eye(len(self.part_names))
         return [combine(self.parts, self._measured, [float(each) for each in row]) for row in rows]
 
-    def _weights(self, layers: range) -> list[float]:
-        parts = parts_of(layers, len(self.kinds), self.units_per_layer)
-        return combine(self.parts, self._measured, stage_row(self.parts, parts))
+    def _weights(self, layers: Stage) -> list[float]:
+        return combine(self.parts, self._measured, stage_row(self.parts, self.parts_of(layers)))
 
     def _sum(self, weights: Iterable[float], op: Op) -> FittedTime:
         op = Op.F if op is Op.R else op
         terms = zip(weights, (stage.fits[op] for stage in self.stages), strict=True)
         return FittedTime(tuple((weight, fit) for weight, fit in terms if weight))
 
-    def _total(self, layers: range, values: Sequence[float]) -> float:
+    def _total(self, layers: Stage, values: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self._weights(layers), values, strict=True))
 
     # --- its accuracy ------------------------------------------------------------------------------------------------

@@ -13,11 +13,44 @@ longer stage, and a long stage divides them by its parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from slipstream.errors import SlipstreamError
+
 _EXACT = 1e-6  # rows are small integers
 _LONGEST = 6  # parts: three layers where these can be cut
+
+
+class StageParts(NamedTuple):
+    """A stage given by its parts: it has those from `start` to `stop` - 1, of which 0 is the embedding."""
+
+    start: int
+    stop: int
+
+    @classmethod
+    def of_units(cls, bounds: Sequence[int]) -> list[StageParts]:
+        """Returns the stages with the parts bounds[g] to bounds[g + 1] - 1."""
+        return [cls(first, stop) for first, stop in pairwise(bounds)]
+
+    @classmethod
+    def of_partition(cls, partition: Sequence[float], num_layers: int, units_per_layer: int) -> list[StageParts]:
+        """Returns the stages with so many layers each, perhaps with halves, or with 0 for an end of the model alone."""
+        inner = [1 + round(layers * units_per_layer) for layers in accumulate(partition[:-1])]
+        return cls.of_units([0, *inner, num_layers * units_per_layer + 2])
+
+
+def partition_of(bounds: Sequence[int], units_per_layer: int) -> tuple[float, ...]:
+    """Returns the layers of each stage with the parts bounds[g] to bounds[g + 1] - 1; ends of the model don't count."""
+    last = bounds[-1] - 1
+    inner = [min(max(bound, 1), last) - 1 for bound in bounds]
+    counts = [(b - a) / units_per_layer for a, b in pairwise(inner)]
+    return tuple(int(each) if each == int(each) else each for each in counts)
+
+
+Stage: TypeAlias = range | StageParts  # whole layers, of which the first and the last bring the model's ends; or parts
 
 
 def part_kinds(kinds: Sequence[int], units_per_layer: int) -> tuple[int, ...]:
@@ -27,11 +60,30 @@ def part_kinds(kinds: Sequence[int], units_per_layer: int) -> tuple[int, ...]:
     return (num_kinds, *units, num_kinds + 1)
 
 
-def parts_of(layers: range, num_layers: int, units_per_layer: int) -> range:
-    """Returns the parts of a stage with these layers; the first stage has the embedding, the last one the head."""
+def parts_of(layers: Stage, num_layers: int, units_per_layer: int) -> range:
+    """Returns the parts of a stage; of layers, the first bring the embedding, and the last the head."""
+    if isinstance(layers, StageParts):
+        return range(*layers)
     first = 1 + layers.start * units_per_layer if layers.start else 0
     last = 1 + layers.stop * units_per_layer + (layers.stop == num_layers)
     return range(first, last)
+
+
+def check_partition(partition: Sequence[float], num_layers: int, units_per_layer: int) -> None:
+    """Checks how many layers each stage has.
+
+    Raises:
+        SlipstreamError: where they don't add up to the model's, or a stage has a part of a layer that can't be cut.
+    """
+    least = 1 / units_per_layer
+    empty = any(count < least for count in partition[1:-1])
+    if min(partition, default=-1) < 0 or empty or sum(partition) != num_layers or any(c % least for c in partition):
+        halves = "multiples of 0.5" if units_per_layer == 2 else "whole numbers, as its layers can't be cut in half"
+        raise SlipstreamError(
+            f"partition={list(partition)} has {sum(partition):g} layers; give every stage at least {least:g}, in "
+            f"{halves} (the first and the last may have 0, for an end of the model alone), and the model's "
+            f"{num_layers} in all."
+        )
 
 
 def choose_stages(parts: Sequence[int]) -> tuple[range, ...]:

@@ -1,5 +1,6 @@
 """The joint search: where the model is cut, which rank has which stage, the slices, and the order of all actions."""
 
+from slipstream.planner.joint.analytic_units import AnalyticUnits
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.joint_problem import JointProblem
 from slipstream.planner.joint.joint_search import find_joint_plan

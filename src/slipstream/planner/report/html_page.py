@@ -106,12 +106,12 @@ def _reasons(plan: Plan) -> str:
 def _cuts(plan: Plan) -> str:
     best = plan.best
     stages = enumerate(zip(best.placement, best.partition, strict=True))
-    rows = [(f"stage {stage}", f"rank {rank}", str(layers)) for stage, (rank, layers) in stages]
+    rows = [(f"stage {stage}", f"rank {rank}", f"{layers:g}") for stage, (rank, layers) in stages]
     layers = _details(f"Layers of {len(rows)} stages", _table_html(["", "on", "layers"], rows))
     sequences = wording.plural(best.configuration.microbatch_size, "sequence")
     batch = f"{wording.plural(best.num_microbatches, 'microbatch')} of {sequences} in each pipeline"
-    text = escape(f"{wording.slices_text(best.slices)}; {batch}.")
-    return _section("Stages, slices and microbatches", f"<p>{text}</p>{layers}")
+    texts = [f"{batch}.", *wording.cut_lines(best)]
+    return _section("Stages, slices and microbatches", "".join(f"<p>{escape(text)}</p>" for text in texts) + layers)
 
 
 def _notes(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from slipstream.units import bytes_text, count_text, seconds_text, share_text
 _SMALL = 0.05  # of the largest change: smaller ones aren't named as reasons,
 _TINY = 5e-4  # nor those below this share of the step
 _NUM_REASONS = 3
+_MOST_NUMBERS = 16  # in a list of them
 
 
 # --- a configuration -------------------------------------------------------------------------------------------------
@@ -57,11 +58,37 @@ def slices_text(slices: Sequence[int]) -> str:
     return f"{plural(len(slices), 'slice')} of {lengths} tokens"
 
 
+def stages_text(placement: Sequence[int]) -> str:
+    """Returns the number of stages on a rank, or the fewest and the most."""
+    counts = {placement.count(rank) for rank in placement}
+    return " or ".join(str(count) for count in sorted(counts, reverse=True))
+
+
+def _numbers(numbers: Sequence[float]) -> str:
+    """Returns the numbers, of many the first and the last."""
+    words = [f"{each:g}" for each in numbers]
+    return " ".join(words if len(words) <= _MOST_NUMBERS else [*words[: _MOST_NUMBERS // 2], "...", words[-1]])
+
+
+def cut_lines(prediction: Prediction) -> list[str]:
+    """Returns which rank has which stage, how many layers stages have, and what was gained over the exact slices."""
+    ranks, layers = (_numbers(row) for row in (prediction.placement, prediction.partition))
+    lines = [f"The best has its stages on ranks {ranks}, with layers {layers}; {slices_text(prediction.slices)}."]
+    found = prediction.joint
+    if found is not None and found.exact_slices != found.slices:
+        gain = found.exact_seconds / found.seconds - 1
+        lines.append(
+            f"The {plural(len(found.exact_slices), 'slice')} of the dynamic program for equal stages, with the best "
+            f"cut for them, take {gain:.1%} longer."
+        )
+    return lines
+
+
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "tp x pp x dp": lambda p: " x ".join(
         choice_text(f"{kind}_parallel", p.configuration) for kind in ("tensor", "pipeline", "data")
     ),
-    "stages per rank": lambda p: choice_text("stages_per_rank", p.configuration),
+    "stages per rank": lambda p: stages_text(p.placement),
     "schedule": lambda p: choice_text("schedule", p.configuration),
     "slices": lambda p: choice_text("num_slices", p.configuration),
     "slicing": lambda p: choice_text("slicing", p.configuration),

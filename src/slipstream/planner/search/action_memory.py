@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from itertools import product
 
-from slipstream.planner.costs import StageCosts
+from slipstream.planner.costs import Stage, StageCosts
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import Op, Schedule
@@ -44,10 +44,11 @@ def memory_table(space: PlanSpace, configuration: Configuration, schedule: Sched
 
 
 def _footprints(
-    costs: StageCosts, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: range
+    costs: StageCosts, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: Stage
 ) -> list[tuple[tuple[int, bool, bool], Op, Footprint]]:
     """Returns (slice, recomputed, offloaded), op, footprint of one stage for every way to save a slice's memory."""
     found = []
+    num_layers = max(1, len(costs.parts_of(layers)) // costs.units_per_layer)
     for s, length in enumerate(slices):
         whole = costs.activation_bytes(layers, length)
         kept = whole if recompute == "none" else costs.kept_bytes(layers, recompute, length)
@@ -59,7 +60,7 @@ def _footprints(
         for recomputed, offloaded in product({False, Op.R in ops}, {False, Op.OFFLOAD in ops}):
             left = kept if recomputed else whole
             # a recomputed forward holds one layer's activations at a time
-            during = left + (whole / len(layers) if recomputed else 0) + keys
+            during = left + (whole / num_layers if recomputed else 0) + keys
             bytes_by_op = {
                 Op.F: Footprint(left, during),
                 Op.R: Footprint(whole - left, whole - left),

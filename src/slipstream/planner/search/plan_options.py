@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.planner.plans import AUTO
 from slipstream.schedule import GENERATORS
 
 _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
 _NAMES = {
-    "schedule": tuple(GENERATORS),
+    "schedule": (*GENERATORS, AUTO),
     "recompute": ("none", "selective", "full"),
-    "slicing": ("equal-time", "exact"),
+    "slicing": ("equal-time", "exact", AUTO),
 }
 
 

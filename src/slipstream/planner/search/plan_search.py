@@ -14,6 +14,7 @@ from math import inf, prod
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import CostSource
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
+from slipstream.planner.search.joint_candidates import is_wanted, joint_candidates, promising
 from slipstream.planner.search.memory_bound import marked_actions
 from slipstream.planner.search.memory_shortfall import explain_misfit
 from slipstream.planner.search.plan_options import PlanOptions
@@ -82,6 +83,8 @@ def search_plans(
     space = PlanSpace(source, seq_len, global_batch, options)
     fitting, num_all = _bounds(space, report)
     run = _PlanSearch(space, fitting, report)
+    run.settle()
+    run.search_jointly()
     best, alternatives = run.settle()
     if not best:
         raise explain_misfit(space, num_all)
@@ -159,6 +162,18 @@ class _PlanSearch:
             self.simulate(configuration)
             self.reached += 1
 
+    def search_jointly(self) -> None:
+        """Adds what the joint search finds on the best meshes, and fits."""
+        if not is_wanted(self.space.options):
+            return
+        for start in promising(sorted(self.seconds, key=self.seconds.__getitem__)):
+            for found in joint_candidates(self.space, start, self.report):
+                candidate = SimulatedConfiguration.of(self.space, found)
+                if candidate.fits() and predict(candidate).peak_memory <= self.space.memory:
+                    self.num_simulated += 1
+                    self.seconds[found], _ = candidate.step()
+                    break
+
     @property
     def _is_limited(self) -> bool:
         """True once the limits on simulations, and on schedules made in vain, are reached."""
@@ -194,7 +209,8 @@ class _PlanSearch:
 
     def predictions(self) -> Iterator[Prediction]:
         """Yields the simulated ones, best first; those that don't fit with their messages are dropped."""
-        yield from filter(None, map(self.prediction, sorted(self.seconds, key=self.seconds.__getitem__)))
+        allowed = [c for c in self.seconds if self.space.options.allows("schedule", c.schedule)]
+        yield from filter(None, map(self.prediction, sorted(allowed, key=self.seconds.__getitem__)))
 
     def prediction(self, configuration: Configuration) -> Prediction | None:
         """Returns what a simulated configuration does; None where it doesn't fit with its messages."""

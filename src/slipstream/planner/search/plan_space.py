@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import product
 
@@ -10,11 +11,12 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import CostSource
+from slipstream.planner.costs import CostSource, Stage, StageParts, parts_of
+from slipstream.planner.joint import JointPlan
 from slipstream.planner.partition import partition_layers
-from slipstream.planner.plans import Configuration
+from slipstream.planner.plans import AUTO, Configuration
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.schedule_cache import ScheduleShape
+from slipstream.planner.search.schedule_cache import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
 from slipstream.planner.search.step_bounds import (
     ConfigurationGroup,
@@ -23,6 +25,7 @@ from slipstream.planner.search.step_bounds import (
     StageTimes,
 )
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
+from slipstream.simulator.compiled_simulation import ActionArrays
 
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _COMPUTE, _REDUCE = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
@@ -30,6 +33,14 @@ _MOST_TENSOR_PARALLEL_NODES = 2
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
 _SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")  # all their backwards are I and W
 _SCHEDULES = tuple(name for name in GENERATORS if name != "gpipe")  # 1f1b is as fast and takes less memory
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A cut, slices and an order that were found together."""
+
+    cut: PlacedPartition
+    plan: JointPlan
 
 
 class PlanSpace:
@@ -45,7 +56,8 @@ class PlanSpace:
         self.alike, self._slowest = cache(self._first_alike), cache(self._find_slowest)
         self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
         self._row, self._tails, self.sizes = cache(self._compute_row), cache(self._compute_tails), cache(self._sizes)
-        self._alike: dict[object, range] = {}
+        self._alike: dict[tuple[int, ...], Stage] = {}
+        self.found: dict[Configuration, FoundPlan] = {}  # by the joint search
 
     # --- what divides ------------------------------------------------------------------------------------------------
 
@@ -75,7 +87,8 @@ class PlanSpace:
         for stages in self.options.stages_per_rank or _STAGES_PER_RANK:
             if pipeline * stages > num_layers or (pipeline == 1 and stages > 1):
                 continue
-            names = self.options.schedule or (_SCHEDULES if pipeline > 1 else ("1f1b",))
+            named = tuple(name for name in self.options.schedule or () if name != AUTO)
+            names = named or (_SCHEDULES if pipeline > 1 else ("1f1b",))
             found = [name for name in names if stages in STAGES_PER_RANK[name]]
             found = [name for name in found if stages > 1 or ("interleaved" not in name and name != "breadth-first")]
             if num_microbatches == 1 and "interleaved-1f1b" in found:
@@ -113,8 +126,13 @@ class PlanSpace:
     # --- what stages cost --------------------------------------------------------------------------------------------
 
     def cut(self, configuration: Configuration) -> PlacedPartition:
-        """Returns the partition of layers that makes the slowest rank fastest, by the time of whole sequences."""
+        """Returns the partition of layers that makes the slowest rank fastest, by the time of whole sequences.
+
+        Where the order was found, it is the cut that was found with it.
+        """
         c = configuration
+        if c.schedule == AUTO:
+            return self.found[c].cut
         placement = _placement(c.schedule, c.pipeline_parallel, c.stages_per_rank)
         return self._partition(c.tensor_parallel, c.microbatch_size, placement)
 
@@ -123,11 +141,15 @@ class PlanSpace:
         seconds = cache(partial(sequence_seconds, costs, min(self.seq_len, self.longest)))
         weights = [seconds(self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
         ranks = placement if num_layers <= _MOST_LAYERS else None
-        return PlacedPartition(costs, placement, tuple(partition_layers(weights, len(placement), placement=ranks)))
+        partition = partition_layers(weights, len(placement), placement=ranks)
+        stages = StageParts.of_partition(partition, num_layers, self.source.units_per_layer)
+        return PlacedPartition(costs, placement, (*(stage.start for stage in stages), stages[-1].stop))
 
     def slices(self, configuration: Configuration) -> tuple[int, ...]:
         """Returns the tokens of each slice."""
         c = configuration
+        if c.schedule == AUTO:
+            return self.found[c].plan.slices
         exact = self._exact(c) if c.slicing == "exact" else None
         return exact or self.choices.equal_time(c.tensor_parallel, c.microbatch_size, c.num_slices)
 
@@ -137,7 +159,14 @@ class PlanSpace:
         num_passes = self.shape(c).num_microbatches * c.stages_per_rank
         return self.choices.exact(c.tensor_parallel, c.microbatch_size, stage, c.pipeline_parallel, num_passes)
 
-    def _find_slowest(self, cut: PlacedPartition) -> range:
+    def actions(self, configuration: Configuration) -> ActionArrays:
+        """Returns what runs, with R, OFFLOAD and RELOAD; a named schedule's backwards are split as in a Pipeline."""
+        c = configuration
+        if c.schedule == AUTO:
+            return with_savings(self.found[c].plan.schedule, c.recompute != "none", c.offload)
+        return cached_schedule(self.shape(c), c.recompute != "none", c.offload)
+
+    def _find_slowest(self, cut: PlacedPartition) -> Stage:
         length = min(self.seq_len, self.longest)
         return max(map(self.alike, cut.stages), key=partial(sequence_seconds, cut.costs, length))
 
@@ -155,7 +184,7 @@ class PlanSpace:
             slices=slices,
         )
 
-    def _compute_row(self, tensor: int, size: int, layers: range, slices: tuple[int, ...]) -> Floats:
+    def _compute_row(self, tensor: int, size: int, layers: Stage, slices: tuple[int, ...]) -> Floats:
         """Returns the times of one stage: F, B, I, W, the all-reduces in F and I, and each R."""
         costs, length = self.costs(tensor, size), np.array(slices)
         context = np.cumsum(length) - length
@@ -165,10 +194,11 @@ class PlanSpace:
             rows.append(0.0 if what == "none" else costs.replay_seconds(layers, what, length, context))
         return np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in rows])
 
-    def _first_alike(self, layers: range) -> range:
+    def _first_alike(self, stage: Stage) -> Stage:
         """Returns the first stage asked for that costs the same."""
-        kinds = tuple(sorted(self.source.kinds[layer] for layer in layers))
-        return self._alike.setdefault((kinds, layers.start == 0, layers.stop == len(self.source.kinds)), layers)
+        source = self.source
+        own = parts_of(stage, len(source.kinds), source.units_per_layer)
+        return self._alike.setdefault(tuple(sorted(source.parts[part] for part in own)), stage)
 
     def tails(self, configuration: Configuration) -> Floats:
         """Returns each rank's seconds after its last action, of gradients between replicas and of the optimizer."""

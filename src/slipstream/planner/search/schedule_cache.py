@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from slipstream.schedule import add_offload, add_recompute, make_schedule, split_backwards
+from slipstream.schedule import Schedule, add_offload, add_recompute, make_schedule, split_backwards
 from slipstream.simulator.compiled_simulation import ActionArrays
 
 _KEPT = 32  # schedules; a large one takes 30 MB
@@ -28,7 +28,13 @@ def cached_schedule(shape: ScheduleShape, recompute: bool = False, offload: floa
     Its backwards are split where they send their result to another rank.
     """
     if offload:
-        return ActionArrays.of(add_offload(cached_schedule(shape, recompute).schedule, offload))
+        return with_savings(cached_schedule(shape, recompute).schedule, offload=offload)
     if recompute:
-        return ActionArrays.of(add_recompute(cached_schedule(shape).schedule))
+        return with_savings(cached_schedule(shape).schedule, recompute)
     return ActionArrays.of(split_backwards(make_schedule(*shape)))
+
+
+def with_savings(schedule: Schedule, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
+    """Returns a schedule of compute actions with R, and with OFFLOAD and RELOAD for a share of the slices."""
+    schedule = add_recompute(schedule) if recompute else schedule
+    return ActionArrays.of(add_offload(schedule, offload) if offload else schedule)

@@ -9,11 +9,11 @@ from itertools import product
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.planner.plans import Configuration, Prediction
+from slipstream.planner.costs import partition_of
+from slipstream.planner.plans import AUTO, Configuration, Prediction
 from slipstream.planner.search.action_memory import memory_table
 from slipstream.planner.search.memory_bound import MemoryBound, least_messages
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.schedule_cache import cached_schedule
 from slipstream.planner.search.step_bounds import PlacedPartition, StageTimes
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of, quick_peaks
@@ -35,7 +35,7 @@ class SimulatedConfiguration:
     @classmethod
     def of(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
         c, cut, times = configuration, space.cut(configuration), space.times(configuration)
-        arrays = cached_schedule(space.shape(c), c.recompute != "none", c.offload)
+        arrays = space.actions(c)
         units = list(product(range(len(cut.placement)), range(c.num_slices)))
         tables = times.compute | {Op.R: times.replay[c.recompute]}
         seconds = {(g, s, op): float(table[g, s]) for op, table in tables.items() for g, s in units}
@@ -131,7 +131,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
     peak = space.source.peak_seconds(space.global_batch, space.seq_len)
     return Prediction(
         configuration=c,
-        partition=candidate.cut.partition,
+        partition=partition_of(candidate.cut.bounds, space.source.units_per_layer),
         placement=candidate.cut.placement,
         slices=candidate.times.slices,
         num_microbatches=schedule.num_microbatches,
@@ -142,6 +142,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
         seconds_by_cause=causes,
         memory=tuple(_by_kind(each) for each in memory_of(schedule, candidate.table)),
         memory_limit=space.memory,
+        joint=space.found[c].plan if c.schedule == AUTO else None,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import CostSource, StageCosts
+from slipstream.planner.costs import CostSource, Stage, StageCosts
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.schedule import Op
@@ -68,7 +68,7 @@ class SliceChoices:
         return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
 
     def _compute_exact(
-        self, tensor: int, size: int, stage: range, num_ranks: int, num_passes: int
+        self, tensor: int, size: int, stage: Stage, num_ranks: int, num_passes: int
     ) -> tuple[int, ...] | None:
         """Returns the slices with the least latency if all stages are like `stage`; None where none is allowed.
 
@@ -78,7 +78,7 @@ class SliceChoices:
         # of slices that take equal time the last ones may also be half as long as the mean
         least = max(self.shortest, self._least_tokens // 2, self.seq_len // _MOST_EXACT)
         forward, backward = (partial(self._slice_seconds, tensor, size, stage, op) for op in (Op.F, Op.B))
-        between = self._granularity
+        between = self.granularity
         try:
             found = slice_tokens(
                 forward, self.seq_len, num_ranks, between, least, backward=backward, num_microbatches=num_passes
@@ -87,14 +87,14 @@ class SliceChoices:
             return None
         return found.slices
 
-    def _slice_seconds(self, tensor: int, size: int, stage: range, op: Op, length: Ints, context: Ints) -> Floats:
-        end = -(-(context + length) // self._granularity)
-        found: Floats = self._table(tensor, size, stage, op)[end, context // self._granularity]
+    def _slice_seconds(self, tensor: int, size: int, stage: Stage, op: Op, length: Ints, context: Ints) -> Floats:
+        end = -(-(context + length) // self.granularity)
+        found: Floats = self._table(tensor, size, stage, op)[end, context // self.granularity]
         return found
 
-    def _compute_table(self, tensor: int, size: int, stage: range, op: Op) -> Floats:
+    def _compute_table(self, tensor: int, size: int, stage: Stage, op: Op) -> Floats:
         """Returns the seconds of the slice between any two places to cut, [end, start]; infinite where not known."""
-        bounds = np.append(np.arange(0, self.seq_len, self._granularity), self.seq_len)
+        bounds = np.append(np.arange(0, self.seq_len, self.granularity), self.seq_len)
         ends, starts = np.tril_indices(len(bounds), -1)
         length, table = bounds[ends] - bounds[starts], np.full((len(bounds), len(bounds)), np.inf)
         seconds = self._costs(tensor, size).seconds(stage, op, np.minimum(length, self.longest), bounds[starts])
@@ -102,7 +102,7 @@ class SliceChoices:
         return table
 
     @cached_property
-    def _granularity(self) -> int:
+    def granularity(self) -> int:
         """The tokens between two places to cut: multiples that suit matrix products, unless the sequence is short."""
         least = -(-self.seq_len // _MOST_CUTS)
         if least <= _MULTIPLE:
@@ -110,6 +110,6 @@ class SliceChoices:
         return -(-least // _MULTIPLE) * _MULTIPLE
 
 
-def sequence_seconds(costs: StageCosts, length: int, layers: range) -> float:
+def sequence_seconds(costs: StageCosts, length: int, layers: Stage) -> float:
     """Returns the time of a whole sequence, forward and backward."""
     return sum(float(costs.seconds(layers, op, length, 0)) for op in (Op.F, Op.I, Op.W))

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from slipstream.array_types import Flags, Floats
-from slipstream.planner.costs import CostSource, StageCosts
+from slipstream.planner.costs import CostSource, StageCosts, StageParts
 from slipstream.planner.plans import Configuration
 from slipstream.schedule import Op
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedPartition:
-    """The layers of each stage, the rank that holds it, and what stages cost."""
+    """The parts of each stage, the rank that holds it, and what stages cost."""
 
     costs: StageCosts
     placement: tuple[int, ...]
-    partition: tuple[int, ...]
+    bounds: tuple[int, ...]  # the first part of each stage, and the number of parts
 
     @cached_property
-    def stages(self) -> list[range]:
-        return [range(a, b) for a, b in pairwise(accumulate(self.partition, initial=0))]
+    def stages(self) -> list[StageParts]:
+        return StageParts.of_units(self.bounds)
 
     @cached_property
     def num_ranks(self) -> int:
@@ -41,9 +41,9 @@ class PlacedPartition:
         """Marks the stages that send their input gradient to another rank."""
         return np.array([False, *(a != b for a, b in pairwise(self.placement))])
 
-    def per_stage(self, value: Callable[[range], float]) -> Floats:
-        """Returns the value of the layers of each stage."""
-        return np.array([value(layers) for layers in self.stages])
+    def per_stage(self, value: Callable[[StageParts], float]) -> Floats:
+        """Returns the value of each stage."""
+        return np.array([value(stage) for stage in self.stages])
 
     def per_rank(self, values: Sequence[float] | Floats) -> Floats:
         """Returns the sum over the stages of each rank."""
