@@ -75,9 +75,10 @@ def test_table_reasons_and_files_agree_with_the_plan(
     model: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, report = tmp_path / "plan.yaml", tmp_path / "plan.html"
-    written = plan_file(model, cluster, output, report=report, top=3)
+    written = plan_file(model, cluster, output, report=report, top=3, slicing="equal-time,exact")
     shown = capsys.readouterr().out
-    found = slipstream.plan(model, cluster, seq_len=SEQ_LEN, global_batch=4, dtype="float32", num_best=3)
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 4, "dtype": "float32", "num_best": 3}
+    found = slipstream.plan(model, cluster, **settings, slicing=["equal-time", "exact"])
     table = [line for line in shown.splitlines() if re.match(r" \d+ x \d+ x \d+ ", line)]
     best = found.best
     chosen = best.configuration

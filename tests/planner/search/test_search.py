@@ -38,6 +38,7 @@ from support.examples import examples
 from support.parameters import first_of
 
 SEQ_LEN = 512
+NAMED = ("equal-time", "exact")  # nothing that takes a joint search
 PLAIN = PlanOptions(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
 
 
@@ -171,7 +172,7 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
 
 
 def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
-    plan = search_plans(source(), SEQ_LEN, 8)
+    plan = search_plans(source(), SEQ_LEN, 8, options=PlanOptions(slicing=NAMED))
     best = plan.best
     assert [each.step_seconds for each in plan.predictions] == sorted(each.step_seconds for each in plan.predictions)
     for alternative in plan.alternatives:
@@ -284,8 +285,8 @@ def test_of_two_schedules_that_are_one_only_the_first_is_planned() -> None:
 
 
 def test_longer_simulations_close_the_gap() -> None:
-    few = search_plans(source(), SEQ_LEN, 8, options=PlanOptions(num_simulated=1))
-    many = search_plans(source(), SEQ_LEN, 8, options=PlanOptions(num_simulated=10**6))
+    few = search_plans(source(), SEQ_LEN, 8, options=PlanOptions(num_simulated=1, slicing=NAMED))
+    many = search_plans(source(), SEQ_LEN, 8, options=PlanOptions(num_simulated=10**6, slicing=NAMED))
     assert many.gap == 0 <= few.gap
     assert many.best.step_seconds <= few.best.step_seconds
     assert many.best.step_seconds >= few.best.step_seconds * (1 - few.gap) * (1 - 1e-9)
@@ -416,7 +417,7 @@ def counted_llama() -> AnalyticSource:
     return AnalyticSource(count_model(llama(), SEQ_LEN, torch.float16), small_cluster(1), "llama")
 
 
-TWO_RANKS = PlanOptions(pipeline_parallel=(2,), data_parallel=(1,), tensor_parallel=(1,))
+TWO_RANKS = PlanOptions(pipeline_parallel=(2,), data_parallel=(1,), tensor_parallel=(1,), num_simulated=4)
 
 
 @cache
