@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.costs import AnalyticCosts, StageParts, StateBytes
+from slipstream.planner.costs import OPS, AnalyticCosts, StageParts, StateBytes
 from slipstream.schedule import Action, Op
-
-_OPS = (Op.F, Op.B, Op.I, Op.W)
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class AnalyticUnits:
         ends, starts = np.tril_indices(len(bounds), -1)
         lengths, contexts = bounds[ends] - bounds[starts], bounds[starts]
         shape = (self._kinds.max() + 1, len(bounds), len(bounds))
-        tables = {op: np.zeros(shape) for op in _OPS}
+        tables = {op: np.zeros(shape) for op in OPS}
         for op, table in tables.items():
             table[:, ends, starts] = self._of_kinds(partial(self._seconds, op=op, lengths=lengths, contexts=contexts))
         return tables

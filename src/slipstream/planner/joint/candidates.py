@@ -45,10 +45,3 @@ class Candidate:
                 yield replace(self, slices=(*slices[:i], half, tokens - half, *slices[i + 1 :]))
         for i in range(count - 1):
             yield replace(self, slices=(*slices[:i], slices[i] + slices[i + 1], *slices[i + 2 :]))
-
-    def partition(self, units_per_layer: int) -> tuple[float, ...]:
-        """Layers of each stage; the embedding and the head don't count."""
-        last = self.bounds[-1] - 1
-        inner = [min(max(bound, 1), last) - 1 for bound in self.bounds]
-        counts = [(b - a) / units_per_layer for a, b in pairwise(inner)]
-        return tuple(int(each) if each == int(each) else each for each in counts)

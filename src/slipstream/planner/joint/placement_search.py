@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.planner.costs import partition_of
 from slipstream.planner.joint.candidates import Candidate
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.joint_problem import JointProblem
@@ -70,7 +71,7 @@ class PlacementSearch:
         schedule = find_order(*counts, cost, memory_limit=limits, split=problem.split, effort=effort)
         return JointPlan(
             schedule=schedule,
-            partition=candidate.partition(problem.costs.units_per_layer),
+            partition=partition_of(candidate.bounds, problem.costs.units_per_layer),
             slices=candidate.slices,
             seconds=simulate(schedule, cost).makespan,
             bound=step_lower_bound(*counts, cost, memory_limit=limits, split=problem.split),

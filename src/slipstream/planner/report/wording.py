@@ -75,10 +75,10 @@ def cut_lines(prediction: Prediction) -> list[str]:
     ranks, layers = (_numbers(row) for row in (prediction.placement, prediction.partition))
     lines = [f"The best has its stages on ranks {ranks}, with layers {layers}; {slices_text(prediction.slices)}."]
     found = prediction.joint
-    if found is not None and found.exact_slices != found.slices:
-        gain = found.exact_seconds / found.seconds - 1
+    if found is not None and found.exact is not None and found.exact.slices != found.slices:
+        gain = found.exact.seconds / found.seconds - 1
         lines.append(
-            f"The {plural(len(found.exact_slices), 'slice')} of the dynamic program for equal stages, with the best "
+            f"The {plural(len(found.exact.slices), 'slice')} of the dynamic program for equal stages, with the best "
             f"cut for them, take {gain:.1%} longer."
         )
     return lines

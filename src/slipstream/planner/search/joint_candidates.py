@@ -86,7 +86,7 @@ def _find(space: PlanSpace, start: Configuration, report: ProgressReport, limite
         effort=_EFFORT,
     )
     try:
-        found = find_joint_plan(problem, report)
+        found = find_joint_plan(problem, lambda share: report("cuts and orders, percent", round(100 * share), 100))
     except SlipstreamError:
         return None
     return found if split else _split(found)
