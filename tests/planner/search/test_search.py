@@ -448,6 +448,7 @@ def test_a_joint_plan_is_at_least_as_fast_as_named_schedules_and_is_what_a_pipel
     assert [list(row) for row in plan.schedule.actions] == computed
 
 
+@pytest.mark.more
 def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
     """Half of what the plan without a limit takes besides weights, gradients and optimizer state."""
     free = jointly_planned().best
@@ -459,6 +460,7 @@ def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
     assert best.peak_memory <= limit < free.peak_memory
 
 
+@pytest.mark.more
 def test_given_counts_leave_nothing_to_the_joint_search() -> None:
     some: tuple[PlanOptions, ...] = (
         replace(TWO_RANKS, stages_per_rank=(1,)),
