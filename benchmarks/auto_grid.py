@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,17 @@ from torch import nn
 
 from benchmarks.auto_grid_models import DEFAULT, MODELS, GridModel, grid
 from benchmarks.contenders import Ours, OwnReport, Unsliced
-from benchmarks.harness import few, interleaved, is_trial, medians, record, restart_in_environment, setting, write
+from benchmarks.harness import (
+    costs_kept_in,
+    few,
+    interleaved,
+    is_trial,
+    medians,
+    record,
+    restart_in_environment,
+    setting,
+    write,
+)
 from benchmarks.isolated import Contender, build_all
 from slipstream import Schedule
 from slipstream.errors import SlipstreamError
@@ -221,8 +230,7 @@ def main() -> None:
     model = MODELS[options.model]
     new = {"what": model.what, "tokens": model.length, "grid": {}}
     row = models.setdefault(options.model, new)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = str(options.costs or folder)  # "auto" measures as at a user's first start
+    with costs_kept_in(options.costs):
         is_screened = screen(options.model, row, 0.8 * options.minutes)
         has_time = is_trial() or until - time.time() > 0.5 * 60 * options.minutes
         if is_screened and has_time:

@@ -11,7 +11,9 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -110,6 +112,15 @@ def write(name: str, report: dict[str, object]) -> Path:
     path = destination(RESULTS / f"{name}.json")
     path.write_text(json.dumps({"of": provenance(name), **report}, indent=2) + "\n")
     return path
+
+
+@contextmanager
+def costs_kept_in(folder: Path | None) -> Iterator[None]:
+    """Lets "auto" keep what it measures in a folder, so that later runs have the same plan; by default in a temporary
+    one, as at a user's first start."""
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["XDG_CACHE_HOME"] = str(folder.resolve() if folder else temporary)
+        yield
 
 
 def record(name: str) -> dict[str, Any] | None:

@@ -57,19 +57,21 @@ SUBJECTS = {
     "auto_2048": Subject(
         'one sequence of 2048 tokens, all on "auto"',
         "token_slices",
-        "--lengths 2048 --sequences --ours auto turns --apart --repeats 3 --warmups 0 --steps 3 --name auto_2048 --add",
+        "--lengths 2048 --sequences --ours auto turns --apart --repeats 3 --warmups 0 --steps 3 --name auto_2048 --add"
+        " --costs runs/costs",
         _PIPELINE,
     ),
     "auto_4096": Subject(
         'one sequence of 4096 tokens, all on "auto"',
         "token_slices",
-        "--lengths 4096 --sequences --ours auto turns --apart --repeats 2 --warmups 0 --steps 2 --name auto_4096 --add",
+        "--lengths 4096 --sequences --ours auto turns --apart --repeats 2 --warmups 0 --steps 2 --name auto_4096 --add"
+        " --costs runs/costs",
         _PIPELINE,
     ),
     "auto_grid": Subject(
         'all on "auto" against grids made by hand, for four models',
         "auto_grid",
-        "--model deep",
+        "--model deep --costs runs/costs",
         (*_PIPELINE, "benchmarks/auto_grid_models.py"),
     ),
     "in_turns": Subject(

@@ -5,19 +5,27 @@
 
 A step is forward and backward, its time the slower rank's. Every contender has separate processes. They take
 turns of a few steps, so that other load on the machine affects all of them alike; ratios are of medians. With `--add`
-the rounds are added to those that the record has from the same sources, so that many of them can be run in parts.
+the rounds are added to those that the record has from the same sources, so that many of them can be run in parts; with
+--costs "auto" measures once for all parts, and has one plan.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import CUT, Ours, OwnReport, Peer, Unsliced
-from benchmarks.harness import interleaved, medians, record, restart_in_environment, setting, write
+from benchmarks.harness import (
+    costs_kept_in,
+    interleaved,
+    medians,
+    record,
+    restart_in_environment,
+    setting,
+    write,
+)
 from benchmarks.isolated import Contender, build_all
 from benchmarks.peers import model_config
 from benchmarks.waterfall import bound, waterfall
@@ -91,7 +99,8 @@ def compare(
     rests = {each.name: each.rest for each in contenders}
     measured = interleaved({each.name: each.run for each in contenders}, **rounds, rests=rests)
     known = earlier.get("seconds", {})
-    seconds = {name: [*known.get(name, []), *found] for name, found in measured.items()}
+    same = known.keys() == measured.keys()  # the same contenders
+    seconds = {name: [*(known[name] if same else []), *found] for name, found in measured.items()}
     middle = medians(seconds)
     mine = {each.name: each.report() for each in contenders if each.name.startswith("slip")}
     row = {
@@ -222,11 +231,11 @@ def main() -> None:
     parser.add_argument("--warmups", type=int, default=3, help="rounds before, which don't count")
     parser.add_argument("--steps", type=int, default=3, help="of a turn; the first of several doesn't count")
     parser.add_argument("--name", default="token_slices", help="of the file in results/")
+    parser.add_argument("--costs", type=Path, help="folder that keeps what was measured; default: measured in each run")
     parser.add_argument("--add", action="store_true", help="add the rounds to the record's, if of the same sources")
     options = parser.parse_args()
     restart_in_environment()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder  # "auto" measures as it does at a user's first start
+    with costs_kept_in(options.costs):
         measure(options)
 
 

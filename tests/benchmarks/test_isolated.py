@@ -36,13 +36,17 @@ def becomes(pid: int, wanted: tuple[str, ...]) -> bool:
 @pytest.mark.more
 def test_contenders_that_wait_are_stopped() -> None:
     contender = Contender("counts", Counts)
-    contender.wait()
+    contender.start()
     pids = [process.pid for process in contender._processes]
+    assert all(becomes(pid, ("T",)) for pid in pids)
+    contender.wait()
     assert all(becomes(pid, ("T",)) for pid in pids)
     assert contender.run() < 10
     assert contender.losses == [1.0, 1.0]
     assert all(becomes(pid, ("T",)) for pid in pids)
     assert contender.report() == 1
+    contender.rest()
+    assert all(becomes(pid, ("T",)) for pid in pids)
     contender.close()
     assert not any(process.is_alive() for process in contender._processes)
 
@@ -72,3 +76,14 @@ def test_the_first_step_of_a_turn_and_the_first_rounds_do_not_count() -> None:
     }
     numbers = iter(range(100))
     assert interleaved({"a": lambda: next(numbers) / 1000}, repeats=2, warmups=1) == {"a": [0.001, 0.002]}
+
+
+def test_contenders_rest_after_a_turn_of_several_steps() -> None:
+    happened: list[str] = []
+    run = {name: lambda name=name: happened.append(name) or 0.0 for name in "ab"}  # type: ignore[misc,func-returns-value]
+    rests = {"a": lambda: happened.append("rest")}
+    interleaved(run, repeats=1, warmups=0, steps=2, rests=rests)
+    assert happened == ["a", "a", "rest", "b", "b"]
+    happened.clear()
+    interleaved(run, repeats=1, warmups=0, rests=rests)
+    assert happened == ["a", "b"]

@@ -60,7 +60,11 @@ def test_paths_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_every_record_has_its_subject_and_its_sources() -> None:
-    assert {path.stem for path in records.RESULTS.glob("*.json")} == set(records.SUBJECTS)
+    """A subject may still lack its record: a record says which sources it is of, so its subject comes first."""
+    written = {path.stem for path in records.RESULTS.glob("*.json")}
+    assert written <= set(records.SUBJECTS)
+    page = records.PAGE.read_text(encoding="utf-8")
+    assert page.count("| not measured |") == len(set(records.SUBJECTS) - written)
 
 
 def test_the_page_of_records_is_current() -> None:
