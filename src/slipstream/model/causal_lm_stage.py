@@ -21,9 +21,10 @@ from slipstream.model.hooks.slice_cache import SliceCache
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
-from slipstream.model.model_cutting import has_end, keep_layers, second_half
+from slipstream.model.model_cutting import PassThrough, has_end, keep_layers, second_half
 from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
 from slipstream.model.tensor_spec import Tensors, TensorSpec
+from slipstream.model.vocabulary.head_rows import SpreadHead
 
 _SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
 
@@ -67,7 +68,8 @@ class TensorParallelLayers(Protocol):
 class CausalLMStage:
     """The layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
 
-    What travels between stages is described by `hidden`. With `shared` the model has this rank's shares of all weights,
+    What travels between stages is described by `hidden`. With `head`, whose rows are spread over ranks, the last stage
+    returns the head's input, and `vocabulary` are the rows that lie next to this stage. With `shared` the model has this rank's shares of all weights,
     and every rank runs the stage at the same time.
     """
 
@@ -78,12 +80,17 @@ class CausalLMStage:
         owned: LayerRange,
         device: torch.device,
         shared: TensorParallelLayers | None = None,
+        head: SpreadHead | None = None,
     ) -> None:
         model.set_attn_implementation(attention_interface.NAME)
         self.owned, self.layers_here = owned, owned.layers  # of which at least a half is here
         self.num_layers = len(anatomy.layers_of(model))
         self.is_first, self.is_last = (has_end(end, anatomy, owned, self.num_layers) for end in ModelEnd)
         keep_layers(model, anatomy, owned, device)
+        self.vocabulary = None if head is None else head.rows  # of a head that is spread
+        self.has_loss = self.is_last and head is None
+        if head is not None:
+            model.set_submodule(head.name, head.rows or PassThrough(model.get_submodule(head.name)))
         fix_length_dependent_rope(model)
         self._shared = shared
         if shared is not None:
@@ -124,7 +131,7 @@ class CausalLMStage:
             records_masks: whether this is the first forward, which learns what masks the model builds.
 
         Returns:
-            (b, T, hidden) or, on the last stage, the logits (b, T, vocabulary).
+            (b, T, hidden) or, on the last stage with a whole head, the logits (b, T, vocabulary).
         """
         context = SliceContext(token_slice, store, self.tables, hidden, records_masks)
         if self._shared is not None:
@@ -151,9 +158,9 @@ class CausalLMStage:
         return context.output
 
     def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Any:
-        """Runs `forward`, with tuples for what travels between stages; the last stage returns logits."""
+        """Runs `forward`, with tuples for what travels between stages; the last stage returns logits, or its head's input."""
         output = self.forward(token_slice, inputs[0] if inputs else None, store)
-        return output if self.is_last else (output,)
+        return output if self.has_loss else (output,)
 
     def receives(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that come from the stage before."""
@@ -161,7 +168,7 @@ class CausalLMStage:
 
     def sends(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that go to the next stage."""
-        return () if self.is_last else (self.hidden(token_slice),)
+        return () if self.has_loss else (self.hidden(token_slice),)
 
     def hidden(self, token_slice: TokenSlice) -> TensorSpec:
         """Returns (b, T, hidden_size) of what comes in and goes out; T may be a part of the slice's tokens."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.messages import DistributedTransport, LocalTransport, ScatterGather, Transport, skip_channels
+from slipstream.messages import DistributedTransport, LocalTransport, ScatterGather, Transport, skip_channels, vocabulary_channels
 from slipstream.model.hooks import keyed_seed
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
@@ -237,7 +237,7 @@ class Engine:
         if self.ranks.pipeline.size == 1:
             return LocalTransport()
         training = self.layout.training
-        skips = skip_channels(self.family.routes(self.layout), training)
+        skips = skip_channels(self.family.routes(self.layout), training) + vocabulary_channels(training)
         return DistributedTransport(send_windows(training), self.device, self.ranks, timeout, skips)
 
     def _scattered(self, transport: Transport) -> Transport:

@@ -147,6 +147,10 @@ class Parameters:
                     yield name, parameter
 
     def _share(self, name: str, parameter: nn.Parameter) -> ParameterShare:
+        for stage in self._stages.values():
+            rows = stage.vocabulary
+            if rows is not None and any(parameter is each for each in rows.parameters()):
+                return ParameterShare((rows.num_ids, *parameter.shape[1:]), 0, ((rows.held.start, rows.held.stop),))
         if self._tensor is None:
             return ParameterShare.whole(tuple(parameter.shape), self._ranks.tensor.rank)
         return self._tensor.share(name)

@@ -76,6 +76,9 @@ class Pipeline:
         microbatches: in place of `num_microbatches` and `slices`, the rows of each microbatch and the tokens of its
             slices, such as [[2, [704, 688, 656]], [1, [2048]]] for batches of 3 rows of 2048 tokens; or what
             `slice_batch` returns. Not with schedule="auto".
+        vocabulary: "whole": the last stage has the head and the loss; "spread": every rank computes the logits of an
+            equal number of the head's rows, and their part of the loss, for a head that weighs several layers (see
+            docs/slicing.md). "auto": as planned where schedule, slices and partition are, else whole.
         layers: of an nn.Sequential, the costs of its layers and an example of its inputs.
 
     Raises:
@@ -102,12 +105,14 @@ class Pipeline:
         runtime: Runtime = Runtime(),
         layers: Layers = Layers(),
         microbatches: BatchSlicing | Sequence[SlicedMicrobatch | Sequence[Any]] | None = None,
+        vocabulary: Literal["auto", "whole", "spread"] = "auto",
         **old_arguments: Never,
     ) -> None:
         refuse_old_arguments(old_arguments)
         order = schedule, num_microbatches, slices, stages_per_rank, partition, seq_len
+        also = num_ranks, device, microbatches, vocabulary
         records = memory, parallel, precision, runtime, layers
-        self._engine = Engine(model, PipelineOptions(*order, loss_fn, *records, mesh, num_ranks, device, microbatches))
+        self._engine = Engine(model, PipelineOptions(*order, loss_fn, *records, mesh, *also))
         self.train()
 
     @classmethod

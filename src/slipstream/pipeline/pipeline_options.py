@@ -15,6 +15,7 @@ from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, 
 from slipstream.pipeline.microbatches import given_microbatches
 from slipstream.schedule import AUTOMATIC, Schedule, SlicedMicrobatch
 
+VOCABULARIES = ("auto", "whole", "spread")  # where the rows of the head are
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
 
 
@@ -38,9 +39,12 @@ class PipelineOptions:
     num_ranks: int | None = None
     device: torch.device | str | None = None
     microbatches: Any = None
+    vocabulary: str = "auto"
 
     def __post_init__(self) -> None:
         check_records(vars(self))
+        if self.vocabulary not in VOCABULARIES:
+            raise SlipstreamError(f"vocabulary={self.vocabulary!r}: give one of {', '.join(VOCABULARIES)}.")
         if self.microbatches is not None:
             self._check_microbatches()
 

@@ -5,6 +5,7 @@ from slipstream.schedule.action import (
     COMMUNICATION,
     RECEIVES,
     SENDS,
+    VOCABULARY,
     Action,
     Op,
     Schedule,
@@ -33,3 +34,4 @@ from slipstream.schedule.one_stage_per_rank import gpipe, one_f_one_b, zb_h1, zb
 from slipstream.schedule.sliced_microbatch import SlicedMicrobatch
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
 from slipstream.schedule.validation import running_order, validate
+from slipstream.schedule.vocabulary_pass import spread_vocabulary

@@ -31,12 +31,16 @@ class Op(StrEnum):
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    V = "V"  # this rank's rows of the head: logits, their softmax, and its part of the head's input gradient
+    L = "L"  # the loss and the head's whole input gradient, from the V's of all ranks
+    VW = "VW"  # the weight gradient of this rank's rows of the head, after L
 
 
 BACKWARDS = frozenset({Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
+VOCABULARY = frozenset({Op.V, Op.L, Op.VW})
 
 # SEND_F of stage g and RECV_F of stage g+1 are two ends of one message; gradients travel the other way.
 _OTHER_END = {
@@ -196,6 +200,16 @@ class Schedule:
     def is_lowered(self) -> bool:
         """Whether sends and receives are written out."""
         return not self.ops.isdisjoint(COMMUNICATION)
+
+    @property
+    def vocabulary_stages(self) -> tuple[int, ...]:
+        """The stage next to which each rank has its rows of the head, if these are spread: the rank's last."""
+        return tuple(max(g for g, there in enumerate(self.placement) if there == r) for r in range(self.num_ranks))
+
+    @cached_property
+    def spreads_vocabulary(self) -> bool:
+        """Whether every rank computes the logits of its rows of the head, rather than the last stage all of them."""
+        return Op.V in self.ops
 
     @cached_property
     def has_backward(self) -> bool:

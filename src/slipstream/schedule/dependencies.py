@@ -40,6 +40,8 @@ def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         before.append(input_gradient(g, m, i + 1, schedule))
     if g + 1 < schedule.num_stages:
         before.append(_input(input_gradient(g + 1, m, i, schedule), action, schedule))
+    elif schedule.spreads_vocabulary:
+        before.append(action.with_op(Op.L))
     for op in (Op.R, Op.RELOAD):
         if op in schedule.ops and (helper := action.with_op(op)) in schedule.positions:
             before.append(helper)
@@ -58,8 +60,22 @@ def _before_recompute(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _before_reduction(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    weights = (Action(Op.W, action.stage, m, i) for m, i in schedule.microbatch_slices)
-    return tuple(w if w in schedule.positions else w.with_op(Op.B) for w in weights)
+    weights = [Action(Op.W, action.stage, m, i) for m, i in schedule.microbatch_slices]
+    before = tuple(w if w in schedule.positions else w.with_op(Op.B) for w in weights)
+    rows = (w.with_op(Op.VW) for w in weights if schedule.spreads_vocabulary)
+    return (*before, *(w for w in rows if w in schedule.positions))
+
+
+def _before_logits(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    return (action.with_op(Op.F)._replace(stage=schedule.num_stages - 1),)
+
+
+def _before_loss(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    return tuple(Action(Op.V, stage, *action[2:]) for stage in schedule.vocabulary_stages)
+
+
+def _before_rows(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    return (action.with_op(Op.L)._replace(stage=schedule.num_stages - 1),)
 
 
 # Per op, the rule and, for error messages, its reason.
@@ -75,6 +91,9 @@ _RULES: dict[Op, tuple[Callable[[Action, Schedule], tuple[Action, ...]], str]] =
     Op.RECV_B: (lambda action, _: (action.other_end,), "a receive is filled by its send"),
     Op.REDUCE_GRAD: (_before_reduction, "gradients are reduced when every backward of the stage is done"),
     Op.OFFLOAD: (lambda action, _: (action.with_op(Op.F),), "what a forward saves is moved after it"),
+    Op.V: (_before_logits, "logits need the output of the last stage"),
+    Op.L: (_before_loss, "the loss needs every rank's logits"),
+    Op.VW: (_before_rows, "the weight gradient of a part of the head needs the loss over all parts"),
     Op.RELOAD: (lambda action, _: (action.with_op(Op.OFFLOAD),), "what comes back must have been moved to the host"),
 }
 
@@ -131,6 +150,8 @@ def reason(action: Action, before: Action) -> str:
     if here and action.op in (Op.B, Op.I) and before.op in BACKWARDS:
         leaves = f"slice {before.slice} attends to slice {action.slice} and leaves gradients there"
         return f"{leaves}, so backwards of a microbatch run last in, first out"
+    if before.op is Op.L and action.op is not Op.VW:
+        return "the last stage's backward needs the loss"
     if action.op in (Op.B, Op.I) and before.op in (Op.F, Op.R):
         return "a backward follows its own forward and recomputation"
     _, why = _RULES[action.op]

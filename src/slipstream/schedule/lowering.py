@@ -16,7 +16,7 @@ from slipstream.schedule.validation import grid, running_order, validate
 NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
 Seconds = Callable[[Action], float]
 Times = dict[Action, float]
-_UNIT_SECONDS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0}
+_UNIT_SECONDS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0, Op.L: 0}
 
 
 class Channel(NamedTuple):
@@ -37,7 +37,8 @@ def channel(action: Action, schedule: Schedule) -> Channel:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Returns the forwards of a compute-only schedule, for evaluation."""
-    return _rewritten(schedule, lambda action: (action,) if action.op is Op.F else ())
+    kept = (Op.F, Op.V, Op.L)
+    return _rewritten(schedule, lambda action: (action,) if action.op in kept else ())
 
 
 def _rewritten(schedule: Schedule, rewrite: Callable[[Action], tuple[Action, ...]]) -> Schedule:
@@ -91,7 +92,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
 
 def _with_reductions(row: Sequence[Action]) -> tuple[Action, ...]:
-    ends = BACKWARDS | {Op.SEND_B}  # the message leaves first
+    ends = BACKWARDS | {Op.SEND_B, Op.VW}  # the message leaves first
     last = {action.stage: index for index, action in enumerate(row) if action.op in ends}
     stages = sorted(last, reverse=True)
     reduced = defaultdict(list)

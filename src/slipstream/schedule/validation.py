@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from itertools import pairwise, product
 
-from slipstream.schedule.action import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
+from slipstream.schedule.action import COMMUNICATION, RECEIVES, SENDS, VOCABULARY, Action, Op, Schedule, ScheduleError
 from slipstream.schedule.dependencies import predecessors, reason
 
 _AROUND = 5  # steps shown to either side of a mark of the grid
@@ -106,6 +106,8 @@ def validate(schedule: Schedule) -> list[Action]:
             seen.add(action)
     for stage, (microbatch, index) in product(range(schedule.num_stages), schedule.microbatch_slices):
         _check_complete(stage, microbatch, index, schedule)
+    if not schedule.ops.isdisjoint(VOCABULARY):
+        _check_vocabulary(schedule)
     return running_order(schedule)
 
 
@@ -148,6 +150,25 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
     wanted = "F and B, or F, I and W" if schedule.has_backward else "F"
     where = f"Stage {stage}, microbatch {microbatch}, slice {index}"
     raise ScheduleError(f"{where} has {found}; it needs {wanted}.\n{grid(schedule, [])}")
+
+
+def _check_vocabulary(schedule: Schedule) -> None:
+    """Checks that every slice has a V on each rank, one L, and after a V that leaves gradients a VW; and no others."""
+    ops = (Op.V, Op.VW) if schedule.has_backward else (Op.V,)
+    wanted = {
+        Action(op, stage, *each)
+        for each in schedule.microbatch_slices
+        for op, stages in [*((op, schedule.vocabulary_stages) for op in ops), (Op.L, (schedule.num_stages - 1,))]
+        for stage in stages
+    }
+    found = {action for action in schedule.positions if action.op in VOCABULARY}
+    if found != wanted:
+        each = min(found ^ wanted)
+        problem = "is missing" if each in wanted else "doesn't belong here"
+        stages = " ".join(map(str, schedule.vocabulary_stages))
+        rule = f"with a spread vocabulary V{' and VW' if len(ops) > 1 else ''} are of stages {stages}, L of the last one"
+        marks = [] if each in wanted else [schedule.positions[each]]
+        raise ScheduleError(f"{schedule.text(each)} {problem}: {rule}.\n{grid(schedule, marks)}")
 
 
 def _check_memory_actions(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:

@@ -69,6 +69,7 @@ class UnitCost:
 
     def seconds(self, action: Action) -> float:
         split = {Op.I: self.input_gradient, Op.W: self.weight_gradient}
+        split |= {Op.V: self.forward, Op.VW: self.weight_gradient}
         return {Op.F: self.forward, Op.R: self.forward, Op.B: self.backward, **split}.get(action.op, 0)
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
@@ -115,7 +116,7 @@ class TableCost:
             )
 
     def seconds(self, action: Action) -> float:
-        if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD):
+        if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD, Op.L):
             return 0
         key = action.stage, action.slice, action.op
         if key not in self.times:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.schedule import COMMUNICATION, Action, Channel, Schedule, channel, predecessors, running_order, sending
+from slipstream.schedule import COMMUNICATION, Action, Channel, Op, Schedule, channel, predecessors, running_order, sending
 from slipstream.simulator.costs import CostModel, activation_step
 from slipstream.simulator.memory_account import RankMemory, memory_of
 from slipstream.simulator.memory_table import MemoryTables
@@ -64,7 +64,7 @@ class _Simulation:
         start = self.free[rank]
         for before in predecessors(action, self.schedule):
             here = self.schedule.placement[before.stage] == rank
-            start = max(start, self.end[before] if here else self.arrival[before])
+            start = max(start, self.end[before] if here else self._arrival(before, rank))
         end = self.free[rank] = self.end[action] = start + self.cost.seconds(action)
         self.spans.append(Span(rank, action, start, end))
         if self.schedule.has_backward and (step := activation_step(self.spans[-1], self.schedule, self.cost)):
@@ -73,6 +73,13 @@ class _Simulation:
             self.memory[rank].append((time, held + change))
         if not self.schedule.is_lowered and (send := sending(action, self.schedule)):
             self.arrival[action], _ = self._transfer(send, end)
+
+    def _arrival(self, before: Action, rank: int) -> float:
+        """Returns when a result of another rank is here; those of a spread head travel on channels of their own."""
+        if before in self.arrival:
+            return self.arrival[before]
+        source = self.schedule.placement[before.stage]
+        return self.end[before] + self.cost.link_seconds(before.with_op(Op.SEND_F), source, rank)
 
     def post(self, action: Action) -> None:
         """Notes when one end of a message is reached; at the second one the message leaves."""

@@ -22,6 +22,9 @@ WORK = {
     Op.I: ("input gradient", "#f6c6c3", "#a5202b"),
     Op.W: ("weight gradient", "#d6f5ea", "#36a98c"),
     Op.R: ("recompute", "#d3e5f6", "#1f63a8"),  # a forward again: hatched
+    Op.V: ("vocabulary part", "#e4daf4", "#6a4bb0"),
+    Op.L: ("loss of all parts", "#8b8b8b", "#8b8b8b"),
+    Op.VW: ("weight gradient of the part", "#efe3b8", "#a08a2c"),
     Op.REDUCE_GRAD: ("gradient reduction", "#b9a7dd", "#b9a7dd"),
 }
 _OTHER = ("", "#dddddd", "#777777")

@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
         weight = ctx.weight
         rows = grad_output.flatten(0, -2), x.flatten(0, -2)  # (b T, out), (b T, in)
         left, right = reversed(rows) if ctx.transposed else rows
-        _now_or_later(partial(_add_product, weight, left, right))
+        _now_or_later(partial(add_product, weight, left, right))
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         grad_x = grad_output @ (weight.t() if ctx.transposed else weight) if needs_x else None
         return grad_x, None, rows[0].sum(0, dtype=ctx.bias.grad_dtype) if needs_bias else None, None
@@ -125,17 +125,20 @@ def _now_or_later(work: WeightGradient) -> None:
 
 
 @torch.no_grad()
-def _add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """Adds left^T right to weight.grad, in one pass unless a GPU multiplies in a narrower dtype than it adds in."""
+def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice = slice(None)) -> None:
+    """Adds left^T right to weight.grad[rows], in one pass unless a GPU multiplies in a narrower dtype than it adds in."""
     dtype = weight.grad_dtype or left.dtype
     if left.dtype != dtype and not left.is_cuda:
         left, right = left.to(dtype), right.to(dtype)  # exact
-    if weight.grad is None:
+    if weight.grad is None and left.shape[1] == len(weight):
         weight.grad = _product(left, right, dtype)
-    elif left.dtype == dtype:
-        weight.grad.addmm_(left.t(), right)
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight, dtype=dtype)
+    if left.dtype == dtype:
+        weight.grad[rows].addmm_(left.t(), right)
     else:
-        weight.grad.add_(_product(left, right, dtype))
+        weight.grad[rows].add_(_product(left, right, dtype))
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

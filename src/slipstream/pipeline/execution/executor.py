@@ -15,6 +15,7 @@ from slipstream.model import Tensors, TensorSpec, copied_from_messages
 from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.saved_activations import SavedActivations
+from slipstream.pipeline.execution.spread_head import SpreadHeadActions
 from slipstream.pipeline.execution.step_state import (
     Observer,
     SliceKey,
@@ -63,6 +64,9 @@ class Executor:
             Op.RECV_F: self._post_receive,
             Op.RECV_B: self._post_receive,
             Op.REDUCE_GRAD: partial(self._timed, self._reduce),
+            Op.V: lambda action: self._head.logits(action, self._stopwatch),
+            Op.L: lambda action: self._head.loss(action, self._stopwatch),
+            Op.VW: lambda action: self._head.weights(action, self._stopwatch),
         }
 
     def observe(self, observer: Observer) -> None:
@@ -80,13 +84,14 @@ class Executor:
         self._stopwatch = Stopwatch(self._rank, self._device)
         self._posted: dict[Action, Any] = {}  # when the message's receive was posted
         self._skips = SkipMessages(self._rank, schedule, self._transport, self._specs)
+        self._head = SpreadHeadActions(self._rank, schedule, self._stages, self._transport, self._state)
         self._saved.begin(schedule, self._rank, self._state)
         return self._actions(schedule.actions[self._rank])
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns (sum, count) of the losses of this rank's slices. Raises RuntimeError if anything is left over."""
         self._transport.finish()
-        leftovers = self._state.leftovers() + self._skips.leftovers()
+        leftovers = self._state.leftovers() + self._skips.leftovers() + self._head.leftovers()
         if leftovers:
             raise RuntimeError(f"rank {self._rank} still holds {'; '.join(leftovers)} at the end of a step")
         return self._state.loss, self._state.count
@@ -102,6 +107,8 @@ class Executor:
             for action in actions:
                 awaited = awaited_send(action, self._schedule)
                 while awaited is not None and not self._transport.may_receive(awaited):
+                    yield action
+                while not self._head.messages.may_run(action):
                     yield action
                 self._handlers[action.op](action)
         except TransportError as error:
@@ -133,7 +140,7 @@ class Executor:
                 outputs = self._compute(action, entrances(inputs, specs, leave), store)
         else:
             outputs = self._compute(action, inputs, store)
-        if stage.is_last:
+        if stage.has_loss:
             outputs = (self._loss(*outputs),)
         self._stopwatch.record(action, began)
         if self._schedule.has_backward:
@@ -141,14 +148,16 @@ class Executor:
         else:
             outputs = copied_from_messages(outputs, inputs)
             self._end_forward_only(action)
-        if not stage.is_last:
+        if stage.is_last and not stage.has_loss:
+            self._head.spread(action, *outputs)
+        elif not stage.is_last:
             self._hand_on(Action(Op.SEND_F, g, m, i), outputs, state.handed, (g + 1, m, i))
 
     def _compute(self, action: Action, inputs: Tensors, store: ContextStore) -> Tensors:
         """Runs what F runs and R repeats: returns the stage's outputs, the last one's (sum, count) of losses."""
         g, m, i = key_of(action)
         outputs: Tensors = self._stages[g].compute(self._state.batch.slices[m][i], inputs, store)
-        if self._stages[g].is_last:
+        if self._stages[g].has_loss:
             return self._loss_function(outputs, self._state.batch.targets[m][i])
         return outputs
 
@@ -209,13 +218,13 @@ class Executor:
         """Runs the backward of one slice, and returns the messages whose buffers it worked on."""
         g, m, i = key = key_of(action)
         stage, state = self._stages[g], self._state
-        gradients = () if stage.is_last else self._output_gradients(action)
+        gradients = () if stage.has_loss else self._output_gradients(action)
         self._saved.await_reload(key)
         began = self._stopwatch.mark()
         roots = state.roots.pop(key)
         state.replays.pop(key, None)
         backward(
-            roots, {0: None} if stage.is_last else dict(zip(self._needing(Op.SEND_F, key), gradients, strict=True))
+            roots, {0: None} if stage.has_loss else dict(zip(self._needing(Op.SEND_F, key), gradients, strict=True))
         )
         del roots  # their graph
         if i == 0:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
@@ -13,6 +15,7 @@ from slipstream.model import (
     IGNORED,
     CausalLMStage,
     ModelAnatomy,
+    ModelEnd,
     SelfCheck,
     StagePart,
     causal_cross_entropy,
@@ -27,7 +30,8 @@ from slipstream.model import (
     meta_model,
 )
 from slipstream.model.saving import compiled_modules
-from slipstream.parallel import Ranks
+from slipstream.model.vocabulary import HeadRows, SpreadHead, find_spreadable_head
+from slipstream.parallel import Ranks, part_bounds
 from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
@@ -111,27 +115,47 @@ class CausalLMFamily:
             self._check_cut()
         shared = self._ranks.tensor.size, self._ranks.share_gradients
         layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared)
+        if layout.spreads_vocabulary:
+            self._head = find_spreadable_head(self.config, self._anatomy)
         return layout
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, CausalLMStage], TensorParallel | None]:
         """Returns the stages of this process, of every weight this rank's share, and how they share. Collective."""
         here, anatomy = layout.stages_of(self._ranks.here(layout.num_ranks)), self._anatomy
-        model = self._load([layer for stage in here for layer in layout.layers[stage]])
+        parts = [layer for stage in here for layer in layout.layers[stage]]
+        model = self._load_with_head(parts) if layout.spreads_vocabulary else self._load(parts, anatomy)
         tensor = None
         if self._ranks.tensor.size > 1:
             parallel = self._options.parallel
             plan = plan_shares(self.config, anatomy, self._ranks.tensor.size, parallel.tensor_plan)
             tensor = TensorParallel(plan, self._ranks.tensor, parallel.sequence_parallel)
             tensor.shard(model)
+        heads = self._spread_heads(model, layout, here) if layout.spreads_vocabulary else {}
         copies = ((stage, copy_with_shared_weights(model)) for stage in here)
-        stages = {g: CausalLMStage(copy, anatomy, layout.layers[g], self._device, tensor) for g, copy in copies}
+        stages = {
+            g: CausalLMStage(copy, anatomy, layout.layers[g], self._device, tensor, heads.get(g)) for g, copy in copies
+        }
         return stages, tensor
 
-    def _load(self, layers: list[StagePart]) -> PreTrainedModel:
+    def _load_with_head(self, layers: list[StagePart]) -> PreTrainedModel:
+        """Returns the layers, and the whole head, of which this process then keeps some rows."""
+        ends = self._anatomy.separate_ends | {ModelEnd.HEAD}
+        return self._load([*layers, ModelEnd.HEAD], replace(self._anatomy, separate_ends=ends))
+
+    def _spread_heads(self, model: PreTrainedModel, layout: StageLayout, here: list[int]) -> dict[int, SpreadHead]:
+        """Returns what each of these stages has of the head: an equal number of rows on every rank, or nothing."""
+        head, schedule = model.get_submodule(self._head), layout.training
+        assert isinstance(head, nn.Linear)
+        parts = enumerate(schedule.vocabulary_stages)
+        ids = {g: range(*part_bounds(head.out_features, schedule.num_ranks, rank)) for rank, g in parts if g in here}
+        rows = HeadRows.of_stages(head, ids)
+        return {g: SpreadHead(self._head, rows.get(g)) for g in here}
+
+    def _load(self, layers: list[StagePart], anatomy: ModelAnatomy) -> PreTrainedModel:
         assert self._source is not None
         source, self._source = self._source, None
         dtype = torch_dtype(self._options.precision.dtype)
-        model = source.load(self._anatomy, layers, dtype)
+        model = source.load(anatomy, layers, dtype)
         if dtype is not None:
             for parameter in model.parameters():  # rope's frequencies keep theirs, as when transformers loads a model
                 parameter.data = parameter.data.to(dtype)

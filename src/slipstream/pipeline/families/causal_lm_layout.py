@@ -30,7 +30,7 @@ from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.planner.partition import partition_layers
-from slipstream.schedule import Schedule
+from slipstream.schedule import AUTOMATIC, Schedule
 
 WORTH_CUTTING = 0.97  # layers are cut in half where the slowest rank's cost falls to this share or below
 
@@ -52,12 +52,41 @@ def plan_layout(
     seq_len = options.seq_len
     if seq_len is None and not isinstance(slices, int):
         seq_len = sum(slices)
-    model = WeighedModel(config, anatomy, seq_len)
+    spreads = options.vocabulary == "spread" or schedule.spreads_vocabulary
+    if spreads:
+        _check_spread(config, anatomy, tensor_ranks, schedule, options)
+    model = WeighedModel(config, anatomy, seq_len, has_head=not spreads)
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
     recompute = RecomputePolicy.parse(options.memory.recompute, max(len(stage.layers) for stage in layers))
-    layout = StageLayout(schedule, layers, recompute, options.memory.offload, reduces)
+    layout = StageLayout(schedule, layers, recompute, options.memory.offload, reduces, spreads)
     _check_sharding(anatomy, tensor_ranks, options)
     return layout, anatomy
+
+
+def _check_spread(
+    config: PretrainedConfig, anatomy: ModelAnatomy, tensor_ranks: int, schedule: Schedule, options: PipelineOptions
+) -> None:
+    """Raises SlipstreamError, the same on every rank, for what a spread head can't do."""
+    if options.vocabulary == "whole":
+        raise SlipstreamError(
+            f"vocabulary='whole', but the schedule {schedule.name!r} has V's, which spread the head. Leave vocabulary "
+            "out, or give a schedule without V, L and VW."
+        )
+    problems = {
+        "loss_fn=...": (options.loss_fn is not None, "no rank has all logits"),
+        f"tp={tensor_ranks} in the mesh": (tensor_ranks > 1, "tensor ranks share the vocabulary already"),
+        "parallel.shard_parameters=True": (options.parallel.shard_parameters, "rows of rows aren't gathered"),
+        "memory.limit=...": (options.memory.limit is not None, "its parts aren't counted yet"),
+        f"schedule={options.schedule!r}": (options.schedule in AUTOMATIC, "the parts are no part of what it measures"),
+        "slices='auto'": (options.slices == "auto", "the parts are no part of what it measures"),
+    }
+    for setting, (is_given, reason) in problems.items():
+        if is_given:
+            raise SlipstreamError(f"vocabulary='spread' with {setting}: {reason}. Leave one of the two out.")
+    if (size := config.get_text_config().vocab_size) < schedule.num_ranks:
+        raise SlipstreamError(
+            f"vocabulary='spread': {size} words are too few for {schedule.num_ranks} ranks. Leave it out."
+        )
 
 
 def _check_sharding(anatomy: ModelAnatomy, tensor_ranks: int, options: PipelineOptions) -> None:
@@ -137,11 +166,14 @@ class WeighedModel:
     These are the products with weights and, where `seq_len` is known, those of attention in sequences of that length.
     """
 
-    def __init__(self, config: PretrainedConfig, anatomy: ModelAnatomy, seq_len: int | None) -> None:
+    def __init__(
+        self, config: PretrainedConfig, anatomy: ModelAnatomy, seq_len: int | None, has_head: bool = True
+    ) -> None:
         self.config, self.anatomy, self._module = config, anatomy, meta_model(config)
         self.layers = anatomy.layers_of(self._module)
         self.uses_randomness = uses_randomness(self._module)
         self._seq_len, self._text = seq_len, config.get_text_config()
+        self._has_head = has_head  # of whichever stage is last
 
     def halves_or_none(self) -> tuple[LayerPart, ...]:
         """Returns the parts of half layers, none where the architecture has none: nobody asked for them."""
@@ -153,7 +185,7 @@ class WeighedModel:
     def costs(self, halves: Sequence[LayerPart] = ()) -> list[float]:
         """Returns the multiplications of each layer, or of both halves of each where `halves` are given.
 
-        The last one's include those of the head.
+        The last one's include those of the head, unless that is spread over all ranks.
         """
         costs = []
         for index, layer in enumerate(self.layers):
@@ -163,7 +195,8 @@ class WeighedModel:
                     parts = [child for child, part in parts_of(layer, halves) if part.half is half]
                 attended = 0.0 if half is LayerHalf.FEED_FORWARD else self._attended(index)
                 costs.append(sum(map(self._multiplications, parts)) + attended)
-        costs[-1] += sum(self._multiplications(self._module.get_submodule(name)) for name in self.anatomy.after)
+        after = self.anatomy.after if self._has_head else ()
+        costs[-1] += sum(self._multiplications(self._module.get_submodule(name)) for name in after)
         return costs
 
     def _attended(self, layer: int) -> float:

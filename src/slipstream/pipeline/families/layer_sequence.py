@@ -59,6 +59,8 @@ class SequenceFamily:
         self._layers = flatten_layers(model)
         self._routes = find_skip_routes(self._layers)
         self._cut, self._is_sliced = find_cut(self._layers), False
+        if options.vocabulary == "spread":
+            raise SlipstreamError("vocabulary='spread': an nn.Sequential has no head that is known. Leave it out.")
         self._check_count(options.slices if options.microbatches is None else "of microbatches")
         self.compiled = tuple(compiled_modules(model))
         model.to(torch_dtype(options.precision.dtype))

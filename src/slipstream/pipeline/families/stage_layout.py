@@ -20,6 +20,7 @@ from slipstream.schedule import (
     add_reductions,
     check_communication,
     forward_only,
+    spread_vocabulary,
 )
 
 
@@ -35,6 +36,7 @@ class StageLayout:
     recompute: RecomputePolicy | None  # what the R's of `training` recompute
     offload: float  # the share of slices that wait in host memory
     reduces: bool  # whether gradients are summed over replicas, or over ranks that share layers
+    spreads_vocabulary: bool = False  # whether every rank has some rows of the head
 
     def __post_init__(self) -> None:
         check_communication(self.training)
@@ -52,6 +54,8 @@ class StageLayout:
     @cached_property
     def _extended(self) -> Schedule:
         schedule = _with_less_memory(self.order, self.recompute, self.offload)
+        if self.spreads_vocabulary and not schedule.spreads_vocabulary:
+            schedule = spread_vocabulary(schedule)
         if self.reduces and not any(action.op is Op.REDUCE_GRAD for action in schedule.positions):
             return add_reductions(schedule)
         return schedule

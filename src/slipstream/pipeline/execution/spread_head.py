@@ -1,0 +1,109 @@
+"""Runs V, L and VW: the logits, the loss and the gradients of a head whose rows are spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.messages import SkipSend, Transport, VocabularyMessages
+from slipstream.model import TensorSpec
+from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
+from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
+from slipstream.pipeline.execution.stopwatch import Stopwatch
+from slipstream.pipeline.stage import Stage
+from slipstream.schedule import Action, Op, Schedule
+
+
+class PartOfSlice(NamedTuple):
+    """What V keeps of a slice for VW, and the message in which the head's input came."""
+
+    hidden: Tensor
+    softmax: RowSoftmax
+    message: SkipSend
+
+
+class SpreadHeadActions:
+    """The V's, L's and VW's of one rank in a step; a rank with the last stage has all L's."""
+
+    def __init__(
+        self, rank: int, schedule: Schedule, stages: Mapping[int, Stage], transport: Transport, state: StepState
+    ) -> None:
+        self._schedule, self._stages, self._state = schedule, stages, state
+        self.messages = VocabularyMessages(rank, schedule, transport, self._specs)
+        self._parts: dict[SliceKey, PartOfSlice] = {}
+
+    def leftovers(self) -> list[str]:
+        kept = [f"parts of the vocabulary: {list(self._parts)}"] if self._parts else []
+        return kept + self.messages.leftovers()
+
+    def spread(self, forward: Action, hidden: Tensor) -> None:
+        """Sends the head's input, the output of the last stage's F, to every rank."""
+        self.messages.hand_on(forward, (hidden,))
+
+    def logits(self, action: Action, stopwatch: Stopwatch) -> None:
+        """Runs V."""
+        (message,) = self.messages.incoming(action)
+        (hidden,) = self.messages.take(message)
+        began = stopwatch.mark()
+        targets = self._targets(action)
+        part = self._rows(action.stage).softmax(hidden, targets, self._schedule.has_backward)
+        stopwatch.record(action, began)
+        if self._schedule.has_backward:
+            self._parts[key_of(action)] = PartOfSlice(hidden, part, message)
+        else:
+            self.messages.release(message)
+        self.messages.hand_on(action, tuple(each for each in part[:3] if each is not None))
+
+    def loss(self, action: Action, stopwatch: Stopwatch) -> None:
+        """Runs L: adds the slice's loss to the step's, and leaves the gradient for the last stage's backward."""
+        incoming = self.messages.incoming(action)
+        parts = [RowSoftmax(*self.messages.take(message)) for message in incoming]
+        began = stopwatch.mark()
+        found = combine(parts, self._targets(action), self._scale)
+        self._state.loss += found.total
+        self._state.count += found.count
+        stopwatch.record(action, began)
+        for message in incoming:
+            self.messages.release(message)
+        if found.gradient is not None:
+            self._state.gradients[key_of(action)] = (found.gradient,)
+            self.messages.hand_on(action, (found.logsumexp,))
+
+    def weights(self, action: Action, stopwatch: Stopwatch) -> None:
+        """Runs VW."""
+        (message,) = self.messages.incoming(action)
+        (logsumexp,) = self.messages.take(message)
+        hidden, part, came = self._parts.pop(key_of(action))
+        began = stopwatch.mark()
+        self._rows(action.stage).add_gradients(hidden, self._targets(action), part, logsumexp, self._scale)
+        stopwatch.record(action, began)
+        self.messages.release(came)
+        self.messages.release(message)
+
+    @property
+    def _scale(self) -> float:
+        """The factor of a token's loss in the global mean (rule 9)."""
+        return self._state.batch.loss_scale / self._state.batch.num_valid
+
+    def _rows(self, stage: int) -> HeadRows:
+        rows: HeadRows = self._stages[stage].vocabulary  # type: ignore[union-attr, assignment]
+        return rows
+
+    def _targets(self, action: Action) -> Tensor:
+        return self._state.batch.targets[action.microbatch][action.slice]
+
+    def _specs(self, message: SkipSend) -> list[TensorSpec]:
+        """Returns what a message has: the head's input; statistics, and in training two gradients; or the sums."""
+        stage = next(iter(self._stages.values()))
+        piece = self._state.batch.slices[message.microbatch][message.slice]
+        hidden: TensorSpec = stage.hidden(piece)  # type: ignore[union-attr]
+        tokens, wide = hidden.shape[:2], torch.promote_types(hidden.dtype, torch.float32)
+        if message.op is Op.F:
+            return [hidden]
+        if message.op is Op.L:
+            return [TensorSpec(torch.Size(tokens), wide)]
+        statistics = TensorSpec(torch.Size((3, *tokens)), wide)
+        return [statistics, hidden, hidden] if self._schedule.has_backward else [statistics]

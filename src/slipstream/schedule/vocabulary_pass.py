@@ -1,0 +1,147 @@
+"""The pass that spreads the head's vocabulary over all ranks: where V, L and VW stand among the other actions.
+
+Vocabulary parallelism for pipelines, with one exchange before the backward (Yeung et al. 2024, "Balancing Pipeline
+Parallelism with Vocabulary Parallelism", algorithm 2, whose passes S and T are V and VW here).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from slipstream.schedule.action import COMMUNICATION, VOCABULARY, Action, Op, Schedule, ScheduleError
+from slipstream.schedule.dependencies import predecessors
+from slipstream.schedule.lowering import Seconds, unit_seconds
+from slipstream.schedule.validation import validate
+
+_Rank = Callable[[Action, bool], int]  # the smaller, the earlier: of an action, given whether its microbatch is through
+
+
+def spread_vocabulary(schedule: Schedule, seconds: Seconds = unit_seconds, link: Seconds = lambda _: 0) -> Schedule:
+    """Adds V, L and VW to a schedule with compute actions only, so that every rank has its rows of the head.
+
+    The other actions keep their order. In a run with times `seconds`, and messages that travel `link` seconds after
+    the action that sends them, V and VW fill the time in which their rank waits. V's are also tried before other
+    actions, always or from when their microbatch has gone through all stages; the shortest of the three runs counts.
+    One microbatch of three slices on two ranks:
+
+        rank 0  F0.0 F0.1 F0.2 V0.0 V0.1 V0.2           VW0.2 B0.2----- ...
+        rank 1       F0.0 F0.1 F0.2 V0.2 V0.1 L0.2 B0.2-----  ...
+
+    A schedule of forwards alone gets V and L.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or has communication or a spread vocabulary already.
+    """
+    validate(schedule)
+    if not schedule.ops.isdisjoint(COMMUNICATION | VOCABULARY):
+        raise ScheduleError(f"{schedule.name} has sends and receives, or V's, already: spread the vocabulary before.")
+    wider = _with_vocabulary_last(schedule)
+    runs = [_Run(wider, schedule, seconds, link, rank) for rank in (_in_waits, _once_through, _at_once)]
+    rows = min((run.finished() for run in runs), key=lambda run: run.makespan).rows
+    return replace(schedule, actions=tuple(map(tuple, rows)))
+
+
+def _in_waits(action: Action, is_through: bool) -> int:
+    return _ORDER.get(action.op, 1)
+
+
+def _once_through(action: Action, is_through: bool) -> int:
+    return 0 if action.op is Op.V and is_through else _ORDER.get(action.op, 1)
+
+
+def _at_once(action: Action, is_through: bool) -> int:
+    return 0 if action.op is Op.V else _ORDER.get(action.op, 1)
+
+
+_ORDER = {Op.L: 0, Op.V: 2, Op.VW: 3}
+
+
+def _with_vocabulary_last(schedule: Schedule) -> Schedule:
+    """Returns the schedule with the new actions at the ends of rows: the rules of order need to know of them."""
+    ops = (Op.V, Op.VW) if schedule.has_backward else (Op.V,)
+    last = schedule.num_stages - 1
+    rows = [
+        (*row, *(Action(op, stage, *each) for op in ops for each in schedule.microbatch_slices))
+        for row, stage in zip(schedule.actions, schedule.vocabulary_stages, strict=True)
+    ]
+    rows[schedule.placement[last]] += tuple(Action(Op.L, last, *each) for each in schedule.microbatch_slices)
+    return replace(schedule, actions=tuple(rows))
+
+
+@dataclass
+class _Run:
+    """Runs all ranks at the same time, each as soon as it can, and notes what each runs."""
+
+    wider: Schedule  # with V, L and VW somewhere
+    schedule: Schedule
+    seconds: Seconds
+    link: Seconds
+    priority: _Rank
+    makespan: float = 0
+    rows: list[list[Action]] = field(default_factory=list)
+
+    def finished(self) -> _Run:
+        """Runs to the end: always what starts first, and of that what comes first by priority."""
+        num_ranks = self.schedule.num_ranks
+        self.rows = [[] for _ in range(num_ranks)]
+        self._ends: dict[Action, float] = {}
+        self._free: list[float] = [0] * num_ranks
+        self._before = {action: predecessors(action, self.wider) for action in self.wider.positions}
+        self._after = defaultdict(list)
+        for action, before in self._before.items():
+            for each in before:
+                self._after[each].append(action)
+        self._ready: list[dict[Action, float]] = [{} for _ in range(num_ranks)]  # V, L and VW: when they may start
+        self._note(action for action, before in self._before.items() if not before)
+        while (chosen := min(self._choices(), default=None)) is not None:
+            start, _, rank, _, action = chosen
+            self._run(action, rank, start)
+        self.makespan = max(self._free)
+        return self
+
+    def _choices(self) -> Iterator[tuple[float, int, int, int, Action]]:
+        """Yields for every rank what it could run next: start, priority, rank, order of slices, action."""
+        for rank, ready in enumerate(self._ready):
+            for action, since in ready.items():
+                through = Action(Op.F, self.schedule.num_stages - 1, action.microbatch, self._last(action)) in self._ends
+                order = -action.slice if through else action.slice
+                yield max(since, self._free[rank]), self.priority(action, through), rank, order, action
+
+    def _last(self, action: Action) -> int:
+        return self.schedule.slice_counts[action.microbatch] - 1
+
+    def _run(self, action: Action, rank: int, start: float) -> None:
+        self._free[rank] = self._ends[action] = start + self.seconds(action)
+        del self._ready[rank][action]
+        self.rows[rank].append(action)
+        following = self._following(action)
+        self._note([*self._after[action], *([] if following is None else [following])])
+
+    def _following(self, action: Action) -> Action | None:
+        """Returns the next action of the rank's own order."""
+        if action.op in VOCABULARY:
+            return None
+        rank, index = self.schedule.positions[action]
+        row = self.schedule.actions[rank]
+        return row[index + 1] if index + 1 < len(row) else None
+
+    def _note(self, actions: Iterable[Action]) -> None:
+        """Makes those of the actions ready for which all that must come before has run."""
+        for action in actions:
+            rank = self.schedule.placement[action.stage]
+            if action in self._ends or not self._is_next(action, rank):
+                continue
+            if all(before in self._ends for before in self._before[action]):
+                self._ready[rank][action] = max((self._arrival(b, rank) for b in self._before[action]), default=0)
+
+    def _is_next(self, action: Action, rank: int) -> bool:
+        if action.op in VOCABULARY:
+            return True
+        _, index = self.schedule.positions[action]
+        return index == 0 or self.schedule.actions[rank][index - 1] in self._ends
+
+    def _arrival(self, before: Action, rank: int) -> float:
+        here = self.schedule.placement[before.stage] == rank
+        return self._ends[before] + (0 if here else self.link(before))
