@@ -113,8 +113,8 @@ class VocabularyMessages:
 def vocabulary_channel(message: SkipSend, schedule: Schedule) -> Channel:
     """Returns the communicator of these messages; each kind has one."""
     source, destination = schedule.placement[message.stage], schedule.placement[message.to]
-    direction = "gradients" if message.op is Op.L else "activations"
-    return Channel(direction, source, destination, (message.stage, message.to))
+    ends = message.stage, message.to
+    return Channel("gradients" if message.op is Op.L else "activations", source, destination, ends)
 
 
 def vocabulary_channels(schedule: Schedule) -> list[Channel]:

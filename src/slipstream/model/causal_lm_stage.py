@@ -68,9 +68,9 @@ class TensorParallelLayers(Protocol):
 class CausalLMStage:
     """The layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
 
-    What travels between stages is described by `hidden`. With `head`, whose rows are spread over ranks, the last stage
-    returns the head's input, and `vocabulary` are the rows that lie next to this stage. With `shared` the model has this rank's shares of all weights,
-    and every rank runs the stage at the same time.
+    What travels between stages is described by `hidden`. With `shared` the model has this rank's shares of all weights,
+    and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the last stage gives
+    the head's input, and `vocabulary` has the rows that lie next to this stage.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class CausalLMStage:
         return context.output
 
     def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Any:
-        """Runs `forward`, with tuples for what travels between stages; the last stage returns logits, or its head's input."""
+        """Runs `forward`, with tuples for what travels between stages; the last stage returns the head's outputs."""
         output = self.forward(token_slice, inputs[0] if inputs else None, store)
         return output if self.has_loss else (output,)
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.messages import DistributedTransport, LocalTransport, ScatterGather, Transport, skip_channels, vocabulary_channels
+from slipstream.messages import (
+    DistributedTransport,
+    LocalTransport,
+    ScatterGather,
+    Transport,
+    skip_channels,
+    vocabulary_channels,
+)
 from slipstream.model.hooks import keyed_seed
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch

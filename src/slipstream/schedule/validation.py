@@ -166,7 +166,9 @@ def _check_vocabulary(schedule: Schedule) -> None:
         each = min(found ^ wanted)
         problem = "is missing" if each in wanted else "doesn't belong here"
         stages = " ".join(map(str, schedule.vocabulary_stages))
-        rule = f"with a spread vocabulary V{' and VW' if len(ops) > 1 else ''} are of stages {stages}, L of the last one"
+        rule = (
+            f"with a spread vocabulary V{' and VW' if len(ops) > 1 else ''} are of stages {stages}, L of the last one"
+        )
         marks = [] if each in wanted else [schedule.positions[each]]
         raise ScheduleError(f"{schedule.text(each)} {problem}: {rule}.\n{grid(schedule, marks)}")
 

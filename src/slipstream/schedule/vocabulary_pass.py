@@ -35,6 +35,8 @@ def spread_vocabulary(schedule: Schedule, seconds: Seconds = unit_seconds, link:
         ScheduleError: the schedule is not valid, or has communication or a spread vocabulary already.
     """
     validate(schedule)
+    if empty := set(range(schedule.num_ranks)) - set(schedule.placement):
+        raise ScheduleError(f"{schedule.name} has no stage on rank {min(empty)}, next to which it could have its rows.")
     if not schedule.ops.isdisjoint(COMMUNICATION | VOCABULARY):
         raise ScheduleError(f"{schedule.name} has sends and receives, or V's, already: spread the vocabulary before.")
     wider = _with_vocabulary_last(schedule)
@@ -105,7 +107,9 @@ class _Run:
         """Yields for every rank what it could run next: start, priority, rank, order of slices, action."""
         for rank, ready in enumerate(self._ready):
             for action, since in ready.items():
-                through = Action(Op.F, self.schedule.num_stages - 1, action.microbatch, self._last(action)) in self._ends
+                through = (
+                    Action(Op.F, self.schedule.num_stages - 1, action.microbatch, self._last(action)) in self._ends
+                )
                 order = -action.slice if through else action.slice
                 yield max(since, self._free[rank]), self.priority(action, through), rank, order, action
 

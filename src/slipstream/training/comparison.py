@@ -62,6 +62,7 @@ def measure(config: Config) -> dict[str, float]:
         longest: list[int] = max((lengths for _, lengths in given), key=len)
         slices = longest
     alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto", "microbatches": None}
+    alone["vocabulary"] = "whole"
     alone["memory"] = config.memory.model_copy(update={"limit": None})
     ways: dict[str, Callable[[], Any]] = {
         "unsliced, by transformers": lambda: UnslicedModel(config, device),

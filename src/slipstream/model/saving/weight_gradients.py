@@ -126,7 +126,7 @@ def _now_or_later(work: WeightGradient) -> None:
 
 @torch.no_grad()
 def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice = slice(None)) -> None:
-    """Adds left^T right to weight.grad[rows], in one pass unless a GPU multiplies in a narrower dtype than it adds in."""
+    """Adds left^T right to weight.grad[rows], in one pass unless a GPU multiplies in a narrower dtype than it adds."""
     dtype = weight.grad_dtype or left.dtype
     if left.dtype != dtype and not left.is_cuda:
         left, right = left.to(dtype), right.to(dtype)  # exact

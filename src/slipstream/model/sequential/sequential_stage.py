@@ -44,7 +44,8 @@ class SequentialStage:
         backward."""
         self._number, self.layers_here = number, stages[number]  # the numbers of its layers
         self.is_first, self.is_last = number == 0, number == len(stages) - 1
-        self.has_loss, self.vocabulary = self.is_last, None
+        self.has_loss = self.is_last
+        self.vocabulary: None = None  # it has no head whose rows could be spread
         own = [tracer.layers[index] for index in self.layers_here]
         self._names, self.layers = [layer.name for layer in own], [layer.module for layer in own]
         self.model = nn.ModuleList(self.layers).to(tracer.device)

@@ -35,12 +35,12 @@ class RowSoftmax(NamedTuple):
 class RowLosses(NamedTuple):
     """The loss of a slice over the whole vocabulary.
 
-    `total` is the sum over valid tokens and `count` their number, `logsumexp` (b, T) of all logits, and `gradient`
+    `total` is the sum over valid tokens and `num_valid` their number, `logsumexp` (b, T) of all logits, and `gradient`
     (b, T, hidden) of the total for the head's input, None in evaluation.
     """
 
     total: Tensor
-    count: Tensor
+    num_valid: Tensor
     logsumexp: Tensor
     gradient: Tensor | None
 
@@ -62,10 +62,11 @@ class HeadRows(nn.Module):
         """Returns the rows next to each stage of this process, copied from the whole head."""
         held = range(min(each.start for each in ids.values()), max(each.stop for each in ids.values()))
 
-        def rows(whole: nn.Parameter) -> nn.Parameter:
+        def rows(whole: Tensor) -> nn.Parameter:
             return nn.Parameter(whole.detach()[held.start : held.stop].clone(), requires_grad=whole.requires_grad)
 
-        weight, bias = rows(head.weight), None if head.bias is None else rows(head.bias)
+        biased: Tensor | None = head.bias  # torch says that there is one always
+        weight, bias = rows(head.weight), None if biased is None else rows(biased)
         return {stage: cls(weight, bias, held, each, head.out_features) for stage, each in ids.items()}
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -91,17 +92,15 @@ class HeadRows(nn.Module):
         return RowSoftmax(statistics, mean, target, probabilities)
 
     @torch.no_grad()
-    def add_gradients(
-        self, hidden: Tensor, targets: Tensor, part: RowSoftmax, logsumexp: Tensor, scale: Tensor | float
-    ) -> None:
+    def add_gradients(self, hidden: Tensor, targets: Tensor, part: RowSoftmax, logsumexp: Tensor, scale: float) -> None:
         """Runs VW: adds the gradients of these rows, those of `scale` times the loss."""
         assert part.probabilities is not None
         largest, total, _ = part.statistics
         index, is_here = self._places(targets)
-        weights = (targets != IGNORED) * scale  # (b, T)
         share = (largest + total.log() - logsumexp).exp()  # c_r
-        of_logits = part.probabilities * (share * weights)[..., None]
-        of_logits.scatter_add_(-1, index[..., None], -(is_here * scale).to(of_logits.dtype)[..., None])
+        weights = share.masked_fill(targets == IGNORED, 0) * scale  # (b, T)
+        of_logits = part.probabilities * weights[..., None]
+        of_logits.scatter_add_(-1, index[..., None], -(is_here.to(of_logits.dtype) * scale)[..., None])
         rows = of_logits.to(hidden.dtype).flatten(0, 1)
         if self.weight.requires_grad:
             add_product(self.weight, rows, hidden.flatten(0, 1), self._rows)
@@ -118,7 +117,7 @@ class HeadRows(nn.Module):
 
 
 @torch.no_grad()
-def combine(parts: Sequence[RowSoftmax], targets: Tensor, scale: Tensor | float) -> RowLosses:
+def combine(parts: Sequence[RowSoftmax], targets: Tensor, scale: float) -> RowLosses:
     """Runs L: returns the loss over all rows, with the gradient of `scale` times it for the head's input."""
     largest, totals, chosen = torch.stack([part.statistics for part in parts], 1)  # (ranks, b, T) each
     most = largest.amax(0)
@@ -135,7 +134,7 @@ def combine(parts: Sequence[RowSoftmax], targets: Tensor, scale: Tensor | float)
             assert part.mean is not None
             assert part.target is not None
             gradient.add_(share * part.mean).sub_(part.target)
-        gradient = (gradient * (is_valid * scale)[..., None]).to(parts[0].mean.dtype)
+        gradient = (gradient * scale).masked_fill(~is_valid[..., None], 0).to(parts[0].mean.dtype)
     return RowLosses(loss, is_valid.sum(), logsumexp, gradient)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.messages import SkipSend, Transport, VocabularyMessages
-from slipstream.model import TensorSpec
+from slipstream.model import CausalLMStage, TensorSpec
 from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
 from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
 from slipstream.pipeline.execution.stopwatch import Stopwatch
@@ -64,7 +64,7 @@ class SpreadHeadActions:
         began = stopwatch.mark()
         found = combine(parts, self._targets(action), self._scale)
         self._state.loss += found.total
-        self._state.count += found.count
+        self._state.count += found.num_valid
         stopwatch.record(action, began)
         for message in incoming:
             self.messages.release(message)
@@ -89,7 +89,8 @@ class SpreadHeadActions:
         return self._state.batch.loss_scale / self._state.batch.num_valid
 
     def _rows(self, stage: int) -> HeadRows:
-        rows: HeadRows = self._stages[stage].vocabulary  # type: ignore[union-attr, assignment]
+        rows = self._stages[stage].vocabulary
+        assert rows is not None
         return rows
 
     def _targets(self, action: Action) -> Tensor:
@@ -98,8 +99,9 @@ class SpreadHeadActions:
     def _specs(self, message: SkipSend) -> list[TensorSpec]:
         """Returns what a message has: the head's input; statistics, and in training two gradients; or the sums."""
         stage = next(iter(self._stages.values()))
+        assert isinstance(stage, CausalLMStage)
         piece = self._state.batch.slices[message.microbatch][message.slice]
-        hidden: TensorSpec = stage.hidden(piece)  # type: ignore[union-attr]
+        hidden = stage.hidden(piece)
         tokens, wide = hidden.shape[:2], torch.promote_types(hidden.dtype, torch.float32)
         if message.op is Op.F:
             return [hidden]

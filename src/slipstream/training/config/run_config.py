@@ -16,7 +16,8 @@ from slipstream.pipeline.microbatches import check_microbatches, given_microbatc
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 from slipstream.training.config import sections
 
-_PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition")  # of a section and of a Pipeline
+# Of a section and of a Pipeline
+_PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary")
 # The Pipeline's dtypes by training.precision
 _PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32")}
 

@@ -95,6 +95,9 @@ class PipelineSection(Record):
     slices, such as `[[2, [704, 688, 656]], [1, [2048]]]` for 3 sequences of 2048 tokens."""
     partition: Literal["auto"] | list[int | float] = "auto"
     """Layers of each stage; [4.5, 3.5] ends the first one between a layer's attention and its feed-forward half."""
+    vocabulary: Literal["auto", "whole", "spread"] = "auto"
+    """spread: every process computes the logits and the loss of its part of the vocabulary; whole: the last stage does
+    that alone. auto: as planned where the rest is planned, else whole."""
 
     @model_validator(mode="after")
     def _microbatches_alone(self) -> Self:

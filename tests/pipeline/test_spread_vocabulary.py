@@ -1,0 +1,194 @@
+"""A head whose rows are spread over the ranks has the loss and the gradients of the whole one."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import CohereConfig, GraniteConfig, PhiConfig
+
+from pipeline.test_random_schedules import cuts, partitions, schedules
+from slipstream import Action, Memory, Op, Parallelism, Pipeline, Runtime, Schedule, SlipstreamError
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule, predecessors, spread_vocabulary
+from support.architectures import (
+    ARCHITECTURES,
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+from support.examples import examples
+from support.forked import launch
+from support.options import grouped
+from support.parameters import first_of
+from support.paths import WORKERS
+
+LENGTH = 24
+_SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+PHI = PhiConfig(**_SMALL, vocab_size=97, max_position_embeddings=64, tie_word_embeddings=False)  # a head with a bias
+UNTIED = ARCHITECTURES["llama"]
+MODELS = {"llama": build(UNTIED), "phi": build(PHI)}
+CHECKED = Runtime(self_check=False)
+
+
+@pytest.fixture(autouse=True)
+def exact_norms() -> Iterator[None]:
+    with no_rounding_inside():
+        yield
+
+
+@st.composite
+def spread_schedules(draw: st.DrawFn) -> Schedule:
+    """A random order, in which V, L and VW stand anywhere that the rules allow."""
+    schedule = draw(schedules())
+    assume(len(set(schedule.placement)) == schedule.num_ranks)
+    each = schedule.microbatch_slices
+    last = schedule.num_stages - 1
+    added = [Action(op, g, *s) for op, g, s in product((Op.V, Op.VW), schedule.vocabulary_stages, each)]
+    added += [Action(Op.L, last, *s) for s in each]
+    actions = [action for row in schedule.actions for action in row] + added
+
+    def rows(order: list[Action]) -> tuple[tuple[Action, ...], ...]:
+        placement = schedule.placement
+        of_rank = [[each for each in order if placement[each.stage] == rank] for rank in range(schedule.num_ranks)]
+        return tuple(map(tuple, of_rank))
+
+    rules = replace(schedule, actions=rows(actions))
+    order = random_order(rules, random.Random(draw(st.integers(0, 2**32))))
+    return replace(rules, actions=rows(order))
+
+
+def random_order(rules: Schedule, generator: random.Random) -> list[Action]:
+    left = {action: set(predecessors(action, rules)) for action in rules.positions}
+    order: list[Action] = []
+    while left:
+        order.append(generator.choice([action for action, before in left.items() if not before]))
+        del left[order[-1]]
+        for before in left.values():
+            before.discard(order[-1])
+    return order
+
+
+@pytest.mark.parametrize("name", first_of(MODELS))
+@examples(25)
+@given(data=st.data())
+def test_any_order_has_the_gradients_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
+    schedule = data.draw(spread_schedules())
+    settings: dict[str, Any] = {"slices": data.draw(cuts(schedule.num_slices))}
+    if schedule.is_ragged:
+        rows = torch.arange(3).tensor_split(schedule.num_microbatches)
+        pairs = zip(rows, schedule.slice_counts, strict=True)
+        settings = {"microbatches": [(len(part), data.draw(cuts(count))) for part, count in pairs]}
+    model = copy.deepcopy(MODELS[name])
+    settings["partition"] = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers))
+    settings["recompute"] = data.draw(st.sampled_from(["full", "selective", 1]))
+    pipe = Pipeline(model, schedule=schedule, **grouped(self_check=False, **settings))
+    check(name, pipe, tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99))))
+
+
+def check(name: str, pipe: Pipeline, inputs: Tensor) -> None:
+    labels, whole = labels_of(inputs), copy.deepcopy(MODELS[name])
+    wanted = unsplit_step(whole, inputs, labels)
+    assert abs(pipe.step(inputs, labels) - wanted) < BOUND
+    error = gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
+    assert error < BOUND
+    assert abs(pipe.evaluate(inputs, labels) - wanted) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [(name, p) for name in GENERATORS for p in (1, 2, 4) if p * STAGES_PER_RANK[name].start <= 4]
+)
+def test_every_named_schedule_takes_it(name: str, num_ranks: int) -> None:
+    pipe = Pipeline(
+        copy.deepcopy(MODELS["llama"]),
+        name,
+        num_microbatches=2,
+        slices=[5, 4, 15],
+        num_ranks=num_ranks,
+        stages_per_rank=STAGES_PER_RANK[name].start,
+        vocabulary="spread",
+        runtime=CHECKED,
+    )
+    check("llama", pipe, tokens(batch=3, length=LENGTH))
+
+
+def test_documents_that_end_inside_slices() -> None:
+    inputs = tokens(batch=2, length=LENGTH)
+    documents = torch.tensor([[0] * 7 + [1] * 17, [0] * 24])
+    made = [
+        Pipeline(copy.deepcopy(MODELS["llama"]), slices=3, num_ranks=2, vocabulary=where, runtime=CHECKED)
+        for where in ("whole", "spread")
+    ]
+    losses = [pipe.step(inputs, inputs, document_ids=documents) for pipe in made]
+    assert abs(losses[0] - losses[1]) < BOUND
+    assert gradient_error(*(gradients(pipe.named_parameters()) for pipe in made)) < BOUND
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    model = copy.deepcopy(MODELS["phi"])
+    model.lm_head.requires_grad_(requires_grad=False)
+    pipe = Pipeline(model, slices=3, num_ranks=2, vocabulary="spread", runtime=CHECKED)
+    inputs = tokens(length=LENGTH)
+    pipe.step(inputs, inputs)
+    whole = copy.deepcopy(MODELS["phi"])
+    unsplit_step(whole, inputs, inputs)
+    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    assert wanted.keys() - found.keys() == {"lm_head.weight", "lm_head.bias"}
+    assert gradient_error({name: wanted[name] for name in found}, found) < BOUND
+
+
+@pytest.mark.parametrize(("num_processes", "how"), first_of([(2, "1f1b"), (3, "zb-h1"), (2, "zb-v"), (4, "replicas")]))
+def test_processes_train_checkpoint_and_export_as_the_unsplit_model(
+    num_processes: int, how: str, tmp_path: Path
+) -> None:
+    ended = launch(num_processes, WORKERS / "pipeline/spread_vocabulary.py", how, str(tmp_path))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (ARCHITECTURES["llama, tied"], {}, r"lm_head.weight is tied to model.embed_tokens.weight"),
+        (
+            CohereConfig(**_SMALL, vocab_size=97, tie_word_embeddings=False),
+            {},
+            "'cohere' changes what its head returns",
+        ),
+        (GraniteConfig(**_SMALL, vocab_size=97, logits_scaling=2.0), {}, "'granite' changes what its head returns"),
+        (UNTIED, {"loss_fn": lambda outputs, targets: (outputs.sum(), 1)}, r"with loss_fn=...: no rank has all logits"),
+        (UNTIED, {"parallel": Parallelism(shard_parameters=True)}, "with parallel.shard_parameters=True"),
+        (UNTIED, {"memory": Memory(limit=1e9)}, "with memory.limit=...: its parts aren't counted"),
+        (UNTIED, {"schedule": "auto"}, "with schedule='auto'"),
+        (UNTIED, {"slices": "auto"}, "with slices='auto'"),
+        (UNTIED, {"vocabulary": "half"}, "vocabulary='half': give one of auto, whole, spread"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(config: Any, options: dict[str, Any], message: str) -> None:
+    arguments = {"vocabulary": "spread", "num_ranks": 2, "runtime": CHECKED} | options
+    with pytest.raises(SlipstreamError, match=message):
+        Pipeline.from_config(config, **arguments)
+
+
+def test_a_sequence_of_layers_has_no_such_head() -> None:
+    with pytest.raises(SlipstreamError, match=r"an nn.Sequential has no head that is known"):
+        Pipeline(nn.Sequential(nn.Linear(3, 3)), vocabulary="spread")
+
+
+def test_a_schedule_with_a_spread_vocabulary_is_not_whole() -> None:
+    schedule = spread_vocabulary(make_schedule("1f1b", 2, 1, 2))
+    with pytest.raises(SlipstreamError, match=r"vocabulary='whole', but the schedule '1f1b' has V's"):
+        Pipeline.from_config(UNTIED, schedule=schedule, vocabulary="whole", runtime=CHECKED)

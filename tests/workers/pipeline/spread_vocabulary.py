@@ -1,0 +1,90 @@
+"""What each process of test_spread_vocabulary runs: steps, a clipped norm, shards, an export."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import slipstream
+from slipstream import Parallelism, Pipeline, Precision, Runtime
+from support.architectures import (
+    ARCHITECTURES,
+    BOUND,
+    build,
+    gradient_error,
+    labels_of,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+
+CONFIG = ARCHITECTURES["llama"]
+
+
+def train(how: str, folder: str) -> None:
+    """Two steps of AdamW with clipping follow the unsplit model, and the export has its weights."""
+    replicas = how == "replicas"
+    mesh = slipstream.make_mesh(2, 2, 1, "cpu") if replicas else None
+    whole = build(CONFIG, seed=3)
+    pipe = Pipeline.from_config(
+        CONFIG,
+        seed=3,
+        precision=Precision(dtype=torch.float64),
+        runtime=Runtime(self_check=False),
+        parallel=Parallelism(shard_optimizer=replicas),
+        schedule="1f1b" if replicas else how,
+        stages_per_rank=2 if how == "zb-v" else 1,
+        slices=[5, 30, 17, 12],
+        num_microbatches=2,
+        mesh=mesh,
+        vocabulary="spread",
+    )
+    optimizers = [torch.optim.AdamW(parameters, lr=1e-3) for parameters in (pipe.parameters(), whole.parameters())]
+    for step in range(2):
+        inputs = tokens(batch=4, seed=step)
+        labels = labels_of(inputs)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        mine = slice(2 * pipe.replica, 2 * pipe.replica + 2) if replicas else slice(None)
+        loss = pipe.step(inputs[mine], labels[mine])
+        assert abs(loss - unsplit_step(whole, inputs, labels)) < BOUND
+        check_gradients(pipe, whole)
+        norms = pipe.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        assert abs(norms[0] - norms[1]) < 1e-9
+        for optimizer in optimizers:
+            optimizer.step()
+    check_export(pipe, whole, folder)
+
+
+def check_gradients(pipe: Pipeline, whole: torch.nn.Module) -> None:
+    """Of each parameter, the rows that this rank has; the head's are as many as any other rank's, or one more."""
+    wanted = dict(whole.named_parameters())
+    for shard in pipe.parameter_shards():
+        gradient = wanted[shard.name].grad
+        assert gradient is not None
+        assert shard.parameter.grad is not None
+        boxes = shard.share.boxes(shard.parameter.grad, shard.first_row)
+        for offsets, box in boxes:
+            place = tuple(slice(first, first + size) for first, size in zip(offsets, box.shape, strict=True))
+            assert gradient_error({"": gradient[place]}, {"": box}) < BOUND
+        if shard.name == "lm_head.weight":
+            assert len(shard.parameter) <= -(-len(gradient) // pipe.num_ranks)
+
+
+def check_export(pipe: Pipeline, whole: torch.nn.Module, folder: str) -> None:
+    pipe.save_pretrained(folder)
+    read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(read.get_parameter(name), parameter, rtol=1e-8, atol=1e-10)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with no_rounding_inside():
+        train(*sys.argv[1:])
+    dist.barrier()
+    dist.destroy_process_group()
