@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
+from slipstream.planner.joint.finals import Finals
+from slipstream.planner.joint.placement_search import PlacementSearch
 from slipstream.planner.joint.placements import placements
 from slipstream.planner.joint.quick_order import QuickOrder
 from slipstream.planner.joint.step_estimate import rank_bounds
@@ -151,6 +153,21 @@ def test_the_slices_of_the_dynamic_program_are_no_more_than_are_allowed() -> Non
     plan = find_joint_plan(problem(num_ranks=4, seq_len=4096, most_slices=5, costs=ToyCosts(overhead=0.01), effort=1e6))
     assert plan.exact is not None
     assert len(plan.exact.slices) <= 5
+
+
+def test_the_finals_prefer_what_is_shorter_in_its_best_order() -> None:
+    """The quick orders, by which candidates are improved, would choose another."""
+    task = problem(costs=ToyCosts(num_layers=6, head=2.0), seq_len=1024, effort=2e7)
+    searches = [PlacementSearch(task, (0, 1, 0, 1), False, lambda used: None)]
+    searches[0].run(np.inf, 1e7)
+    finals = Finals(searches)
+    finals.run()
+    (first,), (last,) = [each.best for each in searches], [*finals.best.values()]
+    assert first is not None
+    assert last is not None
+    seconds = {each: searches[0].seconds_in_order(each, 1e6) for each in (first, last)}
+    assert seconds[last] <= seconds[first]
+    assert searches[0].bound(last) <= seconds[last] < searches[0].known[first]
 
 
 def test_progress_is_told_by_the_effort() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from slipstream.errors import SlipstreamError
+from slipstream.planner.joint.finals import Finals
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.joint_problem import JointProblem
 from slipstream.planner.joint.placement_search import PlacementSearch
@@ -21,8 +22,8 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
     For each placement the slices and cuts with the least lower bounds are improved by local search: units move between
     neighbouring stages and tokens between neighbouring slices, slices are halved and joined. What can't beat the best
     known by its lower bound isn't simulated. Among the slices to start from are those that are optimal for equal stages
-    (TeraPipe, Algorithm 1). The best placements get their best order (`find_order`). Where nothing fits the memory
-    limit, forwards are computed again in the backward.
+    (TeraPipe, Algorithm 1). The best placements' candidates get better orders (`find_order`), the least bounds first.
+    Where nothing fits the memory limit, forwards are computed again in the backward.
 
     `on_progress` is called with the share of the effort that is used up.
 
@@ -44,7 +45,9 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
 
 def _best(searches: list[PlacementSearch]) -> JointPlan:
     """Returns the best of the placements' plans, or that with the dynamic program's slices where it is better yet."""
-    ordered = [(search.plan(search.best), search) for search in searches if search.best]
+    finals = Finals(searches)
+    finals.run()
+    ordered = [(search.plan(best), search) for search, best in finals.best.items() if best]
     plans = sorted(ordered, key=lambda pair: pair[0].seconds)
     best, winner = plans[0]
     if winner.exact and winner.fits(winner.exact):

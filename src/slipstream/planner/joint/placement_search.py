@@ -19,12 +19,12 @@ from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.best_order import find_order, step_lower_bound
 from slipstream.planner.order.order_search import PriorityRule
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
-from slipstream.schedule import Op
-from slipstream.simulator import simulate
+from slipstream.schedule import Op, Schedule
+from slipstream.simulator import TableCost, simulate
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # slices to start from
 _SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slices
-_STARTS = 10  # improved by local search
+_STARTS = 5  # improved by local search
 _ORDER_SHARE = 0.1  # of the search's effort, for the best order of a candidate that is left at the end
 _RULES = 6  # of list scheduling, for all but the first candidate of each number of slices
 _EXACT_CUTS = 256  # places to cut for the dynamic program
@@ -42,7 +42,7 @@ class PlacementSearch:
         self.best: Candidate | None = None
         self.exact: Candidate | None = None  # with the slices of the dynamic program
         self._effort = 0.0
-        self._known: dict[Candidate, float] = {}
+        self.known: dict[Candidate, float] = {}  # seconds in quick orders
         self._sliced: dict[tuple[int, ...], SlicedUnits] = {}
         self._quick: dict[int, QuickOrder] = {}
         self._rules: dict[int, tuple[PriorityRule, ...]] = {}  # the best, by the number of slices
@@ -53,8 +53,8 @@ class PlacementSearch:
         starts = [*dict.fromkeys(self._starts())]
         self.exact = self._exact_slices(starts[0].bounds)
         first: list[Candidate] = [self.exact]
-        for candidate in sorted(starts, key=self._bound):
-            if self._bound(candidate) < min(self.seconds, limit) and self._effort > effort / 2:
+        for candidate in sorted(starts, key=self.rough_bound):
+            if self.rough_bound(candidate) < min(self.seconds, limit) and self._effort > effort / 2:
                 first.append(candidate)
             self._simulated(first[-1])
         for candidate in sorted(first, key=self._simulated)[:_STARTS]:
@@ -63,21 +63,41 @@ class PlacementSearch:
 
     def plan(self, candidate: Candidate) -> JointPlan:
         """Returns the candidate with its best order."""
-        problem = self.problem
-        cost, room = self._units(candidate.slices).table(candidate.bounds), self._room(candidate)
-        counts = self.placement, problem.num_microbatches, len(candidate.slices)
-        limits = None if room is None else room.tolist()
-        effort = _ORDER_SHARE * problem.effort
-        schedule = find_order(*counts, cost, memory_limit=limits, split=problem.split, effort=effort)
+        schedule = self._ordered(candidate, _ORDER_SHARE * self.problem.effort)
         return JointPlan(
             schedule=schedule,
-            partition=partition_of(candidate.bounds, problem.costs.units_per_layer),
+            partition=partition_of(candidate.bounds, self.problem.costs.units_per_layer),
             slices=candidate.slices,
-            seconds=simulate(schedule, cost).makespan,
-            bound=step_lower_bound(*counts, cost, memory_limit=limits, split=problem.split),
-            ideal=problem.ideal,
+            seconds=simulate(schedule, self._table(candidate)).makespan,
+            bound=self.bound(candidate),
+            ideal=self.problem.ideal,
             recompute=self.recompute,
         )
+
+    def seconds_in_order(self, candidate: Candidate, effort: float) -> float:
+        """Returns the seconds of a step in an order that is searched for with this effort."""
+        return simulate(self._ordered(candidate, effort), self._table(candidate)).makespan
+
+    def bound(self, candidate: Candidate) -> float:
+        """Returns the least seconds of a step in any order."""
+        return step_lower_bound(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
+
+    def _ordered(self, candidate: Candidate, effort: float) -> Schedule:
+        return find_order(*self._counts(candidate), self._table(candidate), **self._limits(candidate), effort=effort)
+
+    def _counts(self, candidate: Candidate) -> tuple[tuple[int, ...], int, int]:
+        return self.placement, self.problem.num_microbatches, len(candidate.slices)
+
+    def _limits(self, candidate: Candidate) -> dict[str, Any]:
+        room = self._room(candidate)
+        return {"memory_limit": None if room is None else room.tolist(), "split": self.problem.split}
+
+    def _table(self, candidate: Candidate) -> TableCost:
+        return self._units(candidate.slices).table(candidate.bounds)
+
+    def num_actions(self, candidate: Candidate) -> int:
+        """Returns three for each slice of each microbatch on each stage, as many as split backwards make."""
+        return 3 * len(self.placement) * self.problem.num_microbatches * len(candidate.slices)
 
     def fits(self, candidate: Candidate) -> bool:
         """Returns whether an order is known with which the candidate keeps to the memory limit."""
@@ -106,27 +126,28 @@ class PlacementSearch:
         found = rank_bounds(units, candidate.bounds, self.ranks, self.problem.num_microbatches)
         return float(found.max()), float((found**2).sum())
 
-    def _bound(self, candidate: Candidate) -> float:
+    def rough_bound(self, candidate: Candidate) -> float:
+        """Returns a lower bound of the step, less close than `bound`, in a fraction of its time."""
         return self._rank_bounds(candidate)[0]
 
     def _simulated(self, candidate: Candidate) -> float:
         """The seconds of the candidate in a good order; of the rules only the best for its number of slices count."""
-        if candidate not in self._known:
+        if candidate not in self.known:
             count = len(candidate.slices)
             if count not in self._quick:
                 counts = self.problem.num_microbatches, count
                 self._quick[count] = QuickOrder(self.placement, *counts, self.problem.split)
             units, rules = self._units(candidate.slices), self._rules.get(count, ())
             found = self._quick[count].seconds(units, candidate.bounds, self._room(candidate), rules)
-            used = len(found) * 3 * len(self.placement) * self.problem.num_microbatches * count
+            used = len(found) * self.num_actions(candidate)
             self._effort -= used
             self._on_effort(used)
-            self._known[candidate] = seconds = min(found.values())
+            self.known[candidate] = seconds = min(found.values())
             if seconds < inf and not rules:
                 self._rules[count] = tuple(sorted(found, key=found.__getitem__)[:_RULES])
             if seconds < self.seconds:
                 self.seconds, self.best = seconds, candidate
-        return self._known[candidate]
+        return self.known[candidate]
 
     def _starts(self) -> Iterator[Candidate]:
         """Slices of equal time in several numbers, each with its evened cut."""
@@ -190,15 +211,16 @@ class PlacementSearch:
     def _descend(self, candidate: Candidate) -> None:
         """Changes one thing at a time, until no change makes the simulated step shorter or the effort is used up."""
         now = self._simulated(candidate)
-        changes, number, failed = self._changes(candidate), 0, 0
+        changes, number, failed = self.changes(candidate), 0, 0
         while failed < len(changes) and self._effort > 0:
             changed = changes[number % len(changes)]
             number, failed = number + 1, failed + 1
-            if self._bound(changed) < now and (found := self._simulated(changed)) < now * (1 - 1e-6):
+            if self.rough_bound(changed) < now and (found := self._simulated(changed)) < now * (1 - 1e-6):
                 candidate, now, failed = changed, found, 0
-                changes = self._changes(candidate)
+                changes = self.changes(candidate)
 
-    def _changes(self, candidate: Candidate) -> list[Candidate]:
+    def changes(self, candidate: Candidate) -> list[Candidate]:
+        """Returns what is one change from a candidate."""
         longest = self.problem.longest
         slicings = (each for each in candidate.slicings(self.problem) if max(each.slices) <= longest)
         return [*candidate.cuts(), *slicings]
