@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.step_planning import StepPlanning
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.steps import StageRates, StepPlan, find_step_plan
 from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
 from slipstream.timeline import Timeline
 
@@ -54,8 +54,9 @@ class Engine:
         self.family = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
+        self._measured_rates: StageRates | None = None
         if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
-            self.plan = self._plan_start(self.family, options, num_ranks)
+            self.plan, self._measured_rates = self._plan_start(self.family, options, num_ranks)
             options = with_plan(options, self.plan)
             self.family.adopt(options)
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
@@ -79,8 +80,10 @@ class Engine:
         """Returns whether a plan is to decide where to cut, and can: parts of layers aren't measured."""
         return is_free(options) and num_ranks > 1 and self.ranks.tensor.size == 1 and not self.family.compiled
 
-    def _plan_start(self, family: CausalLMFamily, options: PipelineOptions, num_ranks: int) -> JointPlan:
-        """Returns the plan of schedule, slices and partition. Collective."""
+    def _plan_start(
+        self, family: CausalLMFamily, options: PipelineOptions, num_ranks: int
+    ) -> tuple[JointPlan, StageRates]:
+        """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
         assert options.seq_len is not None
         dtype = options.precision.dtype or str(family.config.dtype or torch.float32).removeprefix("torch.")
         request = StartRequest(options.seq_len, 1, options.num_microbatches, num_ranks, dtype, options.memory.limit)
@@ -174,13 +177,21 @@ class Engine:
     ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
         """Packs and splits the batch as it was planned, and adopts the plan's schedule."""
         plan = self.step_planning.take(lambda: self.family.lengths(whole), given)
+        self.tuner.rest()
         batch = self._counted(self.family.split_sequences(whole, plan, self._seed()))
         self._adopt(plan.schedule)
         return batch, plan.microbatches
 
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
+        if (self.tuner.is_open or self.plan is not None) and self._rates is not None:
+            return find_step_plan(self.tuner.step_problem(tuple(lengths), self._rates))
         groups = self.family.groups(lengths, self.tuner.schedule.num_microbatches)
         return self.tuner.plan_step(lengths, groups)
+
+    @cached_property
+    def _rates(self) -> StageRates | None:
+        """What the stages cost: as it was measured for the plan, else by their multiplications. Used in one thread."""
+        return self.family.rates(self.layout) if self._measured_rates is None else self._measured_rates
 
     def _check_and_lay_out(self, schedule: Schedule) -> None:
         self.tuner.check(schedule)

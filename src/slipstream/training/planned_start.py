@@ -65,7 +65,8 @@ def _plan(config: Config, device: torch.device, progress: Progress) -> JointPlan
     model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
     ranks = Ranks.of(make_mesh_of(config, device))
     with progress.waiting("planning: measuring what the model's parts cost, then searching"):
-        return plan_start(model_config, request, ranks, device, progress.say)
+        plan, _ = plan_start(model_config, request, ranks, device, progress.say)
+    return plan
 
 
 def _found_again(config: Config, earlier: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,12 +34,13 @@ from slipstream.model.vocabulary import HeadRows, SpreadHead, find_spreadable_he
 from slipstream.parallel import Ranks, part_bounds
 from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows
-from slipstream.pipeline.families.causal_lm_layout import plan_layout
+from slipstream.pipeline.families.causal_lm_layout import WeighedModel, plan_layout
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
+from slipstream.pipeline.families.weighed_rates import weighed_rates
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
 from slipstream.pipeline.sequences import Sequences, consecutive_groups
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
@@ -195,6 +196,10 @@ class CausalLMFamily:
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
         """Returns the numbers of the sequences in each microbatch, which has them in one row."""
         return consecutive_groups(lengths, num_microbatches)
+
+    def rates(self, layout: StageLayout) -> StageRates:
+        """Returns what the stages cost, by their multiplications."""
+        return weighed_rates(WeighedModel(self.config, self._anatomy, None), self._anatomy.halves, layout.layers)
 
     def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
         """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""

@@ -29,6 +29,7 @@ from slipstream.model import (
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.planner.costs import AttentionWindow
 from slipstream.planner.partition import partition_layers
 from slipstream.schedule import AUTOMATIC, Schedule
 
@@ -195,21 +196,36 @@ class WeighedModel:
                     parts = [child for child, part in parts_of(layer, halves) if part.half is half]
                 attended = 0.0 if half is LayerHalf.FEED_FORWARD else self._attended(index)
                 costs.append(sum(map(self._multiplications, parts)) + attended)
-        after = self.anatomy.after if self._has_head else ()
-        costs[-1] += sum(self._multiplications(self._module.get_submodule(name)) for name in after)
+        costs[-1] += self.head_products if self._has_head else 0.0
         return costs
+
+    @property
+    def head_products(self) -> float:
+        """The multiplications of a token with what follows the layers."""
+        return sum(self._multiplications(self._module.get_submodule(name)) for name in self.anatomy.after)
+
+    @property
+    def score_products(self) -> float:
+        """The multiplications of a token with a key and a value that it sees, in one layer."""
+        text = self._text
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return float(2 * text.num_attention_heads * width)
+
+    def window(self, layer: int) -> AttentionWindow:
+        """Returns the keys that a layer's attention sees."""
+        kinds, width = getattr(self._text, "layer_types", None), getattr(self._text, "sliding_window", None)
+        slides = width is not None and (kinds is None or "sliding" in kinds[layer])
+        return AttentionWindow("sliding", width) if slides else AttentionWindow()
 
     def _attended(self, layer: int) -> float:
         """Returns the multiplications of a token with the keys and the values that it sees on average."""
-        text, length = self._text, self._seq_len
+        length, window = self._seq_len, self.window(layer).width
         if length is None:
             return 0.0
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
         keys = length / 2
-        if window is not None and window < length and (kinds is None or "sliding" in kinds[layer]):
+        if window is not None and window < length:
             keys = window - window**2 / (2 * length)
-        return float(2 * text.num_attention_heads * width * keys)
+        return self.score_products * keys
 
     def _multiplications(self, module: nn.Module) -> float:
         """Returns a token's multiplications: one per element of a matrix; of experts (3-D), those it is sent to."""

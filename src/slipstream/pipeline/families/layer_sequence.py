@@ -172,6 +172,9 @@ class SequenceFamily:
         """Returns each sequence as a microbatch: layers may look at anything in a row."""
         return tuple((number,) for number in range(len(lengths)))
 
+    def rates(self, layout: StageLayout) -> None:
+        """Returns nothing: what layers cost on slices isn't known."""
+
     def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
         """Returns the slices of sequences of different lengths, each a microbatch."""
         cut = []

@@ -14,6 +14,7 @@ from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.slicings import granularity_for
 from slipstream.planner.costs import StateBytes
 from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_joint_plan
+from slipstream.planner.steps import StageRates, fit_rates
 from slipstream.profiler import ProfileSettings, find_costs
 
 _BUDGET = 90.0  # seconds of measuring, at most
@@ -49,8 +50,9 @@ def plan_start(
     ranks: Ranks,
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
-) -> JointPlan:
-    """Returns the plan with the shortest simulated step, from costs that are measured here once and kept. Collective.
+) -> tuple[JointPlan, StageRates]:
+    """Returns the plan with the shortest simulated step, from costs that are measured here once and kept, and what its
+    stages cost. Collective.
 
     The leader searches, and all ranks follow. `say` gets a line, on the leader, about each measuring that has to be
     repeated, and every few seconds about what has been done.
@@ -84,8 +86,13 @@ def plan_start(
         # Between I and W a rank holds the gradients of outputs too, which the search doesn't count.
         split=request.memory_limit is None,
     )
-    plan: JointPlan = ranks.decided(lambda: find_joint_plan(problem, told.searched))
-    return plan
+
+    def found() -> tuple[JointPlan, StageRates]:
+        plan = find_joint_plan(problem, told.searched)
+        return plan, fit_rates(units, plan.partition, units.longest_slice, length, step)
+
+    chosen: tuple[JointPlan, StageRates] = ranks.decided(found)
+    return chosen
 
 
 class _Told:

@@ -10,8 +10,9 @@ from slipstream.pipeline.batch import slice_lengths
 from slipstream.pipeline.microbatches import check_microbatches, even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.learning import COUNTS, SearchSpace, learn_order, learn_slices
+from slipstream.pipeline.tuning.slicings import granularity_for
 from slipstream.pipeline.tuning.trials import Inquiry, Trial, TrialRequest, TrialResult
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.steps import StageRates, StepPlan, StepProblem
 from slipstream.schedule import AUTOMATIC, Op, Schedule, SlicedMicrobatch, check_name, in_flushes, placed_as
 
 _MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
@@ -59,7 +60,9 @@ class Tuner:
         self._ragged: dict[tuple[int, ...], Schedule] = {}  # for other numbers of slices than the schedule's
         _check_fits(self.schedule, num_ranks, compiled)
         self._compiled = tuple(compiled)
+        self._splits = not compiled and options.memory.recompute != "segments" and options.memory.limit is None
         self._is_settled = False
+        self._is_resting = False
         self.forget()
 
     def forget(self) -> None:
@@ -72,13 +75,14 @@ class Tuner:
     @property
     def is_tuning(self) -> bool:
         """Whether there is something to learn, from the first step on."""
-        return (self._reorders or self._reslices) and not self._is_settled
+        return self.is_open and not self._is_settled and not self._is_resting
 
     def begin(self, length: int) -> Schedule:
         """Returns the schedule of the next step, whose sequences have `length` tokens.
 
         Tuning is for the length of the first step that is learned from.
         """
+        self._is_resting = False
         if self.is_tuning and not self._has_learned and length != self._length:
             self._length = length
             if self._reslices:
@@ -125,6 +129,32 @@ class Tuner:
             return [*self._given]
         return even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the order or the slices are to be found."""
+        return self._reorders or self._reslices
+
+    def rest(self) -> None:
+        """Learns nothing until rows of one length come: steps on others are planned."""
+        self._is_resting = True
+
+    def step_problem(self, lengths: tuple[int, ...], rates: StageRates) -> StepProblem:
+        """Returns what is to be found for sequences of these lengths. Raises SlipstreamError for settings that are for
+        rows of one length."""
+        self._check_lengths_may_differ(is_planned=True)
+        number = self.schedule.num_microbatches
+        is_free = self._is_given or (self._reslices and number == 1)
+        return StepProblem(
+            lengths=lengths,
+            placement=self.schedule.placement,
+            rates=rates,
+            schedule=None if self._is_given or self._reorders else self._freedom.name,
+            num_microbatches=None if is_free else number,
+            num_slices=None if self._is_given or self._reslices else self._count,
+            split=self._splits,  # with a limit none is: between I and W a rank holds more than is counted
+            granularity=granularity_for(max(lengths)),
+        )
+
     def plan_step(self, lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> StepPlan:
         """Returns the slices and the schedule of microbatches of one row each, of these groups of sequences.
 
@@ -154,8 +184,9 @@ class Tuner:
                 f"has made them on {[*self.schedule.placement]}. Give a schedule of this placement."
             )
 
-    def _check_lengths_may_differ(self) -> None:
-        wrong = {"schedule='auto'": self._reorders, "slices='auto'": self._reslices, "microbatches=...": self._given}
+    def _check_lengths_may_differ(self, is_planned: bool = False) -> None:
+        searched = {"schedule='auto'": self._reorders, "slices='auto'": self._reslices}
+        wrong = {"microbatches=...": bool(self._given)} | ({} if is_planned else searched)
         wrong["memory.num_flushes"] = self._num_flushes > 1
         wrong["slices=[...]"] = not self._is_given and not isinstance(self.slices, int)
         for setting in filter(wrong.get, wrong):

@@ -17,7 +17,7 @@ from slipstream.planner.steps.alone_times import alone_starts
 from slipstream.planner.steps.sliced_step import SlicedStep
 from slipstream.planner.steps.step_graph import StepGraph
 from slipstream.planner.steps.step_problem import StepProblem
-from slipstream.schedule import Op, make_schedule
+from slipstream.schedule import Op, make_schedule, split_backwards
 
 
 class Rule(NamedTuple):
@@ -92,6 +92,8 @@ class StepOrders:
                 f"schedule={name!r} has its stages on the ranks {[*schedule.placement]}, but the pipeline on "
                 f"{[*problem.placement]}. Make them equal."
             )
+        if problem.split and Op.W not in schedule.ops:
+            schedule = split_backwards(schedule)
         order, split = self.graph.order(schedule)
         graph = self.graph.with_split(split)
         if any(peak(graph, order, rank) > limit for rank, limit in enumerate(graph.limits)):
