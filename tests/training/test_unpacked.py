@@ -15,6 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from slipstream.errors import SlipstreamError
+from slipstream.schedule import Schedule
 from slipstream.training.config.config_file import parse_config
 from slipstream.training.data import TokenisedText, WholeDocuments
 from support.forked import COMMAND, launch
@@ -50,9 +51,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(num_processes: int, output: Path, text: Path, *more: str) -> CompletedProcess[str]:
+def train(
+    num_processes: int, output: Path, text: Path, *more: str, settings: dict[str, Any] = SETTINGS
+) -> CompletedProcess[str]:
     config = output.with_suffix(".yaml")
-    config.write_text(yaml.safe_dump(SETTINGS))
+    config.write_text(yaml.safe_dump(settings))
     places = [f"--training.output={output}", f"--data.files=[{text}]"]
     ended = launch(num_processes, COMMAND, "train", str(config), *places, *more)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -129,11 +132,30 @@ def test_other_meshes_have_the_same_losses(
         assert math.isfinite(step["grad_norm"])
 
 
+@pytest.mark.more
+def test_where_nothing_is_named_each_step_is_planned(text: Path, tmp_path: Path) -> None:
+    """From the model's multiplications, so that a resumed run plans the same, to the bit."""
+    named = SETTINGS | {"pipeline": {"num_ranks": 2}}
+    train(2, tmp_path / "run", text, settings=named)
+    schedules = Schedule.parse((tmp_path / "run" / "schedule.txt").read_text())
+    assert schedules.num_microbatches > 1
+    (tmp_path / "half" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(tmp_path / "run/checkpoints/step-00000003", tmp_path / "half/checkpoints/step-00000003")
+    train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=named)
+    wanted, found = steps_of(tmp_path / "run"), steps_of(tmp_path / "half")
+    assert not any("trial" in step for step in wanted)
+    for name in ("step", "loss", "grad_norm", "tokens"):
+        assert [step[name] for step in found] == [step[name] for step in wanted[3:]]
+
+
 @pytest.mark.parametrize(
     ("section", "values", "words"),
     [
-        ("pipeline", {"schedule": "auto"}, "pipeline.schedule=auto with data.packing=none: it is for sequences of one"),
-        ("pipeline", {"slices": [32, 32]}, "pipeline.slices=[32, 32] with data.packing=none"),
+        (
+            "pipeline",
+            {"slices": [32, 32]},
+            "pipeline.slices=[32, 32] with data.packing=none: it is for sequences of one",
+        ),
         ("pipeline", {"microbatches": [[4, [64]]]}, "pipeline.microbatches with data.packing=none"),
         ("memory", {"num_flushes": 2}, "memory.num_flushes=2 with data.packing=none"),
         ("training", {"single_process_steps": 3}, "training.single_process_steps=3 with data.packing=none"),

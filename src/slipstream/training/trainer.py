@@ -66,17 +66,17 @@ class Trainer:
     def run(self) -> None:
         """Trains to the end, then draws the last step, exports the model and lets it write. Collective."""
         pipe, timeline, state = self._pipe, None, self._state
-        if pipe.is_tuning:
+        if self._is_tuning:
             self._progress.say(
                 "auto tries orders or slices in the first steps, 29 at most; the first search of an installation "
                 "compiles its code, for half a minute or more"
             )
         with self._progress.training(self._num_steps) as show:
             for step in range(state.step + 1, self._num_steps + 1):
-                was_tuning = pipe.is_tuning
+                was_tuning = self._is_tuning
                 record, timeline = self._train_step(step)
                 show(step, record.describe())
-                if was_tuning and not pipe.is_tuning:
+                if was_tuning and not self._is_tuning:
                     slices = pipe.slices(self._config.training.seq_len)
                     self._progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
                 self._do_what_is_due(step)
@@ -85,6 +85,11 @@ class Trainer:
         draw_last_step(pipe, timeline, self._folder, self._progress)
         export(pipe, self._folder.inputs, self._folder.model, self._progress)
         write_sample(pipe, self._config, self._progress)
+
+    @property
+    def _is_tuning(self) -> bool:
+        """Whether steps are trials; where lengths differ each has its own plan, and none is one."""
+        return self._pipe.is_tuning and self._config.data.packing == "fixed"
 
     def _restore(self, saved: SavedCheckpoint) -> None:
         saved.check_model(describe_model(self._pipe.config))
@@ -104,7 +109,7 @@ class Trainer:
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""
-        training, state, is_trial = self._config.training, self._state, self._pipe.is_tuning
+        training, state, is_trial = self._config.training, self._state, self._is_tuning
         began = time.perf_counter()
         batch = self._mine(state.num_samples)
         data_seconds = time.perf_counter() - began

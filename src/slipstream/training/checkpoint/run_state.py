@@ -71,10 +71,15 @@ class RunState:
             "random_state": {"seed": seed, "num_steps": num_steps},
             "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
             "loss_scale": dict(self._loss_scale.state_dict()),
-            "tuned": None if pipe.is_tuning else {"schedule": str(pipe.order), "slices": slices, **_cut(pipe)},
+            "tuned": {"schedule": str(pipe.order), "slices": slices, **_cut(pipe)} if self._is_settled else None,
             "mesh": {axis: group.size for axis, group in pipe.axes.items()},
             "versions": versions(),
         }
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the next steps run as the last one did; of sequences that differ in length each is planned anew."""
+        return not self._pipe.is_tuning and self._sequences.packing == "fixed"
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Takes over the facts of a checkpoint whose tensors are loaded.

@@ -49,12 +49,7 @@ class Config(Record):
             return values
         named = {"schedule", "slices", "microbatches", "partition", "stages_per_rank"} & pipeline.keys()
         named |= {"recompute", "offload", "num_flushes"} & memory.keys()
-        if (
-            _is_unpacked(values.get("data"))
-            or named
-            or parallel.get("tensor", 1) != 1
-            or pipeline.get("num_ranks") == 1
-        ):
+        if named or parallel.get("tensor", 1) != 1 or pipeline.get("num_ranks") == 1:
             return values
         return values | {"pipeline": pipeline | {"schedule": "auto", "slices": "auto"}}
 
@@ -81,7 +76,8 @@ class Config(Record):
         return {
             **given,
             "schedule": named_schedule(self.pipeline),
-            "seq_len": self.training.seq_len,
+            # Of sequences of any length the cut is by weights alone, and no plan is made for rows of one.
+            "seq_len": self.training.seq_len if self.data.packing == "fixed" else None,
             "memory": self.memory,
             "parallel": self.parallel,
             "precision": _PRECISIONS.get(self.training.precision, Precision(dtype="float32")),
@@ -115,16 +111,12 @@ def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
         )
 
 
-def _is_unpacked(data: object) -> bool:
-    return isinstance(data, dict) and data.get("packing") == "none"
-
-
 def _check_unpacked(config: Config) -> None:
     """Raises ValueError for settings of sequences that have one length."""
     pipeline, flushes, compared = config.pipeline, config.memory.num_flushes, config.training.single_process_steps
     is_for_one_length = {
-        f"pipeline.schedule={pipeline.schedule}": pipeline.schedule in AUTOMATIC or pipeline.schedule.endswith(".txt"),
-        f"pipeline.slices={pipeline.slices}": not isinstance(pipeline.slices, int),
+        f"pipeline.schedule={pipeline.schedule}": pipeline.schedule.endswith(".txt"),
+        f"pipeline.slices={pipeline.slices}": isinstance(pipeline.slices, list),
         "pipeline.microbatches": pipeline.microbatches is not None,
         f"memory.num_flushes={flushes}": flushes != 1,
         f"training.single_process_steps={compared}": compared > 0,
