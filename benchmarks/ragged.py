@@ -10,11 +10,9 @@ document masks, and cuts those that don't fit. Contenders take turns, and ratios
 from __future__ import annotations
 
 import argparse
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,7 +31,8 @@ from slipstream.planner.steps.step_candidates import lower_bound
 from slipstream.schedule import Op, make_schedule
 from slipstream.simulator import simulate
 from slipstream.timeline import Timeline
-from slipstream.training.data.tokenizer import tokenise, train_tokenizer
+from slipstream.training.config import DataSection
+from slipstream.training.data import read_documents, tokenise, train_tokenizer
 
 VOCABULARY = 8192
 IGNORED = -100
@@ -54,8 +53,7 @@ def model_config(longest: int, num_layers: int) -> LlamaConfig:
 
 def documents(longest: int) -> Iterator[Tensor]:
     """Yields the source files of the standard library, in a random order, as tokens."""
-    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    texts = [text for path in paths if (text := path.read_text(encoding="utf-8", errors="replace"))]
+    texts = few(read_documents(DataSection(corpus="python-stdlib")), 40)
     tokenised = tokenise(train_tokenizer(texts, VOCABULARY, Progress(None)), texts, Progress(None))
     tokens = [
         torch.from_numpy(tokenised.document(number)[:longest]).long() for number in range(tokenised.num_documents)

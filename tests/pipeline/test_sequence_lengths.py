@@ -169,7 +169,6 @@ def ids(*lengths: int) -> list[Tensor]:
         ({}, torch.ones(2, 4, dtype=torch.int64), {"lengths": [4, 0]}, "inputs[1] is an empty sequence"),
         ({}, torch.ones(2, 4, dtype=torch.int64), {"lengths": [4]}, "inputs are (2, 4) for 1 lengths"),
         ({}, ids(4, 3), {"position_ids": torch.ones(2, 4)}, "position_ids with sequences of different lengths"),
-        ({"schedule": "auto"}, ids(4, 3), {}, "schedule='auto' with sequences of different lengths"),
         ({"slices": [2, 2]}, ids(4, 3), {}, "slices=[...] with sequences of different lengths"),
         ({"microbatches": [[2, [4]]]}, ids(4, 3), {}, "microbatches=... with sequences of different lengths"),
         ({"schedule": make_schedule("gpipe", 1, 2, 4)}, ids(4, 3), {}, "slices=4: a sequence of 3 tokens takes 1 to 3"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.planner.order.best_order import step_lower_bound
@@ -15,6 +15,7 @@ from slipstream.planner.steps.step_candidates import candidates, lower_bound
 from slipstream.planner.steps.step_graph import StepGraph
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule, validate
 from slipstream.simulator import simulate
+from support.examples import examples
 
 SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.9}
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1, 0)]
@@ -30,7 +31,7 @@ def rates(num_stages: int, fixed: float = 40.0, bandwidth: float | None = None) 
 
 @st.composite
 def problems(draw: st.DrawFn, limited: bool = False) -> StepProblem:
-    lengths = draw(st.lists(st.integers(1, 3000), min_size=1, max_size=12))
+    lengths = draw(st.lists(st.integers(1, 1500), min_size=1, max_size=8))
     placement = draw(st.sampled_from(PLACEMENTS))
     costs = rates(len(placement), draw(st.sampled_from([0.0, 40.0])), draw(st.sampled_from([None, 100.0])))
     per_rank, num_ranks = len(placement) / (max(placement) + 1), max(placement) + 1
@@ -51,7 +52,7 @@ def problems(draw: st.DrawFn, limited: bool = False) -> StepProblem:
         packs=draw(st.booleans()),
         split=draw(st.booleans()),
         granularity=draw(st.sampled_from([1, 64])),
-        effort=1e4,
+        effort=5e3,
     )
 
 
@@ -59,7 +60,7 @@ def sliced(problem: StepProblem, plan: StepPlan) -> SlicedStep:
     return SlicedStep.of(problem, plan.groups, plan.slices)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(problems())
 def test_a_plan_is_valid_and_takes_as_long_as_it_says(problem: StepProblem) -> None:
     plan = find_step_plan(problem)
@@ -76,7 +77,7 @@ def test_a_plan_is_valid_and_takes_as_long_as_it_says(problem: StepProblem) -> N
         assert all(len(group) == 1 for group in plan.groups)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(8)
 @given(problems(limited=True))
 def test_a_plan_keeps_to_the_memory(problem: StepProblem) -> None:
     plan = find_step_plan(problem)
@@ -86,7 +87,7 @@ def test_a_plan_keeps_to_the_memory(problem: StepProblem) -> None:
         assert peak <= room * (1 + 1e-9)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(4)
 @given(problems())
 def test_no_order_beats_the_bound(problem: StepProblem) -> None:
     step = next(iter(candidates(problem)))
@@ -95,7 +96,7 @@ def test_no_order_beats_the_bound(problem: StepProblem) -> None:
     assert lower_bound(problem, step) <= exact * (1 + 1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(8)
 @given(problems(), st.randoms(use_true_random=False))
 def test_the_graph_states_the_rules_of_order(problem: StepProblem, random: object) -> None:
     step = next(iter(candidates(problem)))

@@ -13,7 +13,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.steps.stage_rates import StageRates
 from slipstream.schedule import Op
 
-_SHORTEST = 1e-3  # of a step's work: the shortest slices, where slices cost nothing besides their tokens
+_SHORTEST = 1 / 256  # of a step's work: the shortest slices, where slices cost nothing besides their tokens
 
 
 @dataclass(frozen=True)
