@@ -34,9 +34,10 @@ def problems(draw: st.DrawFn, limited: bool = False) -> StepProblem:
     lengths = draw(st.lists(st.integers(1, 1500), min_size=1, max_size=8))
     placement = draw(st.sampled_from(PLACEMENTS))
     costs = rates(len(placement), draw(st.sampled_from([0.0, 40.0])), draw(st.sampled_from([None, 100.0])))
-    per_rank, num_ranks = len(placement) / (max(placement) + 1), max(placement) + 1
-    fitting = [name for name in GENERATORS if per_rank in STAGES_PER_RANK[name]]
-    names = [name for name in fitting if make_schedule(name, num_ranks, 1, 1, int(per_rank)).placement == placement]
+    num_ranks = max(placement) + 1
+    per_rank, more = divmod(len(placement), num_ranks)
+    fitting = [name for name in GENERATORS if per_rank in STAGES_PER_RANK[name] and not more]
+    names = [name for name in fitting if make_schedule(name, num_ranks, 1, 1, per_rank).placement == placement]
     room = None
     if limited:
         busiest = int(np.bincount(placement).max())
