@@ -1,7 +1,7 @@
-"""ZeRO-3 (FSDP2 alone) next to PTD-P: bytes and seconds of a step, on few processes, and predicted for the paper's.
+"""ZeRO-3 (FSDP2 alone) next to PTD-P: bytes and seconds of a step on few processes.
 
     python -m benchmarks.zero3                  # prints tables, writes results/zero3.json
-    python -m benchmarks.zero3 --page           # writes the tables of docs/zero3.md from that record
+    python -m benchmarks.zero3 --page           # writes the tables of docs/zero3.md from that record and `papers`
 
 Every world trains the same model on the same sequences: `fully_shard` of every layer and the root, against pipelines of
 some pp x dp x tp. Bytes are those of one step of all ranks, counted where collectives and messages are called. Where
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.contenders import tokens
 from benchmarks.harness import RESULTS, few, interleaved, medians, restart_in_environment, setting, write
 from benchmarks.isolated import Contender
-from benchmarks.papers.zero3 import exchanged, table_2, zero3_bytes
+from benchmarks.papers.zero3 import exchanged, zero3_bytes
 from benchmarks.peers import model_config, whole_model
 from slipstream import Pipeline, Runtime, make_mesh
 
@@ -199,15 +199,6 @@ def show(row: dict[str, Any]) -> None:
         )
 
 
-def show_predictions(table: dict[str, Any]) -> None:
-    for row in table["rows"]:
-        print(
-            f"{row['scheme']:>6} {row['parameters'] / 1e9:6.1f} B {row['gpus']:5} GPUs  paper {row['paper']:5.0f}"
-            f"  predicted {row['predicted']:6.1f} TFLOP/s {row['error']:+7.1%}"
-        )
-    print(table["errors"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, nargs="*", default=sorted(WORLDS))
@@ -222,14 +213,12 @@ def main() -> None:
         write_page(json.loads((RESULTS / "zero3.json").read_text()))
         return
     restart_in_environment()
-    predicted = table_2()
-    show_predictions(predicted)
     rows = []
     for num_processes, sequences in few(CASES):
         if num_processes in options.processes:
             rows.append(compare(num_processes, sequences, options.length, options.repeats))
             show(rows[-1])
-    report = {"setting": setting(repeats=options.repeats, slices=SLICES), "rows": rows, "table 2": predicted}
+    report = {"setting": setting(repeats=options.repeats, slices=SLICES), "rows": rows}
     print(f"wrote {write(options.name, report)}")
 
 

@@ -1,9 +1,8 @@
-"""The papers' closed formulas to compare plans with: of idle time, of checkpoints, and of a GPT's operations."""
+"""The papers' counts of a GPT's operations, and their formulas of idle time, with which tests compare the simulator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
 
 from slipstream.errors import SlipstreamError
 
@@ -63,41 +62,12 @@ def idle_share(num_ranks: int, num_microbatches: int, num_slices: int = 1, stage
     return bubble / (1 + bubble)
 
 
-def data_parallel_bubble(num_devices: int, data_parallel: int, num_microbatches_in_all: int) -> float:
-    """Idle over ideal time where n devices are d pipelines: (n-d)/b', b' = B/b (PTD-P section 3.3.1, Figure 6)."""
-    _check_positive(
-        num_devices=num_devices, data_parallel=data_parallel, num_microbatches_in_all=num_microbatches_in_all
-    )
-    if num_devices % data_parallel or num_microbatches_in_all % data_parallel:
-        raise SlipstreamError(
-            f"data_parallel={data_parallel} must divide num_devices={num_devices} and "
-            f"num_microbatches_in_all={num_microbatches_in_all}."
-        )
-    return bubble_fraction(num_devices // data_parallel, num_microbatches_in_all // data_parallel)
-
-
 def batch_seconds(
     num_ranks: int, num_microbatches: int, forward: float, backward: float, stages_per_rank: int = 1
 ) -> float:
     """PTD-P eq. 1, (b'/b + p-1)(t_f + t_b), a rank's times of one microbatch, with v stages a rank."""
     bubble = bubble_fraction(num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
     return num_microbatches * (1 + bubble) * (forward + backward)
-
-
-def best_num_checkpoints(num_layers: int, checkpoint_bytes: float, layer_bytes: float) -> float:
-    """Returns how many checkpoints a stage of l layers keeps for the least memory: sqrt(l · A_layer / A_checkpoint).
-
-    c checkpoints hold c · A_checkpoint, and what is recomputed from one of them (l/c) · A_layer; that is PTD-P's and
-    Chen's trade, the sum least where both are equal.
-    """
-    _check_positive(num_layers=num_layers, checkpoint_bytes=checkpoint_bytes, layer_bytes=layer_bytes)
-    return sqrt(num_layers * layer_bytes / checkpoint_bytes)
-
-
-def checkpointed_bytes(num_layers: int, num_checkpoints: float, checkpoint_bytes: float, layer_bytes: float) -> float:
-    """Returns the memory `best_num_checkpoints` minimises: c · A_checkpoint + (l/c) · A_layer."""
-    _check_positive(num_layers=num_layers, num_checkpoints=num_checkpoints)
-    return num_checkpoints * checkpoint_bytes + num_layers / num_checkpoints * layer_bytes
 
 
 def _check_positive(**values: float) -> None:

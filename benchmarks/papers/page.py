@@ -33,7 +33,7 @@ def role(row: dict[str, Any]) -> str:
 
 def terapipe_rows(rows: list[dict[str, Any]]) -> str:
     return table(
-        "setting | slices | paper, s | model, s | error | row | our slices | model, s",
+        "setting | slices | paper, s | model, s | error | fitted without it | row | our slices | model, s",
         (
             [
                 f"({row['setting']})",
@@ -41,6 +41,7 @@ def terapipe_rows(rows: list[dict[str, Any]]) -> str:
                 f"{row['paper']:.3f}",
                 f"{row['predicted']:.3f}",
                 f"{row['error']:+.1%}",
+                f"{row['error left out']:+.1%}",
                 role(row),
                 slices(row["our slices"]),
                 f"{row['ours']:.3f}",
@@ -50,9 +51,59 @@ def terapipe_rows(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def batch_rows(rows: list[dict[str, Any]]) -> str:
+    def microbatches(row: dict[str, Any]) -> str:
+        runs = [(each, len(list(group))) for each, group in groupby(row["microbatches"])]
+        return ", ".join(f"{count} x ({size}, {slices(lengths)})" for (size, lengths), count in runs)
+
+    return table(
+        "setting | paper's slices, s | whole sequences, s | batch sizes free, s | microbatches",
+        (
+            [
+                f"({row['setting']})",
+                *(f"{row[name]:.3f}" for name in ("paper's", "whole sequences", "free")),
+                microbatches(row),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def summary_rows(report: dict[str, Any]) -> str:
+    both, megatron = report["terapipe tables 2 and 3"], report["megatron table 1"]
+    of_gpipe = [report["gpipe table 2"][name] for name in ("AmoebaNet-D(18 256)", "Transformer-48")]
+    rows: list[tuple[str, str, str, list[dict[str, float]]]] = [
+        ("TeraPipe 2, all 20 rows", "8 constants, shared with Table 3", "rows with equal slices", [both["table 2"]]),
+        (
+            "the same, each setting left out",
+            "8 constants",
+            "the other nine settings",
+            [both["table 2, settings left out"]],
+        ),
+        ("TeraPipe 2, the 6 rows with unequal slices", "", "none of them", [both["table 2, rows not fitted"]]),
+        ("TeraPipe 3, all 13 rows", "the same 8 constants", "rows with equal slices", [both["table 3"]]),
+        (
+            "the same, each setting left out",
+            "8 constants",
+            "the other nine settings",
+            [both["table 3, settings left out"]],
+        ),
+        ("Megatron 1", "2 constants", "3 of 10 rows", [megatron]),
+        ("Megatron 2, PTD-P", "nothing", "", [report["megatron table 2"]["errors"]["ptdp"]]),
+        ("GPipe 2, two models", "nothing", "", of_gpipe),
+    ]
+    return table(
+        "table | fitted | on | mean error | worst",
+        (
+            [name, what, on, *(" and ".join(f"{each[key]:.1%}" for each in errors) for key in ("mean", "worst"))]
+            for name, what, on, errors in rows
+        ),
+    )
+
+
 def megatron_rows(rows: list[dict[str, Any]]) -> str:
     return table(
-        "parameters | paper, TFLOP/s | model | error | row | microbatch | stages a rank",
+        "parameters | paper, TFLOP/s | model | error | row | microbatch | fitting | stages a rank | memory, GB",
         (
             [
                 f"{row['parameters'] / 1e9:.1f} B",
@@ -61,27 +112,46 @@ def megatron_rows(rows: list[dict[str, Any]]) -> str:
                 f"{row['error']:+.1%}",
                 role(row),
                 row["microbatch size"],
+                ", ".join(map(str, row["microbatch sizes that fit"])) if row["fits"] else "none",
                 row["stages a rank"],
+                f"{row['peak bytes'] / 1e9:.1f}" if row["fits"] else f"**{row['peak bytes'] / 1e9:.1f}**",
             ]
             for row in rows
         ),
     )
 
 
-def study_rows(studies: dict[str, dict[str, Any]]) -> str:
+def study_rows(studies: list[dict[str, Any]]) -> str:
     def numbers(values: dict[str, Any]) -> str:
         return "; ".join(f"{name}: {number(value)}" for name, value in values.items())
 
     def number(value: Any) -> str:
-        if isinstance(value, dict):
-            return "(" + numbers(value) + ")"
-        return ", ".join(map(number, value)) if isinstance(value, list) else f"{value:.3g}"
+        return f"({numbers(value)})" if isinstance(value, dict) else f"{value:.3g}"
 
+    ordered = sorted(studies, key=_number)
     rows = (
-        (name, s["the paper says"], numbers(s["predicted"]), "yes" if s["holds"] else "**no**")
-        for name, s in studies.items()
+        (s["figure"], s["the paper says"], numbers(s["predicted"]), "yes" if s["holds"] else "**no**") for s in ordered
     )
-    return table("study | the paper | predicted | agrees", rows)
+    return table("figure | the paper | predicted | agrees", rows)
+
+
+def memory_rows(figures: list[dict[str, Any]]) -> str:
+    return table(
+        "figure | configurations | most, GB | too large for 80 GB",
+        (
+            [
+                each["figure"],
+                each["number"],
+                f"{each['most bytes'] / 1e9:.1f}",
+                "; ".join(f"{run['run']}: **{run['bytes'] / 1e9:.1f}**" for run in each["too large"]) or "none",
+            ]
+            for each in sorted(figures, key=_number)
+        ),
+    )
+
+
+def _number(row: dict[str, Any]) -> int:
+    return int(row["figure"].partition(",")[0])
 
 
 def gpipe_rows(rows: list[dict[str, Any]]) -> str:
@@ -109,15 +179,18 @@ def gpipe_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    both = report["terapipe tables 2 and 3"]
+    """Returns the tables by their marks on the page."""
+    both, figures = report["terapipe tables 2 and 3"], report["megatron figures"]
     constants = {name: f"{value:.3g}" for name, value in both["constants"].items()}
     return {
+        "summary": summary_rows(report),
         "terapipe constants": table(" | ".join(constants), [constants.values()]),
         "terapipe table 2": terapipe_rows([row for row in both["rows"] if row["table"] == 2]),
         "terapipe table 3": terapipe_rows([row for row in both["rows"] if row["table"] == 3]),
-        "terapipe table 3 alone": terapipe_rows(report["terapipe table 3 alone"]),
+        "terapipe batch": batch_rows(report["terapipe table 2, batch sizes free"]),
         "megatron table 1": megatron_rows(report["megatron table 1"]["rows"]),
-        "megatron studies": study_rows(report["megatron studies"]),
+        "megatron studies": study_rows(figures["rows"]),
+        "megatron memory": memory_rows(figures["memory"]),
         "gpipe table 2": gpipe_rows(report["gpipe table 2"]["rows"]),
     }
 

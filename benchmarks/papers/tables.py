@@ -41,7 +41,7 @@ def gpt(hidden_size: int, num_heads: int, num_layers: int, vocab_size: int = 512
     return replace(count_model(config, 2048, torch.float16), kinds=(0,) * num_layers)
 
 
-def errors(rows: list[dict[str, object]]) -> dict[str, float]:
-    """Returns the mean and the worst relative error of rows with an `error`."""
-    found = [abs(float(str(row["error"]))) for row in rows]
+def errors(rows: list[dict[str, object]], name: str = "error") -> dict[str, float]:
+    """Returns the mean and the worst relative error of rows."""
+    found = [abs(float(str(row[name]))) for row in rows]
     return {"mean": sum(found) / len(found), "worst": max(found)}

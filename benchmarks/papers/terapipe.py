@@ -1,9 +1,7 @@
 """TeraPipe Tables 2 and 3: constants fitted on the rows with equal slices, the others predicted.
 
-An iteration is Eq. 5 over the sequences of a pipeline, t = forward + backward + the slice's two messages, and the
-reduction of the gradients between replicas:
-
-    M sum(t) + (K-1) max(t) + [d > 1] (all-reduce of the gradients + what a reduction costs however small)
+Each row is a configuration as `slipstream plan` simulates it: GPipe's schedule over the sequences of a pipeline and
+their slices, messages over the cluster's links, then the gradients' reduction and the optimizer.
 
 The paper's FLOP/s show that the model is layers alone, without embedding and head (7.86e9 FLOPs a token of GPT3-1B
 are 6 times its layers' parameters and causal attention).
@@ -12,51 +10,75 @@ are 6 times its layers' parameters and causal attention).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
+from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace, simulated
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
-from benchmarks.papers.unfused_attention import UnfusedCosts
 from slipstream.planner.costs import AnalyticCosts, Cluster, load_cluster
-from slipstream.planner.slicing import slice_tokens
+from slipstream.planner.costs.analytic_costs import ClusterCost
+from slipstream.planner.plans import Configuration
+from slipstream.planner.slicing import slice_batch, slice_tokens
 from slipstream.schedule import Op
 
 LENGTH = 2048
 GRANULARITY = 8  # all slices of the paper are multiples of it
 HEAD_WIDTH = 128  # GPT-3's
+TOLERANCE = 1e-4  # of the fits' costs and constants
+KEPT = 4096
+CLUSTER = load_cluster("v100-p3.16xlarge")
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants that are fitted: factors of the data-sheet numbers in the cluster's description."""
+    """The constants that are fitted: numbers of the cluster's description, or factors of those on data sheets."""
 
     matmul: float  # of the V100's float16 peak
     attention: float  # the same, of attention's products
     memory: float  # of its memory's bandwidth
     kernel: float  # seconds
-    inside: float  # of NVLink's bandwidth, all-reduces of tensor parallelism
-    messages: float  # of the 25 Gb/s between nodes, messages between stages
-    gradients: float  # the same, gradients; shared by a node's eight GPUs
+    action: float  # seconds that a forward or backward of a stage takes, however short its slice
+    inside: float  # of NVLink's bandwidth
+    between: float  # of the 25 Gb/s between nodes
     reduction: float  # seconds, of any reduction between replicas
 
     def cluster(self) -> Cluster:
-        base = load_cluster("v100-p3.16xlarge")
+        base = CLUSTER
         device = replace(
             base.device,
             efficiency=((1.0, self.matmul),),
             attention_efficiency=self.attention,
             memory_efficiency=self.memory,
             kernel_seconds=self.kernel,
+            action_seconds=self.action,
         )
-        inside, between = replace(base.inside, efficiency=self.inside), replace(base.between, efficiency=self.messages)
+        inside, between = replace(base.inside, efficiency=self.inside), replace(base.between, efficiency=self.between)
         return replace(base, device=device, inside=inside, between=between)
 
 
-START = Constants(0.5, 0.15, 0.8, 5e-6, 0.6, 0.9, 0.65, 0.3)
-LEAST = Constants(0.3, 0.02, 0.4, 1e-6, 0.1, 0.3, 0.3, 0.0)
-MOST = Constants(0.8, 0.8, 1.0, 5e-5, 1.0, 1.0, 1.0, 0.6)
+START = Constants(0.5, 0.15, 0.8, 5e-6, 1e-3, 0.6, 0.9, 0.2)
+LEAST = Constants(0.2, 0.02, 0.4, 1e-6, 0.0, 0.02, 0.1, 0.0)
+MOST = Constants(0.8, 0.8, 1.0, 5e-5, 1e-2, 1.0, 1.0, 0.6)
+
+
+@dataclass(frozen=True)
+class ReplicasApart(PaperCosts):
+    """Costs where a pipeline runs along the nodes and its replicas are nodes apart; plans lay them out inside nodes."""
+
+    num_ranks: int = 1
+    reduction: float = 0.0  # seconds
+
+    def action_costs(self, times: Any, slices: Any, data_parallel: int = 1) -> ClusterCost:
+        return super().action_costs(times, slices)
+
+    def gradient_seconds(self, layers: range, data_parallel: int) -> float:
+        return super().gradient_seconds(layers, data_parallel) + (self.reduction if data_parallel > 1 else 0)
+
+    @property
+    def replica_stride(self) -> int:
+        return self.tensor_parallel * self.num_ranks
 
 
 @dataclass(frozen=True)
@@ -81,55 +103,52 @@ class Setting:
 
     num_layers: int
     hidden_size: int
+    batch_size: int
     data_parallel: int
     pipeline_parallel: int
     tensor_parallel: int
 
-    def slice_seconds(self, constants: Constants, length: Any, context: Any) -> Any:
-        """Returns t(i, j) of a stage: forward, backward, and both messages over the pipeline's mean link."""
-        cluster = constants.cluster()
-        costs = self._costs(cluster)
-        layer = costs.model.layers[0]
-        ops = (Op.F, Op.B)
-        computed = sum(costs.part_seconds(layer, op, length, context) for op in ops)
-        return self.num_layers // self.pipeline_parallel * computed + 2 * self._message(costs, length)
+    @property
+    def num_sequences(self) -> int:
+        """The sequences of a pipeline."""
+        return self.batch_size // self.data_parallel
 
-    def _message(self, costs: AnalyticCosts, length: Any) -> Any:
-        """Returns the seconds of a message; the tensor-parallel ranks send a part each, over the node's one link."""
-        stages_a_node = costs.cluster.devices_per_node // self.tensor_parallel
-        across = (self.pipeline_parallel - 1) // stages_a_node / (self.pipeline_parallel - 1)
-        sent = [
-            link.latency + costs.message_bytes(length) / link.rate()
-            for link in (costs.cluster.inside, costs.cluster.between)
-        ]
-        return (1 - across) * sent[0] + across * sent[1]
+    @property
+    def stage(self) -> range:
+        """The layers of a stage that is neither first nor last."""
+        return range(self.num_layers // self.pipeline_parallel)
 
-    def reduction_seconds(self, constants: Constants) -> float:
-        """Returns the seconds of reducing float16 gradients over the replicas, when a node's GPUs share its 25 Gb/s."""
-        if self.data_parallel == 1:
-            return 0.0
-        cluster = constants.cluster()
-        cluster = replace(cluster, between=replace(cluster.between, efficiency=constants.gradients))
-        costs = self._costs(cluster)
-        stage = range(1, 1 + self.num_layers // self.pipeline_parallel)
-        parameters = costs.model.layers[0].num_parameters * len(stage) / self.tensor_parallel
-        node = cluster.devices_per_node  # replicas are nodes apart: the pipeline runs along a node
-        ring = cluster.all_reduce_seconds(parameters * costs.model.dtype_bytes, self.data_parallel, stride=node)
-        return float(ring) + constants.reduction
+    def space(self, constants: Constants, slices: tuple[int, ...] | None = None) -> PaperSpace:
+        model = LayersAlone.of(gpt(self.hidden_size, self.hidden_size // HEAD_WIDTH, self.num_layers))
+        costs = partial(ReplicasApart, num_ranks=self.pipeline_parallel, reduction=constants.reduction)
+        source = PaperSource(model, constants.cluster(), costs)
+        return PaperSpace(source, LENGTH, self.batch_size, slices=slices)
 
-    def latency(self, constants: Constants, slices: tuple[int, ...], num_sequences: int) -> float:
-        contexts = np.array([0, *accumulate(slices)][:-1])
-        t = self.slice_seconds(constants, np.array(slices), contexts)
-        pipeline = num_sequences * t.sum() + (self.pipeline_parallel - 1) * t.max()
-        return float(pipeline) + self.reduction_seconds(constants)
+    def seconds(self, constants: Constants, num_sequences: int, op: Op, length: Any, context: Any) -> Any:
+        """Returns the time of F or B of so many sequences on a stage."""
+        return self._costs(constants, num_sequences).seconds(self.stage, op, length, context)
 
-    def _costs(self, cluster: Cluster) -> AnalyticCosts:
-        model = gpt(self.hidden_size, self.hidden_size // HEAD_WIDTH, self.num_layers)
-        return UnfusedCosts(model, cluster, self.tensor_parallel)
+    def hop_seconds(self, constants: Constants) -> float:
+        """Returns the seconds that a token's hidden state travels between the first two nodes."""
+        costs = self._costs(constants, 1)
+        between = costs.action_costs({}, ()).byte_seconds[False]
+        return float(costs.message_bytes(1)) * between
+
+    @lru_cache(maxsize=KEPT)  # noqa: B019  settings are few
+    def _costs(self, constants: Constants, num_sequences: int) -> AnalyticCosts:
+        return self.space(constants).costs(self.tensor_parallel, num_sequences)
+
+
+@lru_cache(maxsize=KEPT)
+def step(setting: Setting, constants: Constants, slices: tuple[int, ...]) -> float:
+    """Returns the simulated seconds of an iteration."""
+    t, p, d = setting.tensor_parallel, setting.pipeline_parallel, setting.data_parallel
+    chosen = Configuration(t, p, d, 1, "gpipe", 1, len(slices), "none", 0.0, shard_optimizer=False)
+    return simulated(setting.space(constants, slices), chosen).step()[0]
 
 
 def settings() -> dict[str, Setting]:
-    names = ("num_layers", "hidden_size", "data_parallel", "pipeline_parallel", "tensor_parallel")
+    names = ("num_layers", "hidden_size", "batch_size", "data_parallel", "pipeline_parallel", "tensor_parallel")
     return {row["setting"]: Setting(*(int(row[name]) for name in names)) for row in read("terapipe_table1_settings")}
 
 
@@ -149,45 +168,58 @@ def rows() -> list[Row]:
     ]
 
 
-def fit(measured: list[Row]) -> Constants:
+def fit(measured: list[Row], start: Constants = START) -> Constants:
     """Fits the constants by least squares of the logarithms over the rows with equal slices; outliers weigh less."""
     from scipy.optimize import least_squares
 
-    table = settings()
-    uniform = [row for row in measured if row.uniform]
-    start, least, most = (np.array(list(vars(each).values())) for each in (START, LEAST, MOST))
+    table, uniform = settings(), [row for row in measured if row.uniform]
+    first, least, most, scale = (np.array(list(vars(each).values())) for each in (start, LEAST, MOST, START))
 
     def off(values: Any) -> list[float]:
-        constants = Constants(*values)
-        return [
-            float(np.log(table[r.setting].latency(constants, r.slices, r.num_sequences) / r.seconds)) for r in uniform
-        ]
+        constants = Constants(*map(float, values))
+        return [float(np.log(step(table[row.setting], constants, row.slices) / row.seconds)) for row in uniform]
 
-    found = least_squares(off, start, bounds=(least, most), x_scale=start, loss="soft_l1", f_scale=0.1)
+    found = least_squares(
+        off, first, bounds=(least, most), x_scale=scale, loss="soft_l1", f_scale=0.1, ftol=TOLERANCE, xtol=TOLERANCE
+    )
     return Constants(*map(float, found.x))
 
 
-def found_slices(setting: Setting, constants: Constants, num_sequences: int) -> tuple[int, ...]:
-    """Slices the same problem by `slice_tokens`."""
-    found = slice_tokens(
-        lambda length, context: setting.slice_seconds(constants, length, context),
-        LENGTH,
-        setting.pipeline_parallel,
-        GRANULARITY,
-        num_microbatches=num_sequences,
-    )
-    return found.slices
+def fits_without(measured: list[Row], constants: Constants) -> dict[str, Constants]:
+    """Fits the constants as often as there are settings, each time without the rows of one."""
+    return {name: fit([row for row in measured if row.setting != name], constants) for name in settings()}
+
+
+def found_slices(setting: Setting, constants: Constants) -> tuple[int, ...]:
+    """Slices the same problem by `slice_tokens`, with and without messages; the simulator says which is better.
+
+    The simulator's messages travel while the next slice is computed, so neither is exact.
+    """
+    hop = setting.hop_seconds(constants)
+    candidates = [
+        slice_tokens(
+            lambda i, j, each=each: setting.seconds(constants, 1, Op.F, i, j) + each * i,
+            LENGTH,
+            setting.pipeline_parallel,
+            GRANULARITY,
+            backward=lambda i, j, each=each: setting.seconds(constants, 1, Op.B, i, j) + each * i,
+            num_microbatches=setting.num_sequences,
+        ).slices
+        for each in (0.0, hop)
+    ]
+    return min(candidates, key=lambda slices: step(setting, constants, slices))
 
 
 def table_2_and_3() -> dict[str, object]:
-    """Predicts all rows of both tables from one set of hardware constants."""
+    """Predicts all rows of both tables from one set of constants, and each setting from those fitted without it."""
     table, measured = settings(), rows()
     constants = fit(measured)
+    others = fits_without(measured, constants)
+    ours = {name: found_slices(setting, constants) for name, setting in table.items()}
     found: list[dict[str, object]] = []
     for row in measured:
         setting = table[row.setting]
-        predicted = setting.latency(constants, row.slices, row.num_sequences)
-        ours = found_slices(setting, constants, row.num_sequences)
+        predicted, left_out = (step(setting, each, row.slices) for each in (constants, others[row.setting]))
         found.append(
             {
                 "table": row.table,
@@ -198,67 +230,51 @@ def table_2_and_3() -> dict[str, object]:
                 "paper": row.seconds,
                 "predicted": predicted,
                 "error": predicted / row.seconds - 1,
-                "our slices": ours,
-                "ours": setting.latency(constants, ours, row.num_sequences),
+                "left out": left_out,
+                "error left out": left_out / row.seconds - 1,
+                "our slices": ours[row.setting],
+                "ours": step(setting, constants, ours[row.setting]),
             }
         )
     return {
         "constants": vars(constants),
+        "constants without a setting": {name: vars(each) for name, each in others.items()},
         "fitted on": "the rows of Tables 2 and 3 whose slices are all equal",
         "rows": found,
         "table 2": errors([row for row in found if row["table"] == 2]),
         "table 2, rows not fitted": errors([row for row in found if row["table"] == 2 and not row["fitted"]]),
         "table 3": errors([row for row in found if row["table"] == 3]),
+        "table 2, settings left out": errors([row for row in found if row["table"] == 2], "error left out"),
+        "table 3, settings left out": errors([row for row in found if row["table"] == 3], "error left out"),
     }
 
 
-# --- Table 3 by itself ------------------------------------------------------------------------------------------------
+# --- batch and tokens cut together ------------------------------------------------------------------------------------
 
 
-SCALE = np.array([5e-3, 2e-5, 1e-9])  # where the search of the three coefficients starts
+def equal_stage_sum(setting: Setting, constants: Constants, slices: tuple[int, ...]) -> float:
+    """Returns Eq. 5 of a setting's sequences, each cut into these slices: all times and K-1 of the slowest."""
+    context = np.cumsum(slices) - slices
+    t = sum(setting.seconds(constants, 1, op, np.array(slices), context) for op in (Op.F, Op.B))
+    return float(setting.num_sequences * t.sum() + (setting.pipeline_parallel - 1) * t.max())
 
 
-def smooth(coefficients: Any, length: Any, context: Any) -> Any:
-    """t(i, j) = sqrt(a² + (b i)²) + c i (j + i/2): a floor, tokens, scores; the floor rounded off where both meet."""
-    a, b, c = np.abs(coefficients)
-    return np.hypot(a, b * length) + c * length * (context + length / 2)
+def batch_sums(constants: Constants, granularity: int = GRANULARITY) -> list[dict[str, object]]:
+    """Returns each setting's Eq. 5 for the paper's slices, and the least of whole sequences and of free batches."""
+    chosen = {row.setting: row.slices for row in rows() if row.algorithm == "terapipe" and row.table == 2}
+    return [
+        {"setting": name, "paper's": equal_stage_sum(setting, constants, chosen[name])}
+        | least_sums(setting, constants, granularity)
+        for name, setting in settings().items()
+    ]
 
 
-def table_3() -> list[dict[str, object]]:
-    """Fits each setting's three coefficients on its rows with equal slices; predicts the dynamic program's row."""
-    from scipy.optimize import least_squares
+def least_sums(setting: Setting, constants: Constants, granularity: int) -> dict[str, object]:
+    def seconds(num_sequences: int, length: Any, context: Any) -> Any:
+        return sum(setting.seconds(constants, num_sequences, op, length, context) for op in (Op.F, Op.B))
 
-    table, found = settings(), []
-    for name in ("8", "9"):
-        measured = [row for row in rows() if row.table == 3 and row.setting == name]
-        stages = table[name].pipeline_parallel
-
-        def latency(coefficients: Any, slices: tuple[int, ...], sequences: int, stages: int = stages) -> float:
-            t = smooth(coefficients, np.array(slices), np.array([0, *accumulate(slices)][:-1]))
-            return float(sequences * t.sum() + (stages - 1) * t.max())
-
-        def off(scaled: Any, measured: list[Row] = measured, latency: Any = latency) -> list[float]:
-            uniform = [row for row in measured if row.uniform]
-            return [float(np.log(latency(scaled * SCALE, r.slices, r.num_sequences) / r.seconds)) for r in uniform]
-
-        coefficients = np.abs(least_squares(off, np.ones(3)).x * SCALE)
-        sequences = measured[0].num_sequences
-        ours = slice_tokens(
-            lambda i, j, c=coefficients: smooth(c, i, j), LENGTH, stages, GRANULARITY, num_microbatches=sequences
-        )
-        for row in measured:
-            predicted = latency(coefficients, row.slices, sequences)
-            found.append(
-                {
-                    "setting": name,
-                    "slices": row.slices,
-                    "fitted": row.uniform,
-                    "paper": row.seconds,
-                    "predicted": predicted,
-                    "error": predicted / row.seconds - 1,
-                    "our slices": ours.slices,
-                    "ours": ours.latency,
-                    "coefficients": coefficients.tolist(),
-                }
-            )
-    return found
+    whole, free = (
+        slice_batch(seconds, setting.num_sequences, LENGTH, setting.pipeline_parallel, granularity, max_sequences=most)
+        for most in (1, None)
+    )
+    return {"whole sequences": whole.latency, "free": free.latency, "microbatches": free.microbatches}

@@ -10,10 +10,11 @@ from slipstream.schedule import Op
 # How often the kernels read or write the scores. Forward: product, softmax (2), dropout (2), product. Backward: dP (2),
 # dropout (2), softmax (3), dQ, dK.
 _SCORE_PASSES = {Op.F: 6, Op.I: 9}
+_SCORE_BYTES = 2.5  # elements that a score keeps for the backward: of softmax, of dropout, and half a one for its mask
 
 
 class UnfusedCosts(AnalyticCosts):
-    """Costs where all scores of slice by context, also masked ones, are computed and written to memory."""
+    """Costs where all scores of slice by context, also masked ones, are computed, written to memory and kept."""
 
     def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
         if op is Op.W:
@@ -23,3 +24,9 @@ class UnfusedCosts(AnalyticCosts):
         width = (call.key_width + call.value_width) * (1 if op is Op.F else 2)  # backward: dP, dV, dQ, dK
         computed = 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
         return computed + _SCORE_PASSES[op] * scores * self.model.dtype_bytes / device.bytes_per_second
+
+    def activation_bytes(self, layers: range, length: int) -> float:
+        """Returns them with the scores of a slice without context: of a whole sequence."""
+        heads = sum(n * call.num_heads for n, part in self.model.counted(layers) for call in part.attentions)
+        scores = heads / self.tensor_parallel * self.microbatch_size * length**2
+        return super().activation_bytes(layers, length) + _SCORE_BYTES * self.model.dtype_bytes * scores

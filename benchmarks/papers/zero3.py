@@ -7,7 +7,7 @@ some n on a step takes what the network takes:
     max(passes of the whole model over b sequences, gathers and scatters) + Adam on 1/n
 
 A rank of PTD-P sends all-reduces inside its node, and between nodes its stages' messages and 2 (d-1)/d of its own
-weights. Its step is `megatron.seconds`. Both take the two constants that Table 1's three fitted rows give.
+weights. Its step is the planner's, `megatron.seconds`. Both take the two constants that three rows of Table 1 give.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.papers import megatron
-from benchmarks.papers.megatron import ADAM_BYTES, LENGTH, Model, Run
+from benchmarks.papers.megatron import LENGTH, Model, Run
 from benchmarks.papers.tables import errors, gpt, read
 from benchmarks.papers.unfused_attention import UnfusedCosts
 from slipstream.planner.costs import AnalyticCosts, Cluster
@@ -24,6 +24,7 @@ from slipstream.schedule import Op
 
 DTYPE_BYTES = 2  # float16
 GATHERS, SCATTERS = 2, 1  # of every weight in a step
+ADAM_BYTES = 20  # per parameter: float16 gradient, float32 master and two moments, read and written
 LAYER_REDUCES = 6  # of a layer over tensor ranks: two in the forward, its repetition, and the backward
 
 
@@ -106,7 +107,7 @@ def zero3(row: Row, cluster: Cluster) -> dict[str, Any]:
 
 def ptdp(row: Row, cluster: Cluster) -> dict[str, Any]:
     """Predicts seconds and bytes of a row of PTD-P, with the number of stages per rank that is predicted best."""
-    choices = [run for run in megatron.choices(row.model, row.run) if run.microbatch_size == row.run.microbatch_size]
+    choices = megatron.fitting(row.model, row.run, (row.run.microbatch_size,))
     run = min(choices, key=lambda each: megatron.seconds(row.model, each, cluster))
     seconds = megatron.seconds(row.model, run, cluster)
     inside, between = ptdp_bytes(row.model, run)
@@ -119,6 +120,7 @@ def ptdp(row: Row, cluster: Cluster) -> dict[str, Any]:
         "sent": inside + between,
         "out of a node": per_node * between,
         "stages a rank": run.stages_per_rank,
+        "peak bytes": megatron.peak_bytes(row.model, run),
     }
 
 

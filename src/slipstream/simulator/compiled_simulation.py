@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.array_types import Floats, Ints
-from slipstream.schedule import Action, Op, Schedule, channel, sending
+from slipstream.schedule import Action, Channel, Op, Schedule, channel, sending
 from slipstream.simulator.costs import CostModel
 from slipstream.simulator.numba_jit import compiled
 
@@ -69,11 +69,16 @@ class ActionArrays:
     @cached_property
     def messages(self) -> tuple[Ints, Ints, int]:
         """Per action the one whose message it awaits and its own channel, or -1; and the number of channels."""
-        sends = [sending(action, self.schedule) for action in self._kinds[0]]
-        lines = [None if send is None else channel(send, self.schedule) for send in sends]
+        lines = [sent and sent[1] for sent in self._sends]
         numbers = {line: number for number, line in enumerate(dict.fromkeys(filter(None, lines)))}
         own = np.array([-1 if line is None else numbers[line] for line in lines])[self._kinds[1]]
         return self._awaited(own >= 0), own, len(numbers)
+
+    @cached_property
+    def _sends(self) -> list[tuple[Action, Channel] | None]:
+        """The message that each of the different actions sends, and its channel."""
+        sends = [sending(action, self.schedule) for action in self._kinds[0]]
+        return [None if send is None else (send, channel(send, self.schedule)) for send in sends]
 
     def _awaited(self, sends: NDArray[np.bool_]) -> Ints:
         """Returns for every action the one whose message it awaits, or -1.
@@ -95,14 +100,14 @@ class ActionArrays:
         """Returns when every action ends, as `slipstream.simulate` has it, and how long it takes."""
         awaited, line, num_lines = self.messages
 
-        def link(value: Callable[[Action, int, int], float], action: Action) -> float:
-            if (send := sending(action, self.schedule)) is None:
-                return 0.0
-            here = channel(send, self.schedule)
-            return value(send, here.source, here.destination)
+        def link(value: Callable[[Action, int, int], float]) -> Floats:
+            each = [
+                0.0 if sent is None else value(sent[0], sent[1].source, sent[1].destination) for sent in self._sends
+            ]
+            return np.array(each)[self._kinds[1]]
 
         seconds = self.each(cost.seconds)
-        travels, occupied = (self.each(partial(link, value)) for value in (cost.link_seconds, cost.link_occupied))
+        travels, occupied = link(cost.link_seconds), link(cost.link_occupied)
         return _ends(self.firsts, seconds, awaited, line, num_lines, travels, occupied), seconds
 
 

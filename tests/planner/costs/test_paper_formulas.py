@@ -8,14 +8,9 @@ import pytest
 from benchmarks.papers.formulas import (
     GPT,
     batch_seconds,
-    best_num_checkpoints,
     bubble_fraction,
-    checkpointed_bytes,
-    data_parallel_bubble,
     idle_share,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import make_schedule
@@ -70,22 +65,6 @@ def test_the_simulator_idles_as_long_as_the_formula_says(
 def test_gpipes_examples_of_idle_time() -> None:
     assert idle_share(4, 4) == pytest.approx(3 / 7)
     assert idle_share(4, 32) == pytest.approx(3 / 35)
-
-
-def test_more_data_parallelism_leaves_less_bubble() -> None:
-    """PTD-P Figure 6: (n-d)/b' falls with d; it is (p-1)/m of each pipeline."""
-    bubbles = [data_parallel_bubble(32, d, 128) for d in (1, 2, 4, 8, 16, 32)]
-    assert bubbles == [(32 - d) / 128 for d in (1, 2, 4, 8, 16, 32)]
-    with pytest.raises(SlipstreamError, match="data_parallel=3 must divide"):
-        data_parallel_bubble(32, 3, 128)
-
-
-@given(st.integers(1, 100), st.floats(1, 1e6), st.floats(1, 1e9))
-def test_no_other_number_of_checkpoints_needs_less(layers: int, checkpoint: float, layer: float) -> None:
-    best = best_num_checkpoints(layers, checkpoint, layer)
-    least = checkpointed_bytes(layers, best, checkpoint, layer)
-    for other in (best / 2, best * 0.99, best * 1.01, best * 2):
-        assert checkpointed_bytes(layers, other, checkpoint, layer) >= least * (1 - 1e-12)
 
 
 def test_counts_below_one_are_refused() -> None:

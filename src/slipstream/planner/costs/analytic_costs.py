@@ -7,13 +7,15 @@ A slice of n tokens (all sequences of the microbatch together) after a context t
     attention         FLOPs of the scores under the mask / t / rate        a fused kernel: scores aren't written
     all-reduces       two a layer forward, two backward                    Megatron's g and f (PTD-P section 2.3)
 
-but at least the number of its kernels times the shortest time of one.
+but at least the number of its kernels times the shortest time of one. Each action of a stage adds the device's
+`action_seconds`, so that many short slices cost more than few long ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,15 +44,22 @@ class ClusterCost(TableCost):
         return self._link(source, destination).latency + self.link_occupied(send, source, destination)
 
     def link_occupied(self, send: Action, source: int, destination: int) -> float:
+        return self.message_bytes[send.slice] * self.byte_seconds[self._same_node(source, destination)]
+
+    @cached_property
+    def byte_seconds(self) -> Mapping[bool, float]:
+        """The seconds of a byte of a message, by whether both ranks are on one node."""
         senders = min(self.stride, self.cluster.devices_per_node)
-        sent = self.message_bytes[send.slice] / self.tensor_parallel
-        gathered = (self.tensor_parallel - 1) * sent / self.cluster.inside.rate()
-        return sent / self._link(source, destination).rate(senders) + gathered
+        gathered = (self.tensor_parallel - 1) / self.cluster.inside.rate()
+        links = {True: self.cluster.inside, False: self.cluster.between}
+        return {same: (1 / link.rate(senders) + gathered) / self.tensor_parallel for same, link in links.items()}
 
     def _link(self, source: int, destination: int) -> LinkKind:
+        return self.cluster.inside if self._same_node(source, destination) else self.cluster.between
+
+    def _same_node(self, source: int, destination: int) -> bool:
         size = self.cluster.devices_per_node
-        same_node = source * self.stride // size == destination * self.stride // size
-        return self.cluster.inside if same_node else self.cluster.between
+        return source * self.stride // size == destination * self.stride // size
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ class AnalyticCosts:
 
     def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
         """Returns the time of F, B, I or W; ints give a number, integer arrays an array."""
-        return sum(n * self.part_seconds(part, op, length, context) for n, part in self.model.counted(layers))
+        parts = self.model.counted(layers)
+        return self.cluster.device.action_seconds + sum(n * self.part_seconds(p, op, length, context) for n, p in parts)
 
     def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
         """Returns the seconds of one op of one part of the model; B is I and W, R is F."""
@@ -106,7 +116,7 @@ class AnalyticCosts:
         """Returns the time of R: that of F, or with "selective" of its kernels other than products and attention."""
         if recompute != "selective":
             return self.seconds(layers, Op.F, length, context)
-        total: Any = 0.0
+        total: Any = self.cluster.device.action_seconds
         for number, part in self.model.counted(layers):
             count = part.ops[Op.F]
             moved = self._elementwise_seconds(count, self.microbatch_size * length)

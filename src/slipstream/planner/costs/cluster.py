@@ -67,7 +67,8 @@ class Device:
     """One accelerator.
 
     `efficiency` has (tokens, fraction) pairs: the fraction of the peak that matrix products of this many tokens reach,
-    interpolated linearly over the logarithm of the tokens.
+    interpolated linearly over the logarithm of the tokens. `action_seconds` is what doesn't shrink with a slice beyond
+    its kernels: the host's work to start an action, to wait for its message and to post the next one.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Device:
     memory_bandwidth: Annotated[float, BANDWIDTH]  # bytes per second
     kernel_seconds: Annotated[float, SECONDS]  # the shortest time of a kernel, launch included
     efficiency: Annotated[tuple[tuple[float, float], ...], _curve]
+    action_seconds: Annotated[float, SECONDS] = 0.0  # of each forward or backward of a stage, however short its slice
     memory_efficiency: Annotated[float, FRACTION] = 0.8  # the share of the memory's bandwidth that kernels reach
     attention_efficiency: Annotated[float, FRACTION] = 0.5  # the share of the peak that the attention kernel reaches
     host_bandwidth: Annotated[float, BANDWIDTH] = 16e9  # bytes per second to the host's memory, in one direction

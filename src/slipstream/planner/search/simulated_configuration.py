@@ -30,7 +30,6 @@ class SimulatedConfiguration:
     times: StageTimes
     arrays: ActionArrays
     cost: CostModel
-    table: MemoryTable
 
     @classmethod
     def of(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
@@ -38,14 +37,20 @@ class SimulatedConfiguration:
         arrays = space.actions(c)
         units = list(product(range(len(cut.placement)), range(c.num_slices)))
         tables = times.compute | {Op.R: times.replay[c.recompute]}
-        seconds = {(g, s, op): float(table[g, s]) for op, table in tables.items() for g, s in units}
+        ran = [op for op in tables if op in arrays.schedule.ops]
+        seconds = {(g, s, op): float(tables[op][g, s]) for op in ran for g, s in units}
         cost = cut.costs.action_costs(seconds, times.slices, c.data_parallel)
-        return cls(space, c, cut, times, arrays, cost, memory_table(space, c, arrays.schedule))
+        return cls(space, c, cut, times, arrays, cost)
 
     @property
     def schedule(self) -> Schedule:
         """Compute actions, R, OFFLOAD and RELOAD, with backwards split as in a Pipeline."""
         return self.arrays.schedule
+
+    @cached_property
+    def table(self) -> MemoryTable:
+        """The bytes of its actions."""
+        return memory_table(self.space, self.configuration, self.schedule)
 
     def fits(self) -> bool:
         """Returns whether all devices and hosts have room, with the fewest message buffers that may be needed."""

@@ -1,0 +1,134 @@
+"""A paper's configuration as `slipstream plan` sees it: the planner's space, costs, simulator and account of memory.
+
+Only what the papers' systems do and Slipstream doesn't is set here: attention without a fused kernel, float16
+gradients, as many layers in each stage, the paper's slices, whole backwards, recomputation of every slice, and messages
+without scatter/gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any
+
+from benchmarks.papers.unfused_attention import UnfusedCosts
+from slipstream.planner.costs import AnalyticCosts, AnalyticSource, Cluster, ModelCount, PartCount
+from slipstream.planner.costs.analytic_costs import ClusterCost
+from slipstream.planner.plans import Configuration
+from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.schedule_cache import ScheduleShape
+from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
+from slipstream.planner.search.step_bounds import PlacedPartition
+from slipstream.schedule import Action, Op, make_schedule
+from slipstream.simulator.compiled_simulation import ActionArrays
+
+KEPT = 128  # schedules
+
+
+@dataclass(frozen=True)
+class LayersAlone(ModelCount):
+    """A model without embedding and head, whose stages are all alike."""
+
+    def counted(self, layers: range) -> tuple[tuple[int, PartCount], ...]:
+        return tuple((number, part) for number, part in super().counted(layers) if part.attentions)
+
+    @classmethod
+    def of(cls, model: ModelCount) -> LayersAlone:
+        return cls(**vars(model))
+
+
+@dataclass(frozen=True)
+class PaperCosts(UnfusedCosts):
+    """Costs where replicas reduce their gradients in float16; Slipstream's are float32."""
+
+    def gradient_seconds(self, layers: range, data_parallel: int) -> float:
+        num_bytes = self.model.dtype_bytes * self.num_parameters(layers)
+        return float(self.cluster.all_reduce_seconds(num_bytes, data_parallel, self.replica_stride))
+
+    @property
+    def replica_stride(self) -> int:
+        """The devices between a rank and the same one of the next replica."""
+        return self.tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnscatteredCost(ClusterCost):
+    """Messages that every tensor-parallel rank sends whole, and that nobody gathers (PTD-P Figure 9a)."""
+
+    @cached_property
+    def byte_seconds(self) -> Mapping[bool, float]:
+        senders = min(self.stride, self.cluster.devices_per_node)
+        return {True: 1 / self.cluster.inside.rate(senders), False: 1 / self.cluster.between.rate(senders)}
+
+
+class UnscatteredCosts(PaperCosts):
+    """Costs of pipelines without scatter/gather."""
+
+    def action_costs(self, *args: Any, **options: Any) -> ClusterCost:
+        return UnscatteredCost(**vars(super().action_costs(*args, **options)))
+
+
+class PaperSource(AnalyticSource):
+    """A model on a described cluster, with costs of the papers' time.
+
+    Args:
+        costs: (model, cluster, tensor-parallel degree, sequences of a microbatch) -> what stages cost.
+    """
+
+    def __init__(self, model: ModelCount, cluster: Cluster, costs: Callable[..., AnalyticCosts] = PaperCosts) -> None:
+        super().__init__(model, cluster, "a paper's model")
+        self._costs = costs
+
+    def costs(self, tensor_parallel: int, microbatch_size: int) -> AnalyticCosts:
+        return self._costs(self.model, self.cluster, tensor_parallel, microbatch_size)
+
+
+class PaperSpace(PlanSpace):
+    """The planner's space, with as many layers in each stage and, where they are given, a paper's slices."""
+
+    def __init__(
+        self,
+        source: PaperSource,
+        seq_len: int,
+        global_batch: int,
+        options: PlanOptions | None = None,
+        slices: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(source, seq_len, global_batch, options or PlanOptions())
+        self._given_slices, self._equal_layers = slices, cache(self._cut_equally)
+
+    def cut(self, configuration: Configuration) -> PlacedPartition:
+        c = configuration
+        return self._equal_layers(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank)
+
+    def _cut_equally(self, tensor: int, size: int, pipeline: int, stages_per_rank: int) -> PlacedPartition:
+        num_stages = pipeline * stages_per_rank
+        layers = len(self.source.kinds) // num_stages
+        placement = tuple(stage % pipeline for stage in range(num_stages))
+        return PlacedPartition(self.costs(tensor, size), placement, (layers,) * num_stages)
+
+    def slices(self, configuration: Configuration) -> tuple[int, ...]:
+        return self._given_slices or super().slices(configuration)
+
+
+def simulated(space: PaperSpace, configuration: Configuration) -> SimulatedConfiguration:
+    """Returns the simulated configuration with the papers' schedule, whose backwards are whole."""
+    arrays = whole_backwards(space.shape(configuration), configuration.recompute != "none")
+    return SimulatedConfiguration.of(space, configuration, arrays)
+
+
+@lru_cache(maxsize=KEPT)
+def whole_backwards(shape: ScheduleShape, recompute: bool = False) -> ActionArrays:
+    """Returns the schedule with whole backwards, each of them after its recomputation where there is one."""
+    schedule = make_schedule(*shape)
+    if recompute:
+        rows = ([each for action in row for each in _recomputed(action)] for row in schedule.actions)
+        schedule = replace(schedule, actions=tuple(map(tuple, rows)))
+    return ActionArrays.of(schedule)
+
+
+def _recomputed(action: Action) -> tuple[Action, ...]:
+    """Slipstream leaves out an R that would directly follow its forward; the papers' systems recompute there too."""
+    return (action.with_op(Op.R), action) if action.op is Op.B else (action,)
