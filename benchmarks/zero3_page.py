@@ -1,4 +1,4 @@
-"""The tables of docs/zero3.md; `python -m benchmarks.zero3 --page` writes them from the records `zero3` and `papers`."""
+"""The tables of docs/zero3.md, written from the records `zero3` and `papers`: `python -m benchmarks.zero3 --page`."""
 
 from __future__ import annotations
 

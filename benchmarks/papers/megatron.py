@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.formulas import GPT
-from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace, UnscatteredCosts, simulated
+from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace, UnscatteredCosts
 from benchmarks.papers.tables import errors, gpt, read
 from slipstream.planner.costs import Cluster, load_cluster
 from slipstream.planner.plans import Configuration
@@ -91,7 +91,7 @@ def candidate(model: Model, run: Run, cluster: Cluster) -> SimulatedConfiguratio
     counted = gpt(model.hidden_size, model.num_heads, model.num_layers)
     counted = LayersAlone.of(counted) if model.layers_alone else counted
     source = PaperSource(counted, cluster, PaperCosts if run.scattered else UnscatteredCosts)
-    return simulated(PaperSpace(source, LENGTH, run.batch_size, slices=(LENGTH,)), run.configuration)
+    return SimulatedConfiguration.of(PaperSpace(source, LENGTH, run.batch_size, slices=(LENGTH,)), run.configuration)
 
 
 def seconds(model: Model, run: Run, cluster: Cluster) -> float:

@@ -8,18 +8,17 @@ without scatter/gather.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from benchmarks.papers.unfused_attention import UnfusedCosts
-from slipstream.planner.costs import AnalyticCosts, AnalyticSource, Cluster, ModelCount, PartCount
+from slipstream.planner.costs import AnalyticCosts, AnalyticSource, Cluster, ModelCount, PartCount, Stage, StageParts
 from slipstream.planner.costs.analytic_costs import ClusterCost
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.schedule_cache import ScheduleShape
-from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
 from slipstream.planner.search.step_bounds import PlacedPartition
 from slipstream.schedule import Action, Op, make_schedule
 from slipstream.simulator.compiled_simulation import ActionArrays
@@ -31,19 +30,19 @@ KEPT = 128  # schedules
 class LayersAlone(ModelCount):
     """A model without embedding and head, whose stages are all alike."""
 
-    def counted(self, layers: range) -> tuple[tuple[int, PartCount], ...]:
-        return tuple((number, part) for number, part in super().counted(layers) if part.attentions)
+    def counted(self, stage: Stage) -> tuple[tuple[int, PartCount], ...]:
+        return tuple((number, part) for number, part in super().counted(stage) if part.attentions)
 
     @classmethod
     def of(cls, model: ModelCount) -> LayersAlone:
-        return cls(**vars(model))
+        return cls(**{each.name: getattr(model, each.name) for each in fields(model)})
 
 
 @dataclass(frozen=True)
 class PaperCosts(UnfusedCosts):
     """Costs where replicas reduce their gradients in float16; Slipstream's are float32."""
 
-    def gradient_seconds(self, layers: range, data_parallel: int) -> float:
+    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
         num_bytes = self.model.dtype_bytes * self.num_parameters(layers)
         return float(self.cluster.all_reduce_seconds(num_bytes, data_parallel, self.replica_stride))
 
@@ -107,16 +106,17 @@ class PaperSpace(PlanSpace):
         num_stages = pipeline * stages_per_rank
         layers = len(self.source.kinds) // num_stages
         placement = tuple(stage % pipeline for stage in range(num_stages))
-        return PlacedPartition(self.costs(tensor, size), placement, (layers,) * num_stages)
+        stages = StageParts.of_partition((layers,) * num_stages, len(self.source.kinds), self.source.units_per_layer)
+        return PlacedPartition(
+            self.costs(tensor, size), placement, (*(stage.start for stage in stages), stages[-1].stop)
+        )
 
     def slices(self, configuration: Configuration) -> tuple[int, ...]:
         return self._given_slices or super().slices(configuration)
 
-
-def simulated(space: PaperSpace, configuration: Configuration) -> SimulatedConfiguration:
-    """Returns the simulated configuration with the papers' schedule, whose backwards are whole."""
-    arrays = whole_backwards(space.shape(configuration), configuration.recompute != "none")
-    return SimulatedConfiguration.of(space, configuration, arrays)
+    def actions(self, configuration: Configuration) -> ActionArrays:
+        """Returns the papers' schedule, whose backwards are whole."""
+        return whole_backwards(self.shape(configuration), configuration.recompute != "none")
 
 
 @lru_cache(maxsize=KEPT)

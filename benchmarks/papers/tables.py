@@ -29,7 +29,7 @@ def slice_lengths(text: str) -> tuple[int, ...]:
 
 @cache
 def gpt(hidden_size: int, num_heads: int, num_layers: int, vocab_size: int = 51200) -> ModelCount:
-    """Counts a GPT in float16. Its layers are alike, so that two of them are enough."""
+    """Counts a GPT of whole layers in float16. They are alike, so that two of them are enough."""
     import torch
     from transformers import GPT2Config
 
@@ -38,7 +38,7 @@ def gpt(hidden_size: int, num_heads: int, num_layers: int, vocab_size: int = 512
     config = GPT2Config(
         n_embd=hidden_size, n_layer=2, n_head=num_heads, vocab_size=vocab_size, n_positions=2048, use_cache=False
     )
-    return replace(count_model(config, 2048, torch.float16), kinds=(0,) * num_layers)
+    return replace(count_model(config, 2048, torch.float16), kinds=(0,) * num_layers, halves=())
 
 
 def errors(rows: list[dict[str, object]], name: str = "error") -> dict[str, float]:

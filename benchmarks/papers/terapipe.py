@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace, simulated
+from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
-from slipstream.planner.costs import AnalyticCosts, Cluster, load_cluster
+from slipstream.planner.costs import AnalyticCosts, Cluster, Stage, load_cluster
 from slipstream.planner.costs.analytic_costs import ClusterCost
 from slipstream.planner.plans import Configuration
+from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
 from slipstream.planner.slicing import slice_batch, slice_tokens
 from slipstream.schedule import Op
 
@@ -73,7 +74,7 @@ class ReplicasApart(PaperCosts):
     def action_costs(self, times: Any, slices: Any, data_parallel: int = 1) -> ClusterCost:
         return super().action_costs(times, slices)
 
-    def gradient_seconds(self, layers: range, data_parallel: int) -> float:
+    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
         return super().gradient_seconds(layers, data_parallel) + (self.reduction if data_parallel > 1 else 0)
 
     @property
@@ -144,7 +145,7 @@ def step(setting: Setting, constants: Constants, slices: tuple[int, ...]) -> flo
     """Returns the simulated seconds of an iteration."""
     t, p, d = setting.tensor_parallel, setting.pipeline_parallel, setting.data_parallel
     chosen = Configuration(t, p, d, 1, "gpipe", 1, len(slices), "none", 0.0, shard_optimizer=False)
-    return simulated(setting.space(constants, slices), chosen).step()[0]
+    return SimulatedConfiguration.of(setting.space(constants, slices), chosen).step()[0]
 
 
 def settings() -> dict[str, Setting]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.planner.costs import AnalyticCosts, AttentionCall
+from slipstream.planner.costs import AnalyticCosts, AttentionCall, Stage
 from slipstream.schedule import Op
 
 # How often the kernels read or write the scores. Forward: product, softmax (2), dropout (2), product. Backward: dP (2),
@@ -25,7 +25,7 @@ class UnfusedCosts(AnalyticCosts):
         computed = 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
         return computed + _SCORE_PASSES[op] * scores * self.model.dtype_bytes / device.bytes_per_second
 
-    def activation_bytes(self, layers: range, length: int) -> float:
+    def activation_bytes(self, layers: Stage, length: int) -> float:
         """Returns them with the scores of a slice without context: of a whole sequence."""
         heads = sum(n * call.num_heads for n, part in self.model.counted(layers) for call in part.attentions)
         scores = heads / self.tensor_parallel * self.microbatch_size * length**2

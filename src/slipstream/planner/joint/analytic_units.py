@@ -18,7 +18,7 @@ from slipstream.schedule import Action, Op
 class AnalyticUnits:
     """The computed costs of the embedding, the layers or their halves, and the head (see `UnitCosts`), of one rank.
 
-    Nothing is fixed: a stage costs what its units cost.
+    A stage costs what its units cost, and the device's `action_seconds` once.
 
     Args:
         costs: what stages cost at a tensor-parallel degree, for microbatches of one size.
@@ -54,7 +54,7 @@ class AnalyticUnits:
 
     def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
         ends, starts = -(-(contexts + lengths) // self.granularity), contexts // self.granularity
-        return self._tables[op][:, ends, starts][self._kinds], np.zeros(len(lengths))
+        return self._tables[op][:, ends, starts][self._kinds], np.full(len(lengths), self._fixed)
 
     def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
         kept, context = self._bytes_per_token
@@ -96,8 +96,12 @@ class AnalyticUnits:
         return tables
 
     def _seconds(self, unit: StageParts, op: Op, lengths: Ints, contexts: Ints) -> Floats:
-        seconds: Floats = np.broadcast_to(np.asarray(self.costs.seconds(unit, op, lengths, contexts)), lengths.shape)
-        return seconds
+        seconds = np.asarray(self.costs.seconds(unit, op, lengths, contexts)) - self._fixed
+        return np.broadcast_to(seconds, lengths.shape)
+
+    @property
+    def _fixed(self) -> float:
+        return self.costs.cluster.device.action_seconds
 
     @cached_property
     def _bytes_per_token(self) -> tuple[Floats, Floats]:
