@@ -76,7 +76,8 @@ def test_units_add_up_to_stages_and_to_the_model(
         expected = [np.broadcast_to(costs.seconds(stage, op, lengths, contexts), lengths.shape) for stage in stages]
         np.testing.assert_allclose(sliced.stage_seconds(op, bounds), np.array(expected), rtol=1e-9, atol=1e-15)
         whole = costs.seconds(range(len(model.kinds)), op, lengths, contexts)
-        np.testing.assert_allclose(units.seconds(op, lengths, contexts)[0].sum(axis=0), whole, rtol=1e-9)
+        of_units, fixed = units.seconds(op, lengths, contexts)
+        np.testing.assert_allclose(of_units.sum(axis=0) + fixed, whole, rtol=1e-9)
     held = [[costs.activation_bytes(s, n) + kept(costs, s, n) for n in slices] for s in stages]
     np.testing.assert_allclose(sliced.stage_activations(bounds), held, rtol=1e-9)
     state = StateBytes.of(model.dtype)
