@@ -93,7 +93,7 @@ def test_a_plan_keeps_to_the_memory(problem: StepProblem) -> None:
 def test_no_order_beats_the_bound(problem: StepProblem) -> None:
     step = next(iter(candidates(problem)))
     counts = step.counts.tolist()
-    exact = step_lower_bound(problem.placement, len(counts), counts, step.costs(), split=problem.split)
+    exact = step_lower_bound(problem.placement, len(counts), counts, step.costs(), split=problem.may_split)
     assert lower_bound(problem, step) <= exact * (1 + 1e-9)
 
 

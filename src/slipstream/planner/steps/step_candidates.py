@@ -71,7 +71,9 @@ def lower_bound(problem: StepProblem, step: SlicedStep) -> float:
     has yet to travel through the stages before, while weight gradients may follow at the very end.
     """
     forward, whole, inputs, weights = (step.seconds[op] for op in (Op.F, Op.B, Op.I, Op.W))
-    back, both = (np.minimum(whole, inputs), np.minimum(whole, inputs + weights)) if problem.split else (whole, whole)
+    back, both = (
+        (np.minimum(whole, inputs), np.minimum(whole, inputs + weights)) if problem.may_split else (whole, whole)
+    )
     ranks, number = problem.ranks, problem.num_ranks
     crosses = np.diff(ranks, prepend=ranks[0]) != 0
     link = step.links[0][step.firsts] * crosses[:, None]

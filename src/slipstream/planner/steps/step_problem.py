@@ -68,6 +68,11 @@ class StepProblem:
     def num_ranks(self) -> int:
         return max(self.placement) + 1
 
+    @property
+    def may_split(self) -> bool:
+        """Whether some backward may be split: a schedule that has a name may do so by itself."""
+        return self.split or self.schedule is not None
+
     @cached_property
     def ranks(self) -> Ints:
         """The rank of each stage."""
