@@ -116,7 +116,7 @@ class Documents:
     def __init__(self, batches: list[Batch], config: LlamaConfig, settings: dict[str, Any]):
         self.batches = batches
         self.pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), **settings)
-        self.pipe.prepare([*map(len, batches[0])])
+        self.step()  # loads what is compiled
 
     def step(self) -> float:
         losses = []
