@@ -103,7 +103,11 @@ def test_a_run_plans_once_and_another_starts_from_its_plan(tmp_path: Path, monke
     first = train(tmp_path, "first")
     assert first.returncode == 0, first.stderr
     assert "stages on ranks" in first.stdout
-    plan = yaml.safe_load((tmp_path / "first" / "plan.yaml").read_text())
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("plan.yaml", "plan.txt"):
+        (tmp_path / "first" / name).rename(moved / name)
+    plan = yaml.safe_load((moved / "plan.yaml").read_text())
     assert sum(plan["pipeline"]["slices"]) == 64
     assert sum(plan["pipeline"]["partition"]) == 4
 
@@ -113,7 +117,7 @@ def test_a_run_plans_once_and_another_starts_from_its_plan(tmp_path: Path, monke
     resumed = train(tmp_path, "again", "--checkpoint.resume=latest")
     assert resumed.returncode == 0, resumed.stderr
     more = ["--data.vocab_size=300", "--data.validation_fraction=0", "--training.steps=4", "--runtime.self_check=false"]
-    planned = train(tmp_path, "planned", *more, config="first/plan.yaml")
+    planned = train(tmp_path, "planned", *more, config="moved/plan.yaml")
     assert planned.returncode == 0, planned.stderr
     for run in (resumed, planned):
         assert "stages on ranks" not in run.stdout

@@ -37,11 +37,12 @@ def schedule_file(path: Path) -> Path:
 def write_plan_file(plan: Plan, model: dict[str, Any], path: Path) -> None:
     """Writes the best plan as a training configuration, without the text to train on and the folder for results.
 
-    An order that has no name is written to a text file next to it. `model` is the configuration's `model` section.
+    An order that has no name is written to a text file next to it, which is named without its folder, so that both can
+    be moved together. `model` is the configuration's `model` section.
     """
     schedule = plan.best.configuration.schedule
     if plan.best.joint is not None:
-        schedule = str(schedule_file(path).resolve())
+        schedule = schedule_file(path).name
         schedule_file(path).write_text(f"{plan.best.joint.schedule}\n", encoding="utf-8")
     text = yaml.safe_dump(plan_settings(plan, model, schedule), sort_keys=False, default_flow_style=None, width=120)
     train = f"slipstream train {path} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10"

@@ -91,7 +91,7 @@ def _write(config: Config, plan: JointPlan, folder: RunFolder) -> None:
         "pipeline": {
             "num_ranks": config.pipeline.num_ranks,
             "num_microbatches": config.pipeline.num_microbatches,
-            "schedule": str(folder.planned_schedule.resolve()),
+            "schedule": folder.planned_schedule.name,
             "slices": list(plan.slices),
             "partition": list(plan.partition),
         },

@@ -114,6 +114,27 @@ def test_a_schedule_of_ones_own_is_checked_against_the_settings(path: Path, tmp_
         load_config(path, [f"--pipeline.schedule={file}", "--pipeline.slices=2"])
 
 
+def test_a_schedule_is_found_next_to_the_configuration_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever both are moved together; what is typed is found from where it is typed."""
+    for folder in ("plan", "typed"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "plan.txt").write_text(str(one_f_one_b(2, 1, 4)))
+    (tmp_path / "plan" / "plan.yaml").write_text(f"{MINIMAL}\npipeline: {{schedule: plan.txt, slices: 4}}\n")
+    monkeypatch.chdir(tmp_path / "typed")
+    for given, overrides in (("plan", []), ("typed", ["--pipeline.schedule=plan.txt"])):
+        config = load_config(Path("../plan/plan.yaml"), overrides)
+        file = Path(config.pipeline.schedule)
+        assert file.is_absolute()
+        assert file.samefile(tmp_path / given / "plan.txt")
+        (tmp_path / "again.yaml").write_text(dump_config(config))
+        assert load_config(tmp_path / "again.yaml") == config
+    (tmp_path / "plan" / "plan.txt").unlink()
+    with pytest.raises(SlipstreamError, match=r"plan/plan\.txt can't be used: .*No such file"):
+        load_config(Path("../plan/plan.yaml"))
+
+
 def test_a_schedule_of_an_impossible_order_is_refused_with_grid_and_rule(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "wrong.txt"
     file.write_text(str(one_f_one_b(2, 1, 2)).replace("0F0.0 0F0.1", "0F0.1 0F0.0"))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from slipstream import Parallelism, Pipeline, Precision, Runtime, SlipstreamError, make_mesh
+import slipstream
+from slipstream import Parallelism, Pipeline, Precision, Runtime, Schedule, SlipstreamError, make_mesh
+from slipstream.planner.costs import Device, load_cluster
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -195,6 +199,41 @@ def ends_apart() -> None:
                     assert error < BOUND, (name, partition, mesh, settings, piece.name, error)
 
 
+def planned_halves() -> None:
+    """A plan with a cut inside layers that two ranks share, a found order and found slices trains exactly."""
+    config, inputs, labels = ARCHITECTURES["llama"], tokens(batch=1), labels_of(tokens(batch=1))
+    whole = build(config, seed=3)
+    expected = unsplit_step(whole, inputs, labels)
+    wanted = gradients(whole.named_parameters())
+    plan: list[Any] = [None]
+    if dist.get_rank() == 0:
+        plan[0] = _planned(config, inputs.shape[1])
+    dist.broadcast_object_list(plan)
+    schedule, slices, partition = plan[0]
+    assert any(layers % 1 for layers in partition)
+    for sequence in (False, True):
+        pipe = pipeline(
+            *((2, 1, 2), "llama"),
+            **{"schedule": schedule, "slices": slices, "partition": partition},
+            **{"num_microbatches": 1, "sequence_parallel": sequence},
+        )
+        assert abs(pipe.step(inputs, labels) - expected) < BOUND * expected
+        for piece in pipe.parameter_shards():
+            error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": piece.parameter.grad})
+            assert error < BOUND, (partition, sequence, piece.name, error)
+
+
+def _planned(config: PretrainedConfig, seq_len: int) -> tuple[Schedule, list[int], list[float]]:
+    """Returns what `slipstream plan` finds for four devices on which kernels cost nothing, so that slices are short."""
+    numbers = {"memory": 1e9, "memory_bandwidth": 1e10, "kernel_seconds": 0.0}
+    device = Device(name="small", flops={"float32": 1e9}, efficiency=((1, 0.5), (64, 1)), **numbers)
+    cluster = replace(load_cluster("h100-dgx"), device=device, num_nodes=1, devices_per_node=4)
+    degrees = {"tensor_parallel": 2, "pipeline_parallel": 2, "schedule": "auto", "recompute": "none", "offload": 0.0}
+    best = slipstream.plan(config, cluster, seq_len=seq_len, global_batch=1, dtype="float32", **degrees).best
+    assert best.joint is not None
+    return best.joint.schedule, [int(length) for length in best.slices], [*map(float, best.partition)]
+
+
 def refusals() -> None:
     """Named before anything runs."""
     for mesh, reason in (
@@ -242,7 +281,9 @@ def low_precision() -> None:
         assert error < 0.03, (name, error)
 
 
-CASES = by_name(link_bytes, export, dropout, accumulation, ends_apart, auto, limit, refusals, low_precision)
+CASES = by_name(
+    link_bytes, export, dropout, accumulation, ends_apart, planned_halves, auto, limit, refusals, low_precision
+)
 
 if __name__ == "__main__":
     run_cases(CASES, sys.argv[1:])

@@ -19,6 +19,9 @@ from slipstream.training.config.run_config import Config
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration of a YAML file, with `section.key=value` overrides (values are YAML).
 
+    A schedule's text file is looked for in the folder of the configuration that names it; one that an override names,
+    in the working folder.
+
     Raises SlipstreamError for a file that can't be read, an unknown key or a value that isn't allowed.
     """
     try:
@@ -29,8 +32,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise SlipstreamError(f"{path} isn't valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
+    _locate_schedule(values, path.parent)
     for override in overrides:
         _override(values, override)
+    _locate_schedule(values, Path())
     _fill_mesh(values)
     return parse_config(values)
 
@@ -50,6 +55,14 @@ def dump_config(config: Config) -> str:
     for name in left_out:
         del values["pipeline"][name]
     return yaml.safe_dump(values, sort_keys=False)
+
+
+def _locate_schedule(values: dict[str, Any], folder: Path) -> None:
+    """Makes the path of a schedule's text file absolute: the run's own configuration is in another folder."""
+    pipeline = values.get("pipeline")
+    name = pipeline.get("schedule") if isinstance(pipeline, dict) else None
+    if isinstance(name, str) and name.endswith(".txt"):
+        values["pipeline"]["schedule"] = str((folder / name).absolute())
 
 
 # The axes of the mesh, as they are typed, and the settings that they are

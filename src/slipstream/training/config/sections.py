@@ -83,9 +83,10 @@ class PipelineSection(Record):
     stages_per_rank: PositiveInt = 1
     """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others."""
     schedule: str = "1f1b"
-    """Order of forwards and backwards: a name, or the .txt file of a schedule (a run leaves its own). auto: the first
-    steps are measured, and the best order chosen; auto-v: the same in a V-shaped placement, with 2 stages per rank.
-    Where schedule, slices, partition and stages_per_rank are all left out, they are planned from measured costs."""
+    """Order of forwards and backwards: a name, or the .txt file of a schedule (a run leaves its own), whose folder is
+    this configuration's where none is given. auto: the first steps are measured, and the best order chosen; auto-v: the
+    same in a V-shaped placement, with 2 stages per rank. Where schedule, slices, partition and stages_per_rank are all
+    left out, they are planned from measured costs."""
     num_microbatches: PositiveInt = 1
     """Parts of a batch that go through the pipeline one after the other."""
     slices: Literal["auto"] | PositiveInt | list[PositiveInt] = 8
