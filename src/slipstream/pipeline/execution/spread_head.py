@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,10 @@ class SpreadHeadActions:
         self, rank: int, schedule: Schedule, stages: Mapping[int, Stage], transport: Transport, state: StepState
     ) -> None:
         self._schedule, self._stages, self._state = schedule, stages, state
-        self.messages = VocabularyMessages(rank, schedule, transport, self._specs)
+        # not a bound method: the cycle of references would keep the step's tensors until garbage is collected
+        self.messages = VocabularyMessages(
+            rank, schedule, transport, partial(_specs, stages, state, schedule.has_backward)
+        )
         self._parts: dict[SliceKey, PartOfSlice] = {}
 
     def leftovers(self) -> list[str]:
@@ -96,16 +100,17 @@ class SpreadHeadActions:
     def _targets(self, action: Action) -> Tensor:
         return self._state.batch.targets[action.microbatch][action.slice]
 
-    def _specs(self, message: SkipSend) -> list[TensorSpec]:
-        """Returns what a message has: the head's input; statistics, and in training two gradients; or the sums."""
-        stage = next(iter(self._stages.values()))
-        assert isinstance(stage, CausalLMStage)
-        piece = self._state.batch.slices[message.microbatch][message.slice]
-        hidden = stage.hidden(piece)
-        tokens, wide = hidden.shape[:2], torch.promote_types(hidden.dtype, torch.float32)
-        if message.op is Op.F:
-            return [hidden]
-        if message.op is Op.L:
-            return [TensorSpec(torch.Size(tokens), wide)]
-        statistics = TensorSpec(torch.Size((3, *tokens)), wide)
-        return [statistics, hidden, hidden] if self._schedule.has_backward else [statistics]
+
+def _specs(stages: Mapping[int, Stage], state: StepState, has_backward: bool, message: SkipSend) -> list[TensorSpec]:
+    """Returns what a message has: the head's input; statistics, and in training two gradients; or the sums."""
+    stage = next(iter(stages.values()))
+    assert isinstance(stage, CausalLMStage)
+    piece = state.batch.slices[message.microbatch][message.slice]
+    hidden = stage.hidden(piece)
+    tokens, wide = hidden.shape[:2], torch.promote_types(hidden.dtype, torch.float32)
+    if message.op is Op.F:
+        return [hidden]
+    if message.op is Op.L:
+        return [TensorSpec(torch.Size(tokens), wide)]
+    statistics = TensorSpec(torch.Size((3, *tokens)), wide)
+    return [statistics, hidden, hidden] if has_backward else [statistics]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from typing import TYPE_CHECKING
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint.finals import Finals
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.joint_problem import JointProblem
-from slipstream.planner.joint.placement_search import PlacementSearch
 from slipstream.planner.joint.placements import placements
+
+if TYPE_CHECKING:
+    from slipstream.planner.joint.placement_search import PlacementSearch
 
 _FINALISTS = 3  # placements whose best candidate gets its best order
 
@@ -45,6 +47,8 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
 
 def _best(searches: list[PlacementSearch]) -> JointPlan:
     """Returns the best of the placements' plans, or that with the dynamic program's slices where it is better yet."""
+    from slipstream.planner.joint.finals import Finals
+
     finals = Finals(searches)
     finals.run()
     ordered = [(search.plan(best), search) for search, best in finals.best.items() if best]
@@ -58,6 +62,8 @@ def _best(searches: list[PlacementSearch]) -> JointPlan:
 
 def _search(problem: JointProblem, recompute: bool, on_progress: Callable[[float], None]) -> list[PlacementSearch]:
     """Returns the searches of the placements that were best, with at least one candidate that fits."""
+    from slipstream.planner.joint.placement_search import PlacementSearch  # loads numba
+
     used = 0.0
 
     def on_effort(effort: float) -> None:
