@@ -142,6 +142,12 @@ SUBJECTS = {
     "slow_link": Subject("one sequence over a slow link, whole and in slices", "slow_link"),
     "command_line": Subject("the time of `slipstream --help`", "command_line"),
     "plan_search": Subject("how long whole plans take to find", "plan_search", sources=_PLANNER),
+    "joint_search": Subject(
+        "how long the joint search takes, and how far from its bounds it ends",
+        "plan_search",
+        "--joint",
+        (*_PLANNER, "benchmarks/joint_problems.py"),
+    ),
     "schedule_search": Subject("found orders against their lower bound", "schedule_search", sources=_PLANNER),
     "slicing": Subject("exact slicing against TeraPipe's Algorithm 1", "slicing", sources=_PLANNER),
     "papers": Subject("the papers' tables, predicted", "papers", sources=_PLANNER),

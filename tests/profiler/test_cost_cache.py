@@ -12,6 +12,7 @@ import torch
 from slipstream.parallel import Ranks
 from slipstream.planner.costs import Profile
 from slipstream.profiler import ProfileSettings, cost_cache, find_costs
+from slipstream.profiler.cost_cache import CostCache
 from support.architectures import llama
 
 CPU = torch.device("cpu")
@@ -56,6 +57,11 @@ def test_other_settings_are_another_file(measured: list[float], cache: Path) -> 
     costs([])
     find_costs(llama(), replace(SETTINGS, microbatch_size=2), CPU, Ranks.of())
     assert len([*cache.iterdir()]) == 2
+
+
+def test_costs_of_other_numbers_of_processes_are_other_files() -> None:
+    """Replicas measure at the same time as the ranks of one pipeline, and share memory with them."""
+    assert len({CostCache(llama(), SETTINGS, CPU, number).path for number in (1, 2, 4)}) == 3
 
 
 def test_costs_of_another_version_are_measured_again(measured: list[float], cache: Path) -> None:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig
 
 from slipstream import Memory, Pipeline, Runtime, make_schedule
+from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.tuning import StartRequest, is_free
+from slipstream.planner.costs import Profile
+from slipstream.profiler import profile_model
+from slipstream.profiler.cost_cache import CostCache
 from slipstream.training.checkpoint.run_state import _cut
 from slipstream.training.config.config_file import parse_config
 from slipstream.training.planned_start import _found_again
 from support.architectures import llama
-from support.forked import COMMAND, launch
+from support.forked import COMMAND, launch, slipstream_command
 
 PLAIN = Runtime(self_check=False)
 SETTINGS: dict[str, Any] = {
@@ -37,6 +46,14 @@ SETTINGS: dict[str, Any] = {
     "training": {"seq_len": 64, "batch_size": 2, "steps": 4, "output": "runs"},
     "checkpoint": {"every": 2},
 }
+
+
+FROM_PLAN = (
+    "--data.vocab_size=300",
+    "--data.validation_fraction=0",
+    "--training.steps=4",
+    "--runtime.self_check=false",
+)
 
 
 def with_section(**sections: dict[str, Any]) -> dict[str, Any]:
@@ -88,42 +105,158 @@ def test_an_older_checkpoint_has_balanced_layers() -> None:
     assert _found_again(config, earlier | {"slices": [40, 8]}) == {}
 
 
-def train(folder: Path, output: str, *more: str, config: str = "free.yaml") -> CompletedProcess[str]:
+def train(
+    folder: Path, output: str, *more: str, config: str = "free.yaml", num_processes: int = 2
+) -> CompletedProcess[str]:
     arguments = [f"--training.output={folder / output}", f"--data.files=[{folder / 'text.txt'}]", *more]
-    return launch(2, COMMAND, "train", str(folder / config), *arguments)
+    return launch(num_processes, COMMAND, "train", str(folder / config), *arguments)
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory, compiled_search: None) -> Iterator[Path]:
+    """The folder of a run that measured, planned and trained, with the cache that it left."""
+    folder = tmp_path_factory.mktemp("planned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        (folder / "text.txt").write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000)))
+        (folder / "free.yaml").write_text(yaml.safe_dump(SETTINGS))
+        run = train(folder, "first")
+        assert run.returncode == 0, run.stderr
+        assert "stages on ranks" in run.stdout
+        yield folder
 
 
 @pytest.mark.more
-@pytest.mark.usefixtures("compiled_search")
-def test_a_run_plans_once_and_another_starts_from_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_plans_once_and_another_starts_from_its_plan(first_run: Path) -> None:
     """The resumed run and the one from the plan file neither measure nor search, and train the same to the bit."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000)))
-    (tmp_path / "free.yaml").write_text(yaml.safe_dump(SETTINGS))
-    first = train(tmp_path, "first")
-    assert first.returncode == 0, first.stderr
-    assert "stages on ranks" in first.stdout
-    moved = tmp_path / "moved"
+    moved = first_run / "moved"
     moved.mkdir()
     for name in ("plan.yaml", "plan.txt"):
-        (tmp_path / "first" / name).rename(moved / name)
+        shutil.copy(first_run / "first" / name, moved)
     plan = yaml.safe_load((moved / "plan.yaml").read_text())
     assert sum(plan["pipeline"]["slices"]) == 64
     assert sum(plan["pipeline"]["partition"]) == 4
 
-    shutil.copytree(
-        tmp_path / "first" / "checkpoints" / "step-00000002", tmp_path / "again" / "checkpoints" / "step-00000002"
-    )
-    resumed = train(tmp_path, "again", "--checkpoint.resume=latest")
+    step = Path("checkpoints") / "step-00000002"
+    shutil.copytree(first_run / "first" / step, first_run / "again" / step)
+    resumed = train(first_run, "again", "--checkpoint.resume=latest")
     assert resumed.returncode == 0, resumed.stderr
-    more = ["--data.vocab_size=300", "--data.validation_fraction=0", "--training.steps=4", "--runtime.self_check=false"]
-    planned = train(tmp_path, "planned", *more, config="moved/plan.yaml")
+    planned = train(first_run, "planned", *FROM_PLAN, config="moved/plan.yaml")
     assert planned.returncode == 0, planned.stderr
     for run in (resumed, planned):
         assert "stages on ranks" not in run.stdout
-    losses = {name: _losses(tmp_path / name) for name in ("first", "again", "planned")}
+    losses = {name: _losses(first_run / name) for name in ("first", "again", "planned")}
     assert losses["again"] == losses["first"][2:]
     assert losses["planned"] == losses["first"]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"training.seq_len": 32}, "add up to 64 tokens, but training.seq_len=32"),
+        ({"pipeline.num_ranks": 3}, "has num_ranks 2, but pipeline.num_ranks=3; set --pipeline.num_ranks=2"),
+        ({"pipeline.num_microbatches": 2}, "but pipeline.num_microbatches=2; set --pipeline.num_microbatches=1"),
+    ],
+    ids=str,
+)
+def test_a_plan_for_other_settings_is_refused_before_ranks_start(
+    first_run: Path, changed: dict[str, int], said: str
+) -> None:
+    files, output = f"--data.files=[{first_run / 'text.txt'}]", f"--training.output={first_run / 'refused'}"
+    given = [f"--{name}={value}" for name, value in changed.items()]
+    plan = first_run / "first" / "plan.yaml"
+    refused = slipstream_command("train", plan, files, output, *FROM_PLAN, *given)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert not (first_run / "refused").exists()
+    anew = refused.stderr.partition("to plan for these: ")[2].split()
+    assert anew[0] == "--pipeline.schedule=auto"
+    values = yaml.safe_load(plan.read_text()) | {"data": {"files": ["text.txt"]}}
+    values["training"] |= {"steps": 4, "output": "runs"}
+    for name, _, value in (each.removeprefix("--").partition("=") for each in [*given, *anew]):
+        section, _, setting = name.partition(".")
+        values[section][setting] = yaml.safe_load(value)
+    assert is_free(PipelineOptions(**parse_config(values).pipeline_options()))
+
+
+@pytest.fixture(scope="module")
+def own_costs(first_run: Path) -> tuple[CostCache, Profile]:
+    """Where the runs look for costs, and costs that one process measured."""
+    config, cpu = AutoConfig.from_pretrained(first_run / "first" / "inputs"), torch.device("cpu")
+    request = StartRequest(seq_len=64, microbatch_size=2, num_microbatches=1, num_ranks=2, dtype="float32")
+    return CostCache(config, request.profile, cpu, num_processes=2), profile_model(config, request.profile, cpu)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("are_whole", [True, False])
+def test_costs_that_cannot_be_used_are_measured_again(
+    first_run: Path, own_costs: tuple[CostCache, Profile], are_whole: bool
+) -> None:
+    cache, profile = own_costs
+    cache.path.parent.mkdir(parents=True, exist_ok=True)
+    replace(profile, versions=profile.versions | {"torch": "1.0"}).save(cache.path)
+    if not are_whole:
+        cache.path.write_text(cache.path.read_text()[:1000])
+    output = f"measured-again-{are_whole}"
+    run = train(first_run, output, "--training.steps=1")
+    assert run.returncode == 0, run.stderr
+    said = " ".join(run.stdout.split())
+    assert "costs are measured again: " in said
+    assert ("torch 1.0" if are_whole else "isn't a profile") in said
+    assert (first_run / output / "plan.yaml").exists()
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+WINDOWS = {"model_type": "gemma2", "sliding_window": 16, "query_pre_attn_scalar": 8}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", [MIXTURE, WINDOWS], ids=lambda family: family["model_type"])
+def test_layers_of_several_kinds_are_planned(first_run: Path, family: dict[str, Any]) -> None:
+    """Every other layer has experts, or a window."""
+    name = family["model_type"]
+    model = {"config": SETTINGS["model"]["config"] | {"head_dim": 8} | family}
+    (first_run / f"{name}.yaml").write_text(yaml.safe_dump(with_section(model=model)))
+    run = train(first_run, name, config=f"{name}.yaml")
+    assert run.returncode == 0, run.stderr
+    assert "stages on ranks" in run.stdout
+    assert len(_losses(first_run / name)) == 4
+
+
+@pytest.mark.more
+def test_replicas_are_planned_together(first_run: Path) -> None:
+    """From costs that all ranks of all replicas measure at the same time, and which are kept as such."""
+    config = AutoConfig.from_pretrained(first_run / "first" / "inputs")
+    request = StartRequest(seq_len=64, microbatch_size=1, num_microbatches=1, num_ranks=2, dtype="float32")
+    path = CostCache(config, request.profile, torch.device("cpu"), num_processes=4).path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("damaged")
+    (first_run / "replicas.yaml").write_text(yaml.safe_dump(with_section(parallel={"data": 2})))
+    run = train(first_run, "replicas", config="replicas.yaml", num_processes=4)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("stages on ranks") == 1
+    assert path.name in "".join(run.stdout.split())
+    plan = yaml.safe_load((first_run / "replicas" / "plan.yaml").read_text())
+    assert plan["parallel"] == {"data": 2}
+    assert len(_losses(first_run / "replicas")) == 4
+
+
+@pytest.mark.more
+def test_tensor_parallelism_says_why_nothing_is_planned(first_run: Path) -> None:
+    free = {"schedule": "auto", "slices": "auto", "partition": "auto"}
+    settings = with_section(pipeline=free, parallel={"tensor": 2})
+    (first_run / "tensor.yaml").write_text(yaml.safe_dump(settings))
+    run = train(first_run, "tensor", config="tensor.yaml", num_processes=4)
+    assert run.returncode == 0, run.stderr
+    assert "no plan is made with parallel.tensor=2" in " ".join(run.stdout.split())
+    assert not (first_run / "tensor" / "plan.yaml").exists()
 
 
 def _losses(folder: Path) -> list[float]:

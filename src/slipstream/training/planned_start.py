@@ -31,10 +31,17 @@ def start_settings(
 
     They are those of `earlier`, what the checkpoint says that the run resumes from: it neither measures nor searches.
     Else they are planned from measured costs, and written to the run's folder. Nothing where the configuration gives
-    any of them; where the model can't be measured, 1f1b with 8 slices, and a line that says why.
+    any of them, and, with a line that says so, with tensor parallelism; where the model can't be measured, 1f1b with 8
+    slices, and a line that says why.
     """
     options = PipelineOptions(**config.pipeline_options())
-    if not is_free(options) or config.parallel.tensor > 1 or config.pipeline.num_ranks == 1:
+    if not is_free(options) or config.pipeline.num_ranks == 1:
+        return {}
+    if config.parallel.tensor > 1:
+        progress.say(
+            f"no plan is made with parallel.tensor={config.parallel.tensor}, as parts of layers aren't measured: "
+            "layers are balanced, order and slices are chosen in the first steps"
+        )
         return {}
     if earlier is not None and (found := _found_again(config, earlier)):
         return found

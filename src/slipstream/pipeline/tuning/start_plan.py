@@ -43,6 +43,26 @@ class StartRequest:
     dtype: str
     memory_limit: float | None = None
 
+    @property
+    def granularity(self) -> int:
+        """The number of tokens at whose multiples slices begin."""
+        return granularity_for(self.seq_len)
+
+    @property
+    def profile(self) -> ProfileSettings:
+        """What is measured for the plan."""
+        step = self.granularity
+        return ProfileSettings(
+            seq_len=self.seq_len,
+            microbatch_size=self.microbatch_size,
+            dtype=self.dtype,
+            longest_slice=max(step, self.seq_len // 2 // step * step),
+            granularity=step,
+            repeats=_REPEATS,
+            budget=_BUDGET,
+            few_points=True,
+        )
+
 
 def plan_start(
     config: PretrainedConfig,
@@ -60,27 +80,15 @@ def plan_start(
     Raises:
         SlipstreamError: where nothing fits the memory limit, or the model can't be measured.
     """
-    length = request.seq_len
-    step = granularity_for(length)
-    settings = ProfileSettings(
-        seq_len=length,
-        microbatch_size=request.microbatch_size,
-        dtype=request.dtype,
-        longest_slice=max(step, length // 2 // step * step),
-        granularity=step,
-        repeats=_REPEATS,
-        budget=_BUDGET,
-        few_points=True,
-    )
     told = _Told(say)
-    profile = find_costs(config, settings, device, ranks, say, told.measured)
+    profile = find_costs(config, request.profile, device, ranks, say, told.measured)
     units = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
     problem = JointProblem(
         costs=units,
-        seq_len=length,
+        seq_len=request.seq_len,
         num_ranks=request.num_ranks,
         num_microbatches=request.num_microbatches,
-        granularity=step,
+        granularity=request.granularity,
         longest_slice=units.longest_slice,  # shorter than was asked for where time ran out
         memory_limit=None if request.memory_limit is None else (1 - _LEFT_FREE) * request.memory_limit,
         # Between I and W a rank holds the gradients of outputs too, which the search doesn't count.
@@ -89,7 +97,7 @@ def plan_start(
 
     def found() -> tuple[JointPlan, StageRates]:
         plan = find_joint_plan(problem, told.searched)
-        return plan, fit_rates(units, plan.partition, units.longest_slice, length, step)
+        return plan, fit_rates(units, plan.partition, units.longest_slice, request.seq_len, request.granularity)
 
     chosen: tuple[JointPlan, StageRates] = ranks.decided(found)
     return chosen

@@ -55,17 +55,28 @@ class Config(Record):
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
-        pipeline, training, replicas = self.pipeline, self.training, self.parallel.data
+        _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
+        try:
+            self._check_pipeline()
+        except ValueError as error:
+            if not self.plan.predicted or self.pipeline.stages_per_rank > 1 or self.parallel.tensor > 1:
+                raise
+            anew = "--pipeline.schedule=auto --pipeline.slices=auto --pipeline.partition=auto"
+            anew += " --memory.recompute=none" if self.memory.recompute != "none" else ""
+            raise ValueError(f"{error}. The configuration is a plan for others; to plan for these: {anew}") from None
+        return self
+
+    def _check_pipeline(self) -> None:
+        """Raises ValueError where slices, order and cut don't fit the sequences, the ranks or each other."""
+        pipeline, training = self.pipeline, self.training
         if pipeline.microbatches is None:
             _check_slices(pipeline.slices, training.seq_len)
-        _check_batch(training.batch_size, replicas, pipeline.num_microbatches)
-        if pipeline.microbatches is not None:
-            _check_microbatches(pipeline.microbatches, training.batch_size // replicas, training.seq_len)
+        else:
+            _check_microbatches(pipeline.microbatches, training.batch_size // self.parallel.data, training.seq_len)
         if self.data.packing == "none":
             _check_unpacked(self)
-        _check_partition(self.pipeline)
-        _check_schedule(self.pipeline, self.memory.num_flushes)
-        return self
+        _check_partition(pipeline)
+        _check_schedule(pipeline, self.memory.num_flushes)
 
     def pipeline_options(self) -> dict[str, Any]:
         """Returns the arguments of the Pipeline that the configuration gives."""

@@ -1,0 +1,38 @@
+"""Where layers are of several kinds, each has the measured costs of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from slipstream.model import find_anatomy
+from slipstream.planner.costs import OPS, StateBytes
+from slipstream.planner.joint import ProfileUnits
+from slipstream.profiler import ProfileSettings, profile_model
+from support.architectures import ARCHITECTURES, build
+
+SETTINGS = ProfileSettings(seq_len=64, longest_slice=32, granularity=8, repeats=2, budget=20.0, few_points=True)
+MIXTURE = ARCHITECTURES["qwen2_moe"].to_dict() | {"decoder_sparse_step": 2}
+CONFIGS = {
+    "a mixture every other layer": type(ARCHITECTURES["qwen2_moe"]).from_dict(MIXTURE),
+    "a window every other layer": ARCHITECTURES["gemma2"],
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_each_layer_has_the_costs_of_its_kind(config: PretrainedConfig) -> None:
+    units = ProfileUnits(profile_model(config, SETTINGS, torch.device("cpu")), StateBytes(1, 0, 0))
+    assert units.profile.kinds == (0, 1, 0, 1)
+    layers = find_anatomy(config).layers_of(build(config))
+    numbers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    per_layer = units.state_bytes()[1:-1].reshape(4, -1)
+    np.testing.assert_allclose(per_layer.sum(axis=1), numbers)
+    lengths, contexts = np.array([8, 16]), np.array([0, 40])
+    for op in OPS:
+        first, second, third, fourth = units.seconds(op, lengths, contexts)[0][1:-1].reshape(4, -1, 2)
+        np.testing.assert_array_equal(first, third)
+        np.testing.assert_array_equal(second, fourth)
+        assert not np.array_equal(first, second)
