@@ -149,6 +149,22 @@ def test_slices_are_as_long_as_is_allowed_even_where_that_makes_them_many() -> N
         find_joint_plan(problem(longest_slice=63))
 
 
+@dataclass(frozen=True)
+class SteepCosts(ToyCosts):
+    """Longer slices cost more for each of their tokens, as where they outgrow a cache."""
+
+    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
+        units, fixed = super().seconds(op, lengths, contexts)
+        return units * (1 + lengths / 64), fixed
+
+
+def test_no_plan_is_shorter_than_the_ideal() -> None:
+    plan = find_joint_plan(problem(costs=SteepCosts(overhead=0.0), effort=1e6))
+    assert len(plan.slices) > 1
+    for each in (plan, *plan.rejected):
+        assert each.ideal == plan.ideal <= each.seconds
+
+
 def test_the_slices_of_the_dynamic_program_are_no_more_than_are_allowed() -> None:
     plan = find_joint_plan(problem(num_ranks=4, seq_len=4096, most_slices=5, costs=ToyCosts(overhead=0.01), effort=1e6))
     assert plan.exact is not None

@@ -18,7 +18,7 @@ class JointPlan:
         slices: tokens of each slice.
         seconds: the simulated step.
         bound: the least that a step can take with this cut, placement and slices, in any order.
-        ideal: all work divided by the ranks: what no cut, slices or order can beat.
+        ideal: the least work of this and the rejected plans, or of the fewest slices, divided by the ranks.
         recompute: whether forwards run again before their backwards, because the memory limit asks for it.
         exact: the plan with the slices that are best for equal stages (`slipstream.slice_tokens`) and the most even cut
             for them, in the same placement. None: it doesn't fit the memory limit.

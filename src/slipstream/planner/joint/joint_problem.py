@@ -63,12 +63,13 @@ class JointProblem:
         """The embedding, the layers or their halves, and the head."""
         return self.costs.num_layers * self.costs.units_per_layer + 2
 
-    @cached_property
-    def ideal(self) -> float:
-        """All work divided by the ranks, in as few slices as are allowed."""
+    def ideal(self, units: SlicedUnits) -> float:
+        """Returns all work on these slices, or on as few as are allowed where that is less, divided by the ranks."""
         full, rest = divmod(self.seq_len, self.longest)
-        whole = SlicedUnits(self.costs, (self.longest,) * full + (rest,) * (rest > 0))
-        return float(whole.unit_work().sum()) * self.num_microbatches / self.num_ranks
+        few = SlicedUnits(self.costs, (self.longest,) * full + (rest,) * (rest > 0))
+        # Measured costs may rise faster than the tokens, so that shorter slices are less work.
+        least = min(float(each.unit_work().sum()) for each in (few, units))
+        return least * self.num_microbatches / self.num_ranks
 
     @cached_property
     def state_sums(self) -> Floats:

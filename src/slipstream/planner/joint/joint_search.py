@@ -57,7 +57,9 @@ def _best(searches: list[PlacementSearch]) -> JointPlan:
     if winner.exact and winner.fits(winner.exact):
         exact = winner.plan(winner.exact)
         best = replace(min(best, exact, key=lambda plan: plan.seconds), exact=exact)
-    return replace(best, rejected=tuple(plan for plan, _ in plans[1:]))
+    rejected = [plan for plan, _ in plans[1:]]
+    ideal = min(plan.ideal for plan in (best, *rejected))
+    return replace(best, ideal=ideal, rejected=tuple(replace(plan, ideal=ideal) for plan in rejected))
 
 
 def _search(problem: JointProblem, recompute: bool, on_progress: Callable[[float], None]) -> list[PlacementSearch]:

@@ -70,7 +70,7 @@ class PlacementSearch:
             slices=candidate.slices,
             seconds=simulate(schedule, self._table(candidate)).makespan,
             bound=self.bound(candidate),
-            ideal=self.problem.ideal,
+            ideal=self.problem.ideal(self._units(candidate.slices)),
             recompute=self.recompute,
         )
 

@@ -135,9 +135,9 @@ class SlicedUnits:
         return _WORKSPACE * float(np.diff(self._whole[0], axis=0).max())
 
     def unit_work(self) -> Floats:
-        """Returns the seconds of a microbatch's forwards and backwards of each unit, (units,)."""
-        sums = self._prefixes[Op.F][0] + self._prefixes[Op.B][0]
-        work: Floats = np.diff(sums.sum(axis=1))
+        """Returns the seconds of a microbatch's forwards and backwards of each unit, whole or split, (units,)."""
+        forward, whole, inputs, weights = (np.diff(self._prefixes[op][0], axis=0) for op in (Op.F, Op.B, Op.I, Op.W))
+        work: Floats = (forward + np.minimum(whole, inputs + weights)).sum(axis=1)
         return work
 
     def table(self, bounds: Sequence[int]) -> TableCost:
