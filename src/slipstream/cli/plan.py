@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slipstream.planner import Plan
 
 _List = str | None
-_FILE_COLUMNS = 140  # where the output isn't a terminal's
+_FILE_COLUMNS = 240  # where the output isn't a terminal: no cell is cut
 
 
 def _choices(what: str) -> Any:
