@@ -86,7 +86,15 @@ class Engine:
         """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
         assert options.seq_len is not None
         dtype = options.precision.dtype or str(family.config.dtype or torch.float32).removeprefix("torch.")
-        request = StartRequest(options.seq_len, 1, options.num_microbatches, num_ranks, dtype, options.memory.limit)
+        request = StartRequest(
+            seq_len=options.seq_len,
+            microbatch_size=1,
+            num_microbatches=options.num_microbatches,
+            num_ranks=num_ranks,
+            dtype=dtype,
+            memory_limit=options.memory.limit,
+            vocabulary=family.planned_vocabulary(num_ranks),
+        )
         return plan_start(family.config, request, self.ranks, self.device, _log.info)
 
     def step(self, whole: WholeBatch | Sequences, loss_scale: float, plan: StepPlan | None = None) -> Tensor:

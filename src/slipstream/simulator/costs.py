@@ -116,9 +116,9 @@ class TableCost:
             )
 
     def seconds(self, action: Action) -> float:
-        if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD, Op.L):
-            return 0
         key = action.stage, action.slice, action.op
+        if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD, Op.L):
+            return self.times.get(key, 0)
         if key not in self.times:
             raise SlipstreamError(f"No time for {action}: add times[{action.stage}, {action.slice}, Op.{action.op}].")
         return self.times[key]
@@ -134,6 +134,17 @@ class TableCost:
 
     def kept_bytes(self, forward: Action) -> float:
         return self.kept.get((forward.stage, forward.slice), 0)
+
+
+def result_seconds(cost: CostModel, action: Action, source: int, destination: int) -> float:
+    """Returns the seconds that the result of the last stage's F, of a V or of an L travels where the head is spread.
+
+    F sends its output, V two tensors of that size, and L a number for each token, of which only the latency counts.
+    """
+    send = action.with_op(Op.SEND_F)
+    occupied = cost.link_occupied(send, source, destination)
+    more = {Op.V: occupied, Op.L: -occupied}.get(action.op, 0)
+    return cost.link_seconds(send, source, destination) + more
 
 
 class MicrobatchCost(CostModel):

@@ -6,14 +6,13 @@ from slipstream.schedule import (
     COMMUNICATION,
     Action,
     Channel,
-    Op,
     Schedule,
     channel,
     predecessors,
     running_order,
     sending,
 )
-from slipstream.simulator.costs import CostModel, activation_step
+from slipstream.simulator.costs import CostModel, activation_step, result_seconds
 from slipstream.simulator.memory_account import RankMemory, memory_of
 from slipstream.simulator.memory_table import MemoryTables
 from slipstream.timeline import Span, Timeline
@@ -89,7 +88,7 @@ class _Simulation:
         if before in self.arrival:
             return self.arrival[before]
         source = self.schedule.placement[before.stage]
-        return self.end[before] + self.cost.link_seconds(before.with_op(Op.SEND_F), source, rank)
+        return self.end[before] + result_seconds(self.cost, before, source, rank)
 
     def post(self, action: Action) -> None:
         """Notes when one end of a message is reached; at the second one the message leaves."""

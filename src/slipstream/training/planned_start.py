@@ -11,7 +11,9 @@ from transformers import AutoConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.model import find_anatomy
 from slipstream.parallel import Ranks
+from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StartRequest, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
@@ -46,7 +48,7 @@ def start_settings(
     if earlier is not None and (found := _found_again(config, earlier)):
         return found
     try:
-        plan = _plan(config, device, progress)
+        plan = _plan(config, options, device, progress)
     except SlipstreamError as error:
         progress.say(f"no plan could be made, so the run uses schedule=1f1b with 8 slices: {error}")
         return dict(_FALLBACK)
@@ -59,18 +61,22 @@ def start_settings(
     return {name: getattr(planned, name) for name in ("schedule", "slices", "partition", "memory")}
 
 
-def _plan(config: Config, device: torch.device, progress: Progress) -> JointPlan:
+def _plan(config: Config, options: PipelineOptions, device: torch.device, progress: Progress) -> JointPlan:
+    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
+    ranks = Ranks.of(make_mesh_of(config, device))
+    num_ranks = config.pipeline.num_ranks
     rows = config.training.batch_size // config.parallel.data
     request = StartRequest(
         seq_len=config.training.seq_len,
         microbatch_size=-(-rows // config.pipeline.num_microbatches),
         num_microbatches=config.pipeline.num_microbatches,
-        num_ranks=config.pipeline.num_ranks,
+        num_ranks=num_ranks,
         dtype=_DTYPES.get(config.training.precision, "float32"),
         memory_limit=config.memory.limit,
+        vocabulary=ranks.decided(
+            lambda: planned_vocabulary(model_config, find_anatomy(model_config), num_ranks, 1, options)
+        ),
     )
-    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
-    ranks = Ranks.of(make_mesh_of(config, device))
     with progress.waiting("planning: measuring what the model's parts cost, then searching"):
         plan, _ = plan_start(model_config, request, ranks, device, progress.say)
     return plan

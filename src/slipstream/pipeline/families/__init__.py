@@ -3,5 +3,6 @@
 from slipstream.pipeline.families.causal_lm import CausalLMFamily, WeightSource
 from slipstream.pipeline.families.export import gather_state
 from slipstream.pipeline.families.model_family import family_of
+from slipstream.pipeline.families.planned_vocabulary import planned_vocabulary
 from slipstream.pipeline.families.sequence_partition import Balance
 from slipstream.pipeline.families.stage_layout import ExecutedStep, StageLayout

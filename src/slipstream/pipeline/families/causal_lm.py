@@ -35,11 +35,13 @@ from slipstream.parallel import Ranks, part_bounds
 from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows
 from slipstream.pipeline.families.causal_lm_layout import WeighedModel, plan_layout
+from slipstream.pipeline.families.planned_vocabulary import planned_vocabulary
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.families.weighed_rates import weighed_rates
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
 from slipstream.pipeline.sequences import Sequences, consecutive_groups
+from slipstream.planner.joint import Vocabulary
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
@@ -101,6 +103,12 @@ class CausalLMFamily:
     def adopt(self, options: PipelineOptions) -> None:
         """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
         self._options = options
+
+    def planned_vocabulary(self, num_ranks: int) -> Vocabulary:
+        """Returns how a plan may have the head. Raises SlipstreamError for a head that can't be as the options say."""
+        asked = self.config, self._anatomy, num_ranks, self._ranks.tensor.size, self._options
+        found: Vocabulary = self._ranks.decided(lambda: planned_vocabulary(*asked))
+        return found
 
     def length(self, batch: WholeBatch) -> int:
         """Returns the tokens of a sequence."""

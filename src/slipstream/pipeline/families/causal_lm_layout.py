@@ -55,7 +55,12 @@ def plan_layout(
         seq_len = sum(slices)
     spreads = options.vocabulary == "spread" or schedule.spreads_vocabulary
     if spreads:
-        _check_spread(config, anatomy, tensor_ranks, schedule, options)
+        if options.vocabulary == "whole":
+            raise SlipstreamError(
+                f"vocabulary='whole', but the schedule {schedule.name!r} has V's, which spread the head. Leave "
+                "vocabulary out, or give a schedule without V, L and VW."
+            )
+        check_spread(config, tensor_ranks, schedule.num_ranks, options)
     model = WeighedModel(config, anatomy, seq_len, has_head=not spreads)
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
     recompute = RecomputePolicy.parse(options.memory.recompute, max(len(stage.layers) for stage in layers))
@@ -64,15 +69,8 @@ def plan_layout(
     return layout, anatomy
 
 
-def _check_spread(
-    config: PretrainedConfig, anatomy: ModelAnatomy, tensor_ranks: int, schedule: Schedule, options: PipelineOptions
-) -> None:
+def check_spread(config: PretrainedConfig, tensor_ranks: int, num_ranks: int, options: PipelineOptions) -> None:
     """Raises SlipstreamError, the same on every rank, for what a spread head can't do."""
-    if options.vocabulary == "whole":
-        raise SlipstreamError(
-            f"vocabulary='whole', but the schedule {schedule.name!r} has V's, which spread the head. Leave vocabulary "
-            "out, or give a schedule without V, L and VW."
-        )
     problems = {
         "loss_fn=...": (options.loss_fn is not None, "no rank has all logits"),
         f"tp={tensor_ranks} in the mesh": (tensor_ranks > 1, "tensor ranks share the vocabulary already"),
@@ -84,10 +82,8 @@ def _check_spread(
     for setting, (is_given, reason) in problems.items():
         if is_given:
             raise SlipstreamError(f"vocabulary='spread' with {setting}: {reason}. Leave one of the two out.")
-    if (size := config.get_text_config().vocab_size) < schedule.num_ranks:
-        raise SlipstreamError(
-            f"vocabulary='spread': {size} words are too few for {schedule.num_ranks} ranks. Leave it out."
-        )
+    if (size := config.get_text_config().vocab_size) < num_ranks:
+        raise SlipstreamError(f"vocabulary='spread': {size} words are too few for {num_ranks} ranks. Leave it out.")
 
 
 def _check_sharding(anatomy: ModelAnatomy, tensor_ranks: int, options: PipelineOptions) -> None:

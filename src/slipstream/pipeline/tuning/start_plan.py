@@ -13,7 +13,15 @@ from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.slicings import granularity_for
 from slipstream.planner.costs import StateBytes
-from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_joint_plan
+from slipstream.planner.joint import (
+    JointPlan,
+    JointProblem,
+    ProfileUnits,
+    UnitCosts,
+    UnitsWithoutHead,
+    Vocabulary,
+    find_vocabulary_plan,
+)
 from slipstream.planner.steps import StageRates, fit_rates
 from slipstream.profiler import ProfileSettings, find_costs
 
@@ -34,6 +42,7 @@ class StartRequest:
         num_ranks: ranks of the pipeline.
         dtype: in which the model computes, as in `ProfileSettings`.
         memory_limit: bytes of each rank. None: no limit.
+        vocabulary: whether the head is to be whole or spread over the ranks. "auto": whichever is faster.
     """
 
     seq_len: int
@@ -42,6 +51,7 @@ class StartRequest:
     num_ranks: int
     dtype: str
     memory_limit: float | None = None
+    vocabulary: Vocabulary = "whole"
 
     @property
     def granularity(self) -> int:
@@ -96,8 +106,9 @@ def plan_start(
     )
 
     def found() -> tuple[JointPlan, StageRates]:
-        plan = find_joint_plan(problem, told.searched)
-        return plan, fit_rates(units, plan.partition, units.longest_slice, request.seq_len, request.granularity)
+        plan = find_vocabulary_plan(problem, request.vocabulary, told.searched)
+        costs: UnitCosts = UnitsWithoutHead(units) if plan.head == "spread" else units
+        return plan, fit_rates(costs, plan.partition, units.longest_slice, request.seq_len, request.granularity)
 
     chosen: tuple[JointPlan, StageRates] = ranks.decided(found)
     return chosen

@@ -23,6 +23,8 @@ class JointPlan:
         exact: the plan with the slices that are best for equal stages (`slipstream.slice_tokens`) and the most even cut
             for them, in the same placement. None: it doesn't fit the memory limit.
         rejected: the best that was found with each other placement, best first.
+        other_head: the best with a whole head where this plan spreads its rows over the ranks, or the other way round.
+            None: not searched for.
     """
 
     schedule: Schedule
@@ -34,11 +36,20 @@ class JointPlan:
     recompute: bool = False
     exact: JointPlan | None = None
     rejected: tuple[JointPlan, ...] = ()
+    other_head: JointPlan | None = None
+
+    @property
+    def head(self) -> str:
+        """How the rows of the head are kept: "spread" over the ranks, or "whole" on the last stage's."""
+        return "spread" if self.schedule.spreads_vocabulary else "whole"
 
     def table(self) -> str:
         """Returns one line per placement that was searched to the end, the chosen one first, and what was compared."""
-        rows = [("stages on ranks", "layers", "slices", "step", "over ideal")]
-        rows += [plan._row() for plan in (self, *self.rejected)]
+        rows: list[tuple[str, ...]] = [("stages on ranks", "layers", "slices", "step", "over ideal")]
+        plans = [self, *self.rejected, *([self.other_head] if self.other_head else [])]
+        rows += [plan._row() for plan in plans]
+        if any(plan.head == "spread" for plan in plans):
+            rows = [(*row, head) for row, head in zip(rows, ["head", *(plan.head for plan in plans)], strict=True)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if self.exact is not None:
@@ -47,11 +58,15 @@ class JointPlan:
             lines.append(
                 f"The slices of the dynamic program, {_short(self.exact.slices)}, {'are these' if same else longer}."
             )
+        if self.other_head is not None:
+            more = self.other_head.seconds / self.seconds - 1
+            what = {"spread": "with its rows spread over the ranks", "whole": "whole, on one rank,"}
+            lines.append(f"The head is {self.head}: {what[self.other_head.head]} a step takes {more:+.1%}.")
         if self.recompute:
             lines.append("Activations are computed again in the backward, as the memory limit asks for it.")
         return "\n".join(lines)
 
-    def _row(self) -> tuple[str, str, str, str, str]:
+    def _row(self) -> tuple[str, ...]:
         return (
             _short(self.schedule.placement),
             _short(self.partition),

@@ -1,0 +1,144 @@
+"""The choice between a whole head and one whose rows are spread over the ranks, by their simulated steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
+
+from slipstream.array_types import Floats, Ints
+from slipstream.planner.costs import StageParts
+from slipstream.planner.joint.joint_plan import JointPlan
+from slipstream.planner.joint.joint_problem import JointProblem
+from slipstream.planner.joint.joint_search import find_joint_plan
+from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
+from slipstream.schedule import Op, spread_vocabulary
+from slipstream.simulator import TableCost, result_seconds, simulate
+
+Vocabulary = Literal["auto", "whole", "spread"]
+Progress = Callable[[float], None]
+
+_NEAR = 1.03  # times the ideal step: a whole head's plan that is as near is taken
+_HEAVY = 0.25  # of a rank's share of the work: a lighter head is no reason for what is lost
+_WORTH = 0.99  # of the step with a whole head: what V, L and VW take is derived, not measured
+_EFFORT = 0.5  # of a search with a whole head: without one ranks are soon even
+
+
+def find_vocabulary_plan(problem: JointProblem, vocabulary: Vocabulary, on_progress: Progress) -> JointPlan:
+    """Returns the plan of `find_joint_plan`, with the head whole or spread as is asked for; "auto": whichever is
+    faster, where a whole head is heavy and leaves the step far from the ideal one.
+
+    A memory limit is kept with a whole head only. Raises SlipstreamError as `find_joint_plan` does.
+    """
+    if vocabulary == "spread":
+        return find_spread_plan(problem, on_progress)
+    whole = find_joint_plan(problem, on_progress)
+    if vocabulary == "whole" or not _is_worth_a_search(problem, whole):
+        return whole
+    spread = find_spread_plan(replace(problem, effort=_EFFORT * problem.effort), on_progress)
+    chosen, other = (spread, whole) if spread.seconds < _WORTH * whole.seconds else (whole, spread)
+    return replace(chosen, other_head=other)
+
+
+def find_spread_plan(problem: JointProblem, on_progress: Progress = lambda share: None) -> JointPlan:
+    """Returns the plan with the shortest simulated step where every rank has an equal part of the head's rows.
+
+    The search is for a model whose head takes no time. Into what it finds, V, L and VW are put where ranks wait
+    (`slipstream.schedule.spread_vocabulary`), and the whole is simulated.
+    """
+    found = find_joint_plan(replace(problem, costs=UnitsWithoutHead(problem.costs)), on_progress)
+    plans = sorted((_spread(problem, plan) for plan in (found, *found.rejected)), key=lambda plan: plan.seconds)
+    return replace(plans[0], rejected=tuple(plans[1:]))
+
+
+def _is_worth_a_search(problem: JointProblem, whole: JointPlan) -> bool:
+    """Returns whether the head is heavy, and the step with a whole one is far from the ideal."""
+    head = float(SlicedUnits(problem.costs, whole.slices).unit_work()[-1]) * problem.num_microbatches
+    return whole.seconds > _NEAR * whole.ideal and head > _HEAVY * whole.ideal
+
+
+def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
+    """Returns the plan with the head's rows on all ranks, given one for the same model without a head."""
+    cost = spread_costs(problem, plan.partition, plan.slices)
+    ends = plan.schedule.placement[-1], (plan.schedule.placement[-1] + 1) % problem.num_ranks
+    schedule = spread_vocabulary(plan.schedule, cost.seconds, lambda action: result_seconds(cost, action, *ends))
+    timeline = simulate(schedule, cost)
+    busiest = max(sum(map(cost.seconds, row)) for row in schedule.actions)
+    return replace(
+        plan,
+        schedule=schedule,
+        seconds=timeline.makespan,
+        bound=max(plan.bound, float(busiest)),
+        ideal=problem.ideal(SlicedUnits(problem.costs, plan.slices)),
+        exact=None,
+    )
+
+
+def spread_costs(problem: JointProblem, partition: tuple[float, ...], slices: tuple[int, ...]) -> TableCost:
+    """Returns the simulator's costs of stages without a head, and of every rank's part of its rows.
+
+    V computes logits and their gradient for the head's input, as the head's F and I do, and VW their weights'; L adds
+    a few numbers up. Each takes the fixed part of an action too.
+    """
+    costs, last = problem.costs, len(partition) - 1
+    parts = StageParts.of_partition(partition, costs.num_layers, costs.units_per_layer)
+    table = SlicedUnits(UnitsWithoutHead(costs), slices).table((*(each.start for each in parts), parts[-1].stop))
+    lengths, contexts = np.array(slices, np.int64), np.array([0, *accumulate(slices)][:-1], np.int64)
+    (forward, fixed), (inputs, _), (weights, also_fixed) = (
+        costs.seconds(op, lengths, contexts) for op in (Op.F, Op.I, Op.W)
+    )
+    logits = (forward[-1] + inputs[-1]) / problem.num_ranks + fixed
+    rows = weights[-1] / problem.num_ranks + also_fixed
+    times = dict(table.times)
+    for index in range(len(slices)):
+        times[last, index, Op.L] = float(fixed[index])
+        for stage in range(last + 1):
+            times[stage, index, Op.V] = float(logits[index])
+            times[stage, index, Op.VW] = float(rows[index])
+    return replace(table, times=times)
+
+
+@dataclass(frozen=True)
+class UnitsWithoutHead:
+    """The costs of a model's units (see `UnitCosts`), of which the head takes nothing."""
+
+    costs: UnitCosts
+
+    @property
+    def num_layers(self) -> int:
+        return self.costs.num_layers
+
+    @property
+    def units_per_layer(self) -> int:
+        return self.costs.units_per_layer
+
+    @property
+    def latency(self) -> float:
+        return self.costs.latency
+
+    @property
+    def bandwidth(self) -> float | None:
+        return self.costs.bandwidth
+
+    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
+        return _without_last(*self.costs.seconds(op, lengths, contexts))
+
+    def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
+        return _without_last(*self.costs.activation_bytes(lengths))
+
+    def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
+        return _without_last(*self.costs.kept_bytes(lengths))
+
+    def state_bytes(self) -> Floats:
+        return _without_last(self.costs.state_bytes(), np.zeros(0))[0]
+
+    def message_bytes(self, lengths: Ints) -> Floats:
+        return self.costs.message_bytes(lengths)
+
+
+def _without_last(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:
+    """Returns what units and a stage have, with nothing for the last unit."""
+    return np.concatenate([units[:-1], np.zeros_like(units[-1:])]), fixed
