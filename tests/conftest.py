@@ -22,6 +22,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
     HF_HOME=_CACHE,
+    XDG_CACHE_HOME=_CACHE,
 )
 
 register_profiles()

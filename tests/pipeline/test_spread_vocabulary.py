@@ -94,7 +94,8 @@ def test_any_order_has_the_gradients_of_the_unsplit_model(name: str, data: st.Da
         pairs = zip(rows, schedule.slice_counts, strict=True)
         settings = {"microbatches": [(len(part), data.draw(cuts(count))) for part, count in pairs]}
     model = copy.deepcopy(MODELS[name])
-    settings["partition"] = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers))
+    if name != "phi":  # whose layers can't be cut in half
+        settings["partition"] = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers))
     settings["recompute"] = data.draw(st.sampled_from(["full", "selective", 1]))
     pipe = Pipeline(model, schedule=schedule, **grouped(self_check=False, **settings))
     check(name, pipe, tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99))))

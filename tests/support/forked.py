@@ -74,6 +74,8 @@ def _run_all(
     places: Sequence[dict[str, str]], script: Path, arguments: Sequence[str | Path], timeout: float
 ) -> CompletedProcess[str]:
     words = [str(argument) for argument in arguments]
+    environment = dict(os.environ)  # which a test may have changed since the process that forks was started
+    places = [environment | place for place in places]
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder, "stdout"), Path(folder, "stderr")
         ranks = [_PROCESSES.Process(target=_run, args=(script, words, place, texts), daemon=True) for place in places]
