@@ -88,13 +88,18 @@ def run_unsplit(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tens
     return gradients(whole.named_parameters())
 
 
+def cut_settings(schedule: Schedule, data: st.DataObject) -> dict[str, Any]:
+    """Returns how rows of LENGTH tokens are cut: into the schedule's slices, one list a microbatch if they differ."""
+    if not schedule.is_ragged:
+        return {"slices": data.draw(cuts(schedule.num_slices))}
+    rows = torch.arange(3).tensor_split(schedule.num_microbatches)
+    pairs = zip(rows, schedule.slice_counts, strict=True)
+    return {"microbatches": [(len(part), data.draw(cuts(count))) for part, count in pairs]}
+
+
 def check(name: str, data: st.DataObject) -> None:
     schedule = data.draw(schedules())
-    settings: dict[str, Any] = {"slices": data.draw(cuts(schedule.num_slices))}
-    if schedule.is_ragged:
-        rows = torch.arange(3).tensor_split(schedule.num_microbatches)
-        pairs = zip(rows, schedule.slice_counts, strict=True)
-        settings = {"microbatches": [(len(part), data.draw(cuts(count))) for part, count in pairs]}
+    settings = cut_settings(schedule, data)
     inputs = tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99)))
     labels = labels_of(inputs)
     recompute = data.draw(st.sampled_from(["full", "selective", 1]))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import CohereConfig, GraniteConfig, PhiConfig
 
-from pipeline.test_random_schedules import cuts, partitions, schedules
+from pipeline.test_random_schedules import cut_settings, partitions, schedules
 from slipstream import Action, Memory, Op, Parallelism, Pipeline, Runtime, Schedule, SlipstreamError
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule, predecessors, spread_vocabulary
 from support.architectures import (
@@ -88,11 +88,7 @@ def random_order(rules: Schedule, generator: random.Random) -> list[Action]:
 @given(data=st.data())
 def test_any_order_has_the_gradients_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
     schedule = data.draw(spread_schedules())
-    settings: dict[str, Any] = {"slices": data.draw(cuts(schedule.num_slices))}
-    if schedule.is_ragged:
-        rows = torch.arange(3).tensor_split(schedule.num_microbatches)
-        pairs = zip(rows, schedule.slice_counts, strict=True)
-        settings = {"microbatches": [(len(part), data.draw(cuts(count))) for part, count in pairs]}
+    settings = cut_settings(schedule, data)
     model = copy.deepcopy(MODELS[name])
     if name != "phi":  # whose layers can't be cut in half
         settings["partition"] = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers))
@@ -193,3 +189,27 @@ def test_a_schedule_with_a_spread_vocabulary_is_not_whole() -> None:
     schedule = spread_vocabulary(make_schedule("1f1b", 2, 1, 2))
     with pytest.raises(SlipstreamError, match=r"vocabulary='whole', but the schedule '1f1b' has V's"):
         Pipeline.from_config(UNTIED, schedule=schedule, vocabulary="whole", runtime=CHECKED)
+
+
+def test_its_memory_is_not_counted() -> None:
+    pipe = Pipeline.from_config(UNTIED, vocabulary="spread", num_ranks=2, slices=2, runtime=CHECKED)
+    inputs = tokens(batch=1, length=LENGTH)
+    with pytest.raises(SlipstreamError, match=r"vocabulary='spread' isn't counted"):
+        pipe.memory_table(inputs, labels_of(inputs))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_sequences_of_different_lengths(schedule: str) -> None:
+    """Packed under document masks, they have the gradients of each alone."""
+    lengths = [9, 24, 5, 17]
+    inputs = [tokens(batch=1, length=length, seed=length)[0] for length in lengths]
+    labels = [labels_of(each[None])[0] for each in inputs]
+    model, whole = copy.deepcopy(MODELS["llama"]), copy.deepcopy(MODELS["llama"])
+    options: dict[str, Any] = {"schedule": schedule, "slices": 3, "num_microbatches": 2, "num_ranks": 2}
+    pipe = Pipeline(model, vocabulary="spread", runtime=CHECKED, **options)
+    counts = [int((each[1:] != -100).sum()) for each in labels]
+    for own, label, count in zip(inputs, labels, counts, strict=True):
+        loss = whole(input_ids=own[None], labels=label[None], use_cache=False).loss
+        (loss * count / sum(counts)).backward()
+    pipe.step(inputs, labels)
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND

@@ -160,7 +160,14 @@ class Engine:
         return Timeline(tuple(spans), self.layout.num_ranks, name=self.schedule_name, measured=True)
 
     def rehearsed_step(self, whole: WholeBatch) -> RehearsedStep:
-        """Returns what a rehearsal of the next step needs, were the step on this batch. Collective."""
+        """Returns what a rehearsal of the next step needs, were the step on this batch. Collective.
+
+        Raises SlipstreamError where every rank has some rows of the head, which are in no account of memory.
+        """
+        if self.layout.spreads_vocabulary:
+            raise SlipstreamError(
+                "the memory of a step with vocabulary='spread' isn't counted. Use vocabulary='whole'."
+            )
         length = self.family.length(whole)
         return self._to_rehearse(whole, length, self._split(whole, length))
 

@@ -3,7 +3,7 @@
 With the rows W_r of rank r, its largest logit m_r, its sum of exponentials s_r = sum exp(logits - m_r) and
 m = max m_r, s = sum exp(m_r - m) s_r, the loss of a token is m + log s - logit of its target, and its gradient for the
 head's input is sum_r c_r (softmax_r W_r) - W[target], where c_r = exp(m_r - m) s_r / s. So each rank can compute its
-part before it knows the others' (Yeung et al. 2024, section 4.4).
+part before it knows the others' (Yeung et al. 2024, whose algorithm 2 this is).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from itertools import accumulate, product
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.planner.costs import AttentionWindow
+from slipstream.planner.costs import OPS, AttentionWindow
 from slipstream.planner.joint import UnitCosts
-from slipstream.planner.steps.stage_rates import OPS, StageRates
+from slipstream.planner.steps.stage_rates import StageRates
 
 _POINTS = 5  # of slice lengths, and of contexts
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.planner.costs import OPS
 from slipstream.planner.steps.packed_rows import PackedRows
 from slipstream.planner.steps.sequence_groups import Groups
-from slipstream.planner.steps.stage_rates import OPS
 from slipstream.planner.steps.step_problem import StepProblem
 from slipstream.schedule import Op
 from slipstream.simulator import CostModel, MicrobatchCost, TableCost

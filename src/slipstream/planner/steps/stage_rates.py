@@ -11,8 +11,6 @@ from slipstream.array_types import Floats, Ints
 from slipstream.planner.costs import AttentionWindow
 from slipstream.schedule import Op
 
-OPS = (Op.F, Op.B, Op.I, Op.W)
-
 
 @dataclass(frozen=True)
 class StageRates:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,21 +11,13 @@ from slipstream.array_types import Flags, Floats
 from slipstream.errors import SlipstreamError
 from slipstream.planner.order.list_scheduling import place
 from slipstream.planner.order.local_search import makespan, peak, start_times
+from slipstream.planner.order.order_search import PriorityRule
 from slipstream.planner.order.ordering_problem import ActionGraph, ActionOrder
 from slipstream.planner.steps.alone_times import alone_starts
 from slipstream.planner.steps.sliced_step import SlicedStep
 from slipstream.planner.steps.step_graph import StepGraph
 from slipstream.planner.steps.step_problem import StepProblem
 from slipstream.schedule import Op, make_schedule, split_backwards
-
-
-class Rule(NamedTuple):
-    """A priority rule of list scheduling; see `slipstream.planner.order.order_search`."""
-
-    splitting: str  # which backwards are split: "all", those "sent" to another rank, "none"
-    lag: float
-    hurry: float
-    patience: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +44,7 @@ class StepOrders:
         """The number of actions with whole backwards."""
         return 2 * self.graph.num_units
 
-    def by(self, rule: Rule) -> StepOrder:
+    def by(self, rule: PriorityRule) -> StepOrder:
         """Returns the order of a rule of list scheduling, which fits the memory."""
         split = self._splittings[rule.splitting]
         if rule.splitting not in self._graphs:

@@ -7,12 +7,17 @@ from itertools import product
 import numpy as np
 
 from slipstream.errors import SlipstreamError
+from slipstream.planner.order.order_search import PriorityRule
 from slipstream.planner.steps.step_candidates import candidates, lower_bound
-from slipstream.planner.steps.step_orders import Rule, StepOrder, StepOrders
+from slipstream.planner.steps.step_orders import StepOrder, StepOrders
 from slipstream.planner.steps.step_plan import StepPlan
 from slipstream.planner.steps.step_problem import StepProblem
 
-_FIRST = (Rule("sent", 0.5, -1.0), Rule("none", 0.5, -1.0), Rule("none", 1.0, 0.5))  # of every candidate
+_FIRST = (
+    PriorityRule("sent", 0.5, -1.0, 0.0),
+    PriorityRule("none", 0.5, -1.0, 0.0),
+    PriorityRule("none", 1.0, 0.5, 0.0),
+)  # of every candidate
 _LAGS, _HURRIES, _PATIENCES = (0.5, 1.0, 2.0, 0.0), (-1.0, 0.0, 0.25, 0.5, 1.0), (0.0, 0.5)
 _NAMED = 5  # as many times as long a schedule that has a name takes to make
 
@@ -56,7 +61,7 @@ class _StepSearch:
         schedule = orders.graph.schedule(self.best.order, self.best.split)
         return StepPlan(step.rows.groups, step.slices, schedule, self.best.seconds)
 
-    def _try(self, orders: StepOrders, rules: list[Rule]) -> None:
+    def _try(self, orders: StepOrders, rules: list[PriorityRule]) -> None:
         if self.problem.schedule is not None:
             self.effort -= _NAMED * orders.num_actions
             self._offer(orders.named(self.problem.schedule))
@@ -71,9 +76,9 @@ class _StepSearch:
         if found is not None and (self.best is None or found.seconds < self.best.seconds):
             self.best = found
 
-    def _all_rules(self) -> list[Rule]:
+    def _all_rules(self) -> list[PriorityRule]:
         names = ("sent", "none", "all") if self.problem.split else ("none",)
-        every = (Rule(*each) for each in product(names, _LAGS, _HURRIES, _PATIENCES))
+        every = (PriorityRule(*each) for each in product(names, _LAGS, _HURRIES, _PATIENCES))
         return [rule for rule in every if rule.splitting != "none" or rule.patience == 0]
 
 
