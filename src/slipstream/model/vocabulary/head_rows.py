@@ -1,9 +1,9 @@
 """Some rows of a head: their logits' softmax and gradients, and the loss that the parts of all ranks add up to.
 
-With the rows W_r of rank r, its largest logit m_r, its sum of exponentials s_r = sum exp(logits - m_r) and
-m = max m_r, s = sum exp(m_r - m) s_r, the loss of a token is m + log s - logit of its target, and its gradient for the
-head's input is sum_r c_r (softmax_r W_r) - W[target], where c_r = exp(m_r - m) s_r / s. So each rank can compute its
-part before it knows the others' (Yeung et al. 2024, whose algorithm 2 this is).
+With the rows W_r of rank r, l_r = log sum exp of its logits, and l = log sum exp l_r over the ranks, the loss of a
+token is l - logit of its target, and its gradient for the head's input is sum_r c_r (softmax_r W_r) - W[target], where
+c_r = exp(l_r - l). So each rank can compute its part before it knows the others' (Yeung et al. 2024, whose algorithm 2
+this is).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from slipstream.model.saving.weight_gradients import add_product
 class RowSoftmax(NamedTuple):
     """What a rank's rows say about the tokens of a slice; in evaluation the statistics alone.
 
-    Statistics are (3, b, T): each token's largest logit, its sum of exponentials, and its target's logit (0 where the
-    target's row is elsewhere). `mean` is softmax_r W_r and `target` W[target], zeros elsewhere, both (b, T, hidden).
+    Statistics are (2, b, T): each token's l_r, and its target's logit (0 where the target's row is elsewhere). `mean`
+    is softmax_r W_r and `target` W[target], zeros elsewhere, both (b, T, hidden).
     """
 
     statistics: Tensor
@@ -79,27 +79,25 @@ class HeadRows(nn.Module):
         logits = functional.linear(hidden, weight, None if self.bias is None else self.bias[self._rows])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (b, T, rows)
         index, is_here = self._places(targets)
-        largest = logits.amax(-1)
         chosen = logits.gather(-1, index[..., None]).squeeze(-1).masked_fill(~is_here, 0)
-        exponentials = (logits - largest[..., None]).exp_()
-        total = exponentials.sum(-1)
-        statistics = torch.stack([largest, total, chosen])
+        probabilities = logits.softmax(-1)
+        # the largest probability is exp(largest logit - l_r): a pass over memory less than logsumexp needs
+        statistics = torch.stack([logits.amax(-1) - probabilities.amax(-1).log(), chosen])
         if not with_gradients:
             return RowSoftmax(statistics)
-        probabilities = exponentials.div_(total[..., None])
+        del logits
         mean = (probabilities.to(weight.dtype) @ weight).to(hidden.dtype)
         target = functional.embedding(index, weight).masked_fill(~is_here[..., None], 0).to(hidden.dtype)
         return RowSoftmax(statistics, mean, target, probabilities)
 
     @torch.no_grad()
     def add_gradients(self, hidden: Tensor, targets: Tensor, part: RowSoftmax, logsumexp: Tensor, scale: float) -> None:
-        """Runs VW: adds the gradients of these rows, those of `scale` times the loss."""
+        """Runs VW: adds the gradients of these rows, those of `scale` times the loss. It uses up the probabilities."""
         assert part.probabilities is not None
-        largest, total, _ = part.statistics
         index, is_here = self._places(targets)
-        share = (largest + total.log() - logsumexp).exp()  # c_r
+        share = (part.statistics[0] - logsumexp).exp()  # c_r
         weights = share.masked_fill(targets == IGNORED, 0) * scale  # (b, T)
-        of_logits = part.probabilities * weights[..., None]
+        of_logits = part.probabilities.mul_(weights[..., None])
         of_logits.scatter_add_(-1, index[..., None], -(is_here.to(of_logits.dtype) * scale)[..., None])
         rows = of_logits.to(hidden.dtype).flatten(0, 1)
         if self.weight.requires_grad:
@@ -119,16 +117,13 @@ class HeadRows(nn.Module):
 @torch.no_grad()
 def combine(parts: Sequence[RowSoftmax], targets: Tensor, scale: float) -> RowLosses:
     """Runs L: returns the loss over all rows, with the gradient of `scale` times it for the head's input."""
-    largest, totals, chosen = torch.stack([part.statistics for part in parts], 1)  # (ranks, b, T) each
-    most = largest.amax(0)
-    totals = totals * (largest - most).exp()
-    total = totals.sum(0)
+    of_ranks, chosen = torch.stack([part.statistics for part in parts], 1)  # (ranks, b, T) each
+    logsumexp = of_ranks.logsumexp(0)
     is_valid = targets != IGNORED
-    logsumexp = most + total.log()
     loss = (logsumexp - chosen.sum(0)).masked_fill(~is_valid, 0).sum()
     gradient = None
     if parts[0].mean is not None:
-        shares = (totals / total)[..., None]  # c_r
+        shares = (of_ranks - logsumexp).exp()[..., None]  # c_r
         gradient = torch.zeros_like(shares[0] * parts[0].mean)
         for share, part in zip(shares, parts, strict=True):
             assert part.mean is not None

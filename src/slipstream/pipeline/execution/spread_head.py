@@ -56,7 +56,8 @@ class SpreadHeadActions:
         part = self._rows(action.stage).softmax(hidden, targets, self._schedule.has_backward)
         stopwatch.record(action, began)
         if self._schedule.has_backward:
-            self._parts[key_of(action)] = PartOfSlice(hidden, part, message)
+            kept = part._replace(mean=None, target=None)  # which go to the last stage
+            self._parts[key_of(action)] = PartOfSlice(hidden, kept, message)
         else:
             self.messages.release(message)
         self.messages.hand_on(action, tuple(each for each in part[:3] if each is not None))
@@ -112,5 +113,5 @@ def _specs(stages: Mapping[int, Stage], state: StepState, has_backward: bool, me
         return [hidden]
     if message.op is Op.L:
         return [TensorSpec(torch.Size(tokens), wide)]
-    statistics = TensorSpec(torch.Size((3, *tokens)), wide)
+    statistics = TensorSpec(torch.Size((2, *tokens)), wide)
     return [statistics, hidden, hidden] if has_backward else [statistics]
