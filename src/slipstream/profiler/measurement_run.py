@@ -18,6 +18,8 @@ from slipstream.schedule import Op
 
 FIT_TOLERANCE = 0.02  # TeraPipe's mean relative error
 _LEAST_REPEATS = 3
+_STEADY = 0.05  # the relative difference of the quartiles of a point, above which it is measured again
+_FURTHER_ROUNDS = 3
 _REFINEMENTS = 2
 _WARM_UP_SHARE = 0.2  # of the budget: points that weren't reached by then are left out
 _GRID_SHARE = 0.7  # of the budget, the rest is for refinements
@@ -56,6 +58,7 @@ class MeasurementRun:
         self.windows = [bench.windows() for bench in self.benches]
         self._warm_up()
         self._repeat(self.grid.points, _GRID_SHARE)
+        self._measure_unsteady_again()
         for _ in range(_REFINEMENTS):
             off = self.budget.ranks.follow(self._off())
             if not off or not self.budget.within(1.0):
@@ -63,7 +66,11 @@ class MeasurementRun:
             again = self.grid.refine(off, self.benches[0].seq_len)
             self._round(again, counts=False)
             self._repeat(again, 1.0)
-        return tuple(self._stage(index) for index in range(len(self.benches)))
+        return tuple(self._stage(index) for index in self._indices)
+
+    @property
+    def _indices(self) -> range:
+        return range(len(self.benches))
 
     def _stage(self, index: int) -> MeasuredStage:
         bench, parts = self.benches[index], self.parts[index]
@@ -103,6 +110,19 @@ class MeasurementRun:
                 break
             self._round(points, counts=True)
 
+    def _measure_unsteady_again(self) -> None:
+        """Adds samples of the points whose samples differ: few of them, of which one was disturbed, move a fit."""
+        for _ in range(_FURTHER_ROUNDS):
+            unsteady = self.budget.ranks.follow([point for point in self.grid.points if self._spread(point) > _STEADY])
+            if not unsteady or not self.budget.within(_GRID_SHARE):
+                break
+            self._round(unsteady, counts=True)
+
+    def _spread(self, point: SlicePoint) -> float:
+        """Returns the largest relative difference of the quartiles of a stage's ops together."""
+        totals = (list(map(sum, zip(*self.samples[index, point].values(), strict=True))) for index in self._indices)
+        return max(_relative_spread(each)[1] for each in totals)
+
     def _round(self, points: Iterable[SlicePoint], counts: bool) -> None:
         """Measures all stages at all points alternately, so that other load on the machine affects all of them
         alike."""
@@ -117,7 +137,7 @@ class MeasurementRun:
         """Returns the points where an op is off by more than allowed; none where the mean error is within it."""
         worst: dict[SlicePoint, float] = {}
         held_out: list[float] = []
-        for index, op in product(range(len(self.benches)), OPS):
+        for index, op in product(self._indices, OPS):
             fit = self._fit(index, op)
             for point in self.grid.points:
                 seconds = statistics.median(self.samples[index, point][op])
@@ -134,5 +154,10 @@ class MeasurementRun:
 
     def _measurements(self, index: int, op: Op) -> Iterator[Measurement]:
         for point in self.grid.points:
-            low, middle, high = statistics.quantiles(self.samples[index, point][op], n=4, method="inclusive")
-            yield Measurement(*point, middle, (high - low) / middle, point in self.grid.held_out)
+            yield Measurement(*point, *_relative_spread(self.samples[index, point][op]), point in self.grid.held_out)
+
+
+def _relative_spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """Returns the median, and the difference of the quartiles over it."""
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return middle, (high - low) / middle

@@ -52,9 +52,9 @@ def parts(layers: range) -> list[str]:
 
 
 def seconds(own: list[str], op: Op, length: int, context: int) -> float:
-    """By hand: every part's time per token, layers' growing with the context."""
+    """By hand: every part's time per token, layers' growing with the tokens that it attends to."""
     factor = FACTORS[op]
-    grown = 1 + context / 100
+    grown = 1 + (context + (length + 1) / 2) / 100
     return sum(factor * SECONDS[part] * length * (grown if part in "ab" else 1) for part in own)
 
 
@@ -171,7 +171,7 @@ def test_the_simulator_takes_them(profile: Profile) -> None:
 def test_parts_are_told_apart(profile: Profile) -> None:
     for name in ("stage", "a", "b", "embedding", "head"):
         time = profile.part_time(name, Op.B)
-        assert time(16, 0) == pytest.approx(2 * SECONDS[name] * 16)
+        assert time(16, 0) == pytest.approx(seconds([name], Op.B, 16, 0))
     with pytest.raises(SlipstreamError, match="did you mean 'head'"):
         profile.part_time("heads", Op.F)
 

@@ -61,7 +61,18 @@ def test_the_fit_recovers_the_model_exactly() -> None:
     assert fit(64, 0) == pytest.approx(base(64), rel=1e-12)  # the table itself
 
 
-def test_between_lengths_the_table_is_a_straight_line() -> None:
+def test_between_lengths_attention_grows_with_the_square() -> None:
+    """As the straight line between two lengths doesn't: 640 tokens, of which none were measured."""
+
+    def attention(i: int, j: int) -> float:
+        return 1e-3 + 2e-5 * i + 1e-8 * (i * (i + 1) / 2 + i * j)
+
+    fit = fit_times({(i, j): attention(i, j) for i, j in itertools.product((64, 512, 1024), (0, 512, 1024))})
+    for i, j in ((100, 0), (640, 0), (640, 300), (1000, 2048)):
+        assert fit(i, j) == pytest.approx(attention(i, j), rel=1e-9)
+
+
+def test_between_lengths_the_table_is_a_straight_line_without_attention() -> None:
     fit = fit_times({(10, 0): 1.0, (20, 0): 3.0, (40, 0): 4.0})
     assert [fit(i, 0) for i in (10, 15, 20, 30, 40)] == pytest.approx([1.0, 2.0, 3.0, 3.5, 4.0])
     for length in (9, 41):

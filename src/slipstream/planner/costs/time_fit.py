@@ -85,8 +85,12 @@ def find_windows(first_keys: Callable[[int], Sequence[int]], seq_len: int) -> li
 class TimeFit:
     """t(i, j) = t(i, 0) + [j > 0] (a0 + a1 i + a2 j + a3 i j), seconds (TeraPipe section 3.3, equation 9).
 
-    t(i, 0) is interpolated linearly in the table `base` over `lengths`. Where attention has a window, j and i j count
-    only the keys and scores within it; each of several windows has its own a2 and a3. None is below 0.
+    t(i, 0) is interpolated in the table `base` over `lengths`: linearly, but for a slice's own scores, i (i + 1) / 2 of
+    them under full attention, at a3 each. A straight line is above what grows with the square, so that a search would
+    choose just the lengths that were measured.
+
+    Where attention has a window, j and i j count only the keys and scores within it; each of several windows has its
+    own a2 and a3. None is below 0.
     """
 
     lengths: tuple[int, ...]
@@ -106,10 +110,18 @@ class TimeFit:
                 f"slices of {i.min()} to {i.max()} tokens have no known times: {self.lengths[0]} to {self.lengths[-1]} "
                 "were measured. Profile again with a larger --longest-slice."
             )
-        seconds = np.interp(i, self.lengths, self.base)
+        seconds = np.interp(i, self.lengths, self.base) - self._sag(i)
         extra = sum(a * x for a, x in zip(self.coefficients, _features(i, j, self.windows), strict=True))
         seconds = seconds + np.where(j > 0, extra, 0.0)
         return float(seconds) if seconds.ndim == 0 else seconds
+
+    def _sag(self, length: np.ndarray[Any, Any]) -> Any:
+        """Returns by how much the seconds of the slices' own scores lie below straight lines between the lengths."""
+        ends = np.array(self.lengths)
+        return sum(
+            each * (np.interp(length, ends, window.scores(ends)) - window.scores(length))
+            for each, window in zip(self.coefficients[3::2], self.windows, strict=True)
+        )
 
 
 def fit_times(
