@@ -107,6 +107,7 @@ def _write(config: Config, plan: JointPlan, folder: RunFolder) -> None:
             "schedule": folder.planned_schedule.name,
             "slices": list(plan.slices),
             "partition": list(plan.partition),
+            "vocabulary": plan.head,
         },
         "memory": {"recompute": "full" if plan.recompute else "none"},
         "parallel": {"data": config.parallel.data},

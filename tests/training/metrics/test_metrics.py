@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import Memory, Pipeline, Runtime
-from slipstream.schedule import Action, Op, add_communication, add_recompute, make_schedule
+from slipstream.schedule import Action, Op, add_communication, add_recompute, make_schedule, spread_vocabulary
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline
@@ -92,6 +92,13 @@ def test_weight_gradients_and_reductions_are_phases_of_their_own() -> None:
     reduced = Span(0, Action(Op.REDUCE_GRAD, 0), timeline.makespan, timeline.makespan + 3)
     later = Phases.of(Timeline((*timeline.spans, reduced), timeline.num_ranks))
     assert later.gradient_reduction == 1.5  # the mean over two ranks
+
+
+def test_the_parts_of_a_spread_head_have_phases() -> None:
+    timeline = simulate(spread_vocabulary(make_schedule("zb-h1", 2, 1, 2)), UnitCost())
+    phases = Phases.of(timeline)
+    assert phases.forward == 4  # of each rank, F's and V's of two slices; an L takes no time
+    assert phases.forward + phases.backward + phases.weight_gradients + phases.idle == pytest.approx(timeline.makespan)
 
 
 def test_waits_for_messages_and_copies_are_told_from_idling() -> None:

@@ -15,6 +15,9 @@ _PHASE = {
     Op.W: "weight_gradients",
     Op.R: "recomputation",
     Op.REDUCE_GRAD: "gradient_reduction",
+    Op.V: "forward",  # with a part of the backward
+    Op.L: "forward",
+    Op.VW: "weight_gradients",
 }
 _WAITS = {Cause.MESSAGE: "communication_wait", Cause.COPY: "offload"}
 

@@ -1,0 +1,139 @@
+"""A run spreads the rows of a heavy head over its ranks, by its plan or as it was told, from start to export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from support.forked import COMMAND, launch, run_alone
+from support.paths import WORKERS
+
+LENGTH, WORDS = 64, 300
+SETTINGS: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": WORDS,
+            "max_position_embeddings": LENGTH,
+            "tie_word_embeddings": False,
+        }
+    },
+    "data": {"vocab_size": WORDS, "validation_fraction": 0, "files": ["text.txt"]},
+    "runtime": {"self_check": False},
+    "training": {"seq_len": LENGTH, "batch_size": 4, "steps": 4, "output": "runs"},
+    "checkpoint": {"every": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    lines = [f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000)]
+    (tmp_path / "text.txt").write_text(" ".join(lines))
+
+
+def write(folder: Path, **sections: dict[str, Any]) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump({name: values | sections.get(name, {}) for name, values in _all(sections).items()}))
+    return file
+
+
+def _all(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {} for name in sections} | SETTINGS
+
+
+def train(file: Path, output: Path, *more: str, processes: int = 2) -> CompletedProcess[str]:
+    texts = f"--data.files=[{output.parent / 'text.txt'}]"
+    ended = launch(processes, COMMAND, "train", str(file), f"--training.output={output}", texts, *more)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended
+
+
+def losses(folder: Path) -> list[float]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in found if "loss" in line]
+
+
+def logits(folder: Path) -> Tensor:
+    """Of what the run exported, as transformers loads it."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    found: Tensor = model(torch.arange(LENGTH)[None]).logits.detach()
+    return found
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("compiled_search")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int) -> None:
+    """The run that resumes, and the one from the plan file, have it spread too, and train the same to the bit; a run
+    with a whole head trains the same but for rounding."""
+    processes = 2 * replicas
+    free = write(tmp_path, parallel={"data": replicas})
+    assert run_alone(WORKERS / "training/keep_heavy_head.py", free, str(processes)).returncode == 0
+    first, again, planned, whole = (tmp_path / name for name in ("first", "again", "planned", "whole"))
+    said = train(free, first, processes=processes).stdout
+    assert "measuring" not in said
+    assert "The head is spread: whole, on one rank, a step takes +" in said
+    plan = yaml.safe_load((first / "plan.yaml").read_text())
+    assert plan["pipeline"]["vocabulary"] == "spread"
+    for name in ("plan.txt", "schedule.txt"):
+        assert "V0.0" in (first / name).read_text()
+
+    checkpoint = Path("checkpoints", "step-00000002")
+    shutil.copytree(first / checkpoint, again / checkpoint)
+    said = train(free, again, "--checkpoint.resume=latest", processes=processes).stdout
+    more = [f"--data.vocab_size={WORDS}", "--data.validation_fraction=0", "--training.steps=4"]
+    said += train(first / "plan.yaml", planned, *more, "--runtime.self_check=false", processes=processes).stdout
+    assert "stages on ranks" not in said
+    assert losses(again) == losses(first)[2:]
+    assert losses(planned) == losses(first)
+    for run in (again, planned):
+        assert torch.equal(logits(run), logits(first))
+
+    cut = ["--pipeline.schedule=1f1b", f"--pipeline.slices={plan['pipeline']['slices']}"]
+    train(free, whole, "--pipeline.vocabulary=whole", *cut, processes=processes)
+    assert losses(whole) == pytest.approx(losses(first), rel=1e-5)
+    torch.testing.assert_close(logits(whole), logits(first), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("sections", "processes"),
+    [
+        ({"pipeline": {"schedule": "zb-h1", "slices": 4}}, 2),
+        ({"pipeline": {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "slices": 4}}, 2),
+        ({"pipeline": {"schedule": "1f1b", "slices": 3}, "parallel": {"data": 2}}, 4),
+        ({"pipeline": {"schedule": "1f1b", "slices": 3}, "data": {"packing": "none"}}, 2),
+    ],
+    ids=["zb-h1", "interleaved", "replicas", "unpacked"],
+)
+def test_a_named_schedule_takes_a_spread_head(
+    tmp_path: Path, sections: dict[str, dict[str, Any]], processes: int
+) -> None:
+    """It trains, resumes and exports as with a whole one."""
+    file = write(tmp_path, **sections)
+    runs = {name: tmp_path / name for name in ("whole", "spread", "again")}
+    for name in ("whole", "spread"):
+        train(file, runs[name], f"--pipeline.vocabulary={name}", processes=processes)
+        assert ("V0.0" in (runs[name] / "schedule.txt").read_text()) == (name == "spread")
+    assert losses(runs["whole"]) == pytest.approx(losses(runs["spread"]), rel=1e-5)
+    torch.testing.assert_close(logits(runs["whole"]), logits(runs["spread"]), rtol=1e-3, atol=1e-4)
+    checkpoint = Path("checkpoints", "step-00000002")
+    shutil.copytree(runs["spread"] / checkpoint, runs["again"] / checkpoint)
+    train(file, runs["again"], "--pipeline.vocabulary=spread", "--checkpoint.resume=latest", processes=processes)
+    assert losses(runs["again"]) == losses(runs["spread"])[2:]
+    assert torch.equal(logits(runs["again"]), logits(runs["spread"]))
