@@ -15,10 +15,10 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from slipstream import Memory, Pipeline, Runtime, make_schedule
+from slipstream import Memory, Parallelism, Pipeline, Runtime, make_schedule
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StartRequest, is_free
-from slipstream.planner.costs import Profile
+from slipstream.planner.costs import Profile, load_profile
 from slipstream.profiler import profile_model
 from slipstream.profiler.cost_cache import CostCache
 from slipstream.training.checkpoint.run_state import _cut
@@ -61,7 +61,8 @@ def with_section(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_is_not_named_is_left_to_a_plan() -> None:
-    for values in (SETTINGS, with_section(pipeline={"num_ranks": 2, "num_microbatches": 2})):
+    several = {"num_ranks": 2, "num_microbatches": 2}
+    for values in (SETTINGS, with_section(pipeline=several), with_section(parallel={"tensor": 2, "data": 2})):
         pipeline = parse_config(values).pipeline
         assert (pipeline.schedule, pipeline.slices, pipeline.partition) == ("auto", "auto", "auto")
 
@@ -74,7 +75,6 @@ def test_what_is_not_named_is_left_to_a_plan() -> None:
         {"pipeline": {"partition": [2, 2]}},
         {"pipeline": {"num_ranks": 1}},
         {"memory": {"recompute": "full"}},
-        {"parallel": {"tensor": 2}},
     ],
     ids=str,
 )
@@ -137,17 +137,23 @@ def test_a_run_plans_once_and_another_starts_from_its_plan(first_run: Path) -> N
     assert sum(plan["pipeline"]["slices"]) == 64
     assert sum(plan["pipeline"]["partition"]) == 4
 
-    step = Path("checkpoints") / "step-00000002"
-    shutil.copytree(first_run / "first" / step, first_run / "again" / step)
-    resumed = train(first_run, "again", "--checkpoint.resume=latest")
+    check_that_no_other_run_plans(first_run, "first", "free.yaml", "moved/plan.yaml")
+
+
+def check_that_no_other_run_plans(folder: Path, first: str, config: str, plan: str, num_processes: int = 2) -> None:
+    """Resumes the run `first`, and starts another from its plan: both train as it did, to the bit."""
+    step, again = Path("checkpoints") / "step-00000002", f"{first}-again"
+    shutil.copytree(folder / first / step, folder / again / step)
+    resumed = train(folder, again, "--checkpoint.resume=latest", config=config, num_processes=num_processes)
     assert resumed.returncode == 0, resumed.stderr
-    planned = train(first_run, "planned", *FROM_PLAN, config="moved/plan.yaml")
+    planned = train(folder, f"{first}-planned", *FROM_PLAN, config=plan, num_processes=num_processes)
     assert planned.returncode == 0, planned.stderr
     for run in (resumed, planned):
         assert "stages on ranks" not in run.stdout
-    losses = {name: _losses(first_run / name) for name in ("first", "again", "planned")}
-    assert losses["again"] == losses["first"][2:]
-    assert losses["planned"] == losses["first"]
+        assert "measuring what" not in run.stdout
+    losses = _losses(folder / first)
+    assert _losses(folder / again) == losses[2:]
+    assert _losses(folder / f"{first}-planned") == losses
 
 
 @pytest.mark.more
@@ -249,14 +255,33 @@ def test_replicas_are_planned_together(first_run: Path) -> None:
 
 
 @pytest.mark.more
-def test_tensor_parallelism_says_why_nothing_is_planned(first_run: Path) -> None:
-    free = {"schedule": "auto", "slices": "auto", "partition": "auto"}
-    settings = with_section(pipeline=free, parallel={"tensor": 2})
-    (first_run / "tensor.yaml").write_text(yaml.safe_dump(settings))
-    run = train(first_run, "tensor", config="tensor.yaml", num_processes=4)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_ranks_that_share_layers_are_planned(first_run: Path, sequence: bool) -> None:
+    """From what their shares cost, which is kept apart from what whole layers cost four ranks."""
+    name, parallel = f"tensor-{sequence}", {"tensor": 2} | ({"sequence_parallel": True} if sequence else {})
+    (first_run / f"{name}.yaml").write_text(yaml.safe_dump(with_section(parallel=parallel)))
+    run = train(first_run, name, config=f"{name}.yaml", num_processes=4)
     assert run.returncode == 0, run.stderr
-    assert "no plan is made with parallel.tensor=2" in " ".join(run.stdout.split())
-    assert not (first_run / "tensor" / "plan.yaml").exists()
+    assert run.stdout.count("stages on ranks") == 1
+    plan = yaml.safe_load((first_run / name / "plan.yaml").read_text())
+    assert plan["parallel"] == {"data": 1, **parallel}
+    assert sum(plan["pipeline"]["partition"]) == 4
+    config = AutoConfig.from_pretrained(first_run / name / "inputs")
+    request = StartRequest(
+        seq_len=64,
+        microbatch_size=2,
+        num_microbatches=1,
+        num_ranks=2,
+        dtype="float32",
+        parallel=Parallelism(sequence_parallel=sequence),
+    )
+    cpu = torch.device("cpu")
+    shared, whole = (CostCache(config, request.profile, cpu, 4, number).path for number in (2, 1))
+    assert shared != whole
+    if "costs are used, but not kept" not in " ".join(run.stdout.split()):
+        found = load_profile(shared)
+        assert (found.tensor_parallel, found.sequence_parallel, found.hardware.processes) == (2, sequence, 4)
+    check_that_no_other_run_plans(first_run, name, f"{name}.yaml", f"{name}/plan.yaml", num_processes=4)
 
 
 def _losses(folder: Path) -> list[float]:

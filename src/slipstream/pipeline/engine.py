@@ -77,8 +77,8 @@ class Engine:
         self.schedule_name = ""  # of the last step or evaluation
 
     def _is_open(self, options: PipelineOptions, num_ranks: int) -> bool:
-        """Returns whether a plan is to decide where to cut, and can: parts of layers aren't measured."""
-        return is_free(options) and num_ranks > 1 and self.ranks.tensor.size == 1 and not self.family.compiled
+        """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
+        return is_free(options) and num_ranks > 1 and not self.family.compiled
 
     def _plan_start(
         self, family: CausalLMFamily, options: PipelineOptions, num_ranks: int
@@ -94,6 +94,7 @@ class Engine:
             dtype=dtype,
             memory_limit=options.memory.limit,
             vocabulary=family.planned_vocabulary(num_ranks),
+            parallel=options.parallel,
         )
         return plan_start(family.config, request, self.ranks, self.device, _log.info)
 

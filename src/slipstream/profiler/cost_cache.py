@@ -1,7 +1,7 @@
 """Profiles that runs have measured, kept so that a second start of the same model on the same hardware measures none.
 
 They lie in `$XDG_CACHE_HOME/slipstream/costs`, by default in `~/.cache/slipstream/costs`, a file for each model, dtype,
-hardware, number of processes and settings. Deleting them is safe.
+hardware, number of processes, degree of tensor parallelism and settings. Deleting them is safe.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class CostCache:
     settings: ProfileSettings
     device: torch.device
     num_processes: int
+    tensor_ranks: int = 1  # that share every layer
 
     @property
     def path(self) -> Path:
         """The file of the profile."""
         hardware = identify_hardware(self.device, self.num_processes)
-        key = [asdict(identify_model(self.config)), asdict(hardware), asdict(self.settings)]
+        key = [asdict(identify_model(self.config)), asdict(hardware), asdict(self.settings), self.tensor_ranks]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return cache_folder() / f"{self.config.model_type}-{digest[:16]}.json"
 
@@ -91,15 +92,16 @@ def find_costs(
     which another program used the cores. A profile that was disturbed twice is used but not kept. `on_progress` is
     called, on the leader, with the share of the settings' budget that is spent.
     """
-    cache = CostCache(config, settings, device, ranks.world.size)  # all of them measure at the same time
+    # all of them measure at the same time
+    cache = CostCache(config, settings, device, ranks.world.size, ranks.tensor.size)
     found: Profile | None = ranks.decided(lambda: cache.find(say))
     if found is not None:
         return found
     tell = on_progress if ranks.leads else lambda share: None
     profiles: list[Profile] = []
     for attempt in range(_ATTEMPTS):
-        link = measure_link(device)
-        profiles.append(_leaders(profile_model(config, settings, device, link, tell), ranks))
+        link = measure_link(device, ranks, settings.sequence_parallel)
+        profiles.append(_leaders(profile_model(config, settings, device, link, tell, ranks), ranks))
         if profiles[-1].disturbed <= _BUSY:
             break
         if ranks.leads:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slipstream.messages import DistributedTransport
+from slipstream.messages import DistributedTransport, ScatterGather, Transport
 from slipstream.model import TensorSpec
 from slipstream.parallel import Ranks
 from slipstream.planner.costs import MeasuredLink
@@ -24,20 +24,36 @@ _TIMEOUT = timedelta(minutes=1)
 _Message = tuple[Channel, Action]
 
 
-def measure_link(device: torch.device) -> MeasuredLink | None:
-    """Returns latency and bandwidth between the first two ranks of the default group, on every rank. Collective.
+def measure_link(
+    device: torch.device, ranks: Ranks | None = None, sequence_parallel: bool = False
+) -> MeasuredLink | None:
+    """Returns latency and bandwidth between the first two ranks of a pipeline, on every rank. Collective.
 
-    It returns None for a single process. Both ends wait for the message: the delay of a rank that is busy when it
-    arrives isn't the link's.
+    All pipelines of the mesh measure at the same time. Where tensor ranks have the same message, each sends its part,
+    and all gather it; where each has its own tokens, with sequence parallelism, it sends those. The bytes are those of
+    the whole message.
+
+    It returns None for a pipeline of a single rank. Both ends wait for the message: the delay of a rank that is busy
+    when it arrives isn't the link's.
+
+    Args:
+        device: the device between which and another one messages go.
+        ranks: of the mesh. Default: all processes are a pipeline's.
+        sequence_parallel: whether tensor ranks have different tokens.
     """
-    ranks = Ranks.of()
+    ranks = ranks or Ranks.of()
     if ranks.pipeline.size < 2:
         return None
     there = Channel("activations", 0, 1), Action(Op.SEND_F, 0)
     back = Channel("activations", 1, 0), Action(Op.SEND_F, 1)
-    transport = DistributedTransport({there[0]: 8, back[0]: 8}, device, ranks, _TIMEOUT)
-    mine, theirs = (there, back) if ranks.pipeline.rank == 0 else (back, there)
-    seconds = [_ping(transport, mine, theirs, size, device) if ranks.pipeline.rank < 2 else 0.0 for size in _SIZES]
+    num_parts = ranks.tensor.size if sequence_parallel else 1  # that are messages of their own
+    transport: Transport = DistributedTransport({there[0]: 8, back[0]: 8}, device, ranks, _TIMEOUT)
+    if ranks.tensor.size > num_parts:
+        transport = ScatterGather(transport, ranks.tensor)
+    end = ranks.pipeline.rank
+    mine, theirs = (there, back) if end == 0 else (back, there)
+    sizes = [size // num_parts if end < 2 else 0 for size in _SIZES]
+    seconds = [_ping(transport, mine, theirs, size, device, end == 0) if size else 0.0 for size in sizes]
     points = ranks.pipeline.gather(tuple(zip(_SIZES, seconds, strict=True)))[0]
     return fit_link(points, dist.get_backend())
 
@@ -53,7 +69,7 @@ def fit_link(points: Sequence[tuple[int, float]], backend: str) -> MeasuredLink:
 
 
 def _ping(
-    transport: DistributedTransport, mine: _Message, theirs: _Message, num_bytes: int, device: torch.device
+    transport: Transport, mine: _Message, theirs: _Message, num_bytes: int, device: torch.device, sends_first: bool
 ) -> float:
     """Returns the seconds of one message: half of a round trip, the median."""
     payload = torch.zeros(num_bytes // 4, device=device)
@@ -61,7 +77,7 @@ def _ping(
     for _ in range(_WARM_UPS + _REPEATS):
         transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
         began = time.perf_counter()
-        if dist.get_rank() == 0:
+        if sends_first:
             transport.send(*mine, (payload,))
             transport.receive(theirs[1])
         else:

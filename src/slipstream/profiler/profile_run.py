@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +17,11 @@ from slipstream.model import (
     ModelEnd,
     check_length,
     copy_with_shared_weights,
+    meta_model,
     model_for_timing,
 )
 from slipstream.parallel import Ranks
+from slipstream.parallel.tensor import TensorParallel, find_tensor_plan
 from slipstream.planner.costs import MeasuredLink, Profile, choose_stages, part_kinds
 from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds
 from slipstream.profiler.measurement_grid import make_grid, make_short_grid
@@ -46,6 +48,8 @@ class ProfileSettings:
     repeats: int = 15  # of every point, at most
     budget: float = 120.0  # seconds of measuring, without building the stages
     few_points: bool = False  # whether a few points are enough, none of them held out of the fit
+    sequence_parallel: bool = False  # whether ranks that share layers also share tokens (`slipstream.Parallelism`)
+    tensor_plan: Mapping[str, str] | None = None  # how they share layers, where the model doesn't say it itself
 
     def check(self) -> None:
         """Raises SlipstreamError for settings that can't be measured."""
@@ -74,10 +78,12 @@ def profile_model(
     device: torch.device,
     link: MeasuredLink | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
+    ranks: Ranks | None = None,
 ) -> Profile:
     """Returns this rank's times of a causal LM with random weights.
 
-    Collective in a process group: every rank calls it, and all measure at the same time.
+    Collective in a process group: every rank calls it, and all measure at the same time. Of every weight a rank has the
+    share that it has on the tensor axis of the mesh; its times include what the ranks of that axis exchange.
 
     Args:
         config: the model's config; only a few of its layers are built.
@@ -85,26 +91,27 @@ def profile_model(
         device: the device to measure on.
         link: the times of messages between ranks, if they were measured.
         on_progress: called with the fraction of the budget that is spent.
+        ranks: of the mesh. Default: all processes are a pipeline's.
 
     Raises:
-        SlipstreamError: settings that can't be measured, a model that can't be cut, or too small a budget.
+        SlipstreamError: settings that can't be measured, a model that can't be cut or shared, or too small a budget.
     """
     settings.check()
     check_length(config, settings.seq_len)
-    ranks = Ranks.of()
+    ranks = ranks or Ranks.of()
     anatomy = anatomy_with_halves(config)
     kinds, names = find_layer_kinds(config, anatomy)
     units_per_layer = 2 if anatomy.halves else 1
     parts = choose_stages(part_kinds(kinds, units_per_layer))
     with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bf16"):
         cuts = [_cut(anatomy, stage, len(kinds)) for stage in parts]
-        benches = make_benches(config, settings, device, cuts)
+        benches = make_benches(config, settings, device, cuts, ranks)
         make = make_short_grid if settings.few_points else make_grid
         grid = make(settings.seq_len, settings.longest, settings.step)
         budget = TimeBudget(settings.budget, ranks, on_progress)
         stages = MeasurementRun(benches, parts, grid, budget, settings.repeats).run()
     return Profile(
-        hardware=identify_hardware(device, ranks.pipeline.size),
+        hardware=identify_hardware(device, ranks.world.size),
         model=identify_model(config),
         versions=versions(),
         dtype=settings.dtype,
@@ -117,6 +124,9 @@ def profile_model(
         stages=stages,
         optimizer_seconds=_optimizer_seconds(benches[0].stage, device),
         link=link,
+        tensor_parallel=ranks.tensor.size,
+        sequence_parallel=settings.sequence_parallel and ranks.tensor.size > 1,
+        tensor_plan=settings.tensor_plan,
         disturbed=max(bench.disturbed for bench in benches),
     )
 
@@ -126,19 +136,34 @@ def make_benches(
     settings: ProfileSettings,
     device: torch.device,
     cuts: Sequence[tuple[LayerRange, ModelAnatomy]],
+    ranks: Ranks | None = None,
 ) -> list[StageBench]:
     """Returns a bench for every stage, over shared weights where stages have layers in common.
 
-    A stage's anatomy says whether it has the ends of the model (`separate_ends`).
+    A stage's anatomy says whether it has the ends of the model (`separate_ends`). The ranks of the tensor axis share
+    every stage.
     """
     owned = {layer for cut, _ in cuts for layer in cut.layers} | {*ModelEnd}
     ends = replace(cuts[0][1], separate_ends=frozenset(ModelEnd))
     model = model_for_timing(config, ends, owned, device, _DTYPES[settings.dtype]).train()
+    shared = _sharing(config, ends, settings, ranks)
+    if shared is not None:
+        shared.shard(model)
     others = None
     if device.type == "cpu":  # as large as the weights and gradients
         others = torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)
-    made = [CausalLMStage(copy_with_shared_weights(model), own, cut, device) for cut, own in cuts]
-    return [StageBench(stage, settings.microbatch_size, settings.seq_len, others) for stage in made]
+    made = [CausalLMStage(copy_with_shared_weights(model), own, cut, device, shared) for cut, own in cuts]
+    return [StageBench(stage, settings.microbatch_size, settings.seq_len, others, shared) for stage in made]
+
+
+def _sharing(
+    config: PretrainedConfig, anatomy: ModelAnatomy, settings: ProfileSettings, ranks: Ranks | None
+) -> TensorParallel | None:
+    """Returns this rank's part of what the ranks of the tensor axis share; None where each has whole layers."""
+    if ranks is None or ranks.tensor.size == 1:
+        return None
+    plan = find_tensor_plan(meta_model(config), config, ranks.tensor.size, anatomy, settings.tensor_plan)
+    return TensorParallel(plan, ranks.tensor, settings.sequence_parallel)
 
 
 def _cut(anatomy: ModelAnatomy, parts: range, num_layers: int) -> tuple[LayerRange, ModelAnatomy]:

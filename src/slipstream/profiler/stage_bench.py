@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.attention import ContextStore, StoredSlice
-from slipstream.model import CausalLMStage, causal_cross_entropy, storage_bytes, storage_ids
+from slipstream.model import IGNORED, CausalLMStage, causal_cross_entropy, storage_bytes, storage_ids
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.saving import defer_weight_gradients
+from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy
 from slipstream.planner.costs import AttentionWindow, find_windows
 from slipstream.schedule import Op
 
@@ -43,10 +44,23 @@ class StageBench:
     In a step a rank's other layers and slices come between two ops of a layer: its weights and gradients are no longer
     in the caches, nor is the memory that it will write to. So on a CPU `others` are read before every op. Other devices
     don't have caches of this size.
+
+    With `shared`, every rank has its share of the stage. All of them call the same methods in the same order and begin
+    every op together, so that its time includes what they exchange.
     """
 
-    def __init__(self, stage: CausalLMStage, batch: int, seq_len: int, others: Tensor | None = None) -> None:
-        self.stage, self.seq_len, self._others = stage, seq_len, others
+    def __init__(
+        self,
+        stage: CausalLMStage,
+        batch: int,
+        seq_len: int,
+        others: Tensor | None = None,
+        shared: TensorParallel | None = None,
+    ) -> None:
+        self.stage, self.seq_len, self._others, self._shared = stage, seq_len, others, shared
+        self._loss = causal_cross_entropy
+        if shared is not None:
+            self._loss = vocabulary_cross_entropy(shared.group, shared.first_id, IGNORED)
         self._device = device = stage.model.device
         generator = torch.Generator(device).manual_seed(0)
         vocabulary = stage.model.config.get_text_config().vocab_size
@@ -65,7 +79,7 @@ class StageBench:
         second, backward = self._forward(length, context)
         with defer_weight_gradients() as work:
             seconds[Op.I] = self._timed(backward)
-        seconds[Op.W] = self._timed(lambda: [add() for add in work])
+        seconds[Op.W] = self._timed(lambda: [add() for add in work], exchanges=False)
         return {Op.F: mean((first, second))} | seconds
 
     def activation_bytes(self, length: int) -> int:
@@ -126,13 +140,18 @@ class StageBench:
         output = self.stage.forward(token_slice, hidden, self._store)
         if not self.stage.is_last:
             return output
-        total, _ = causal_cross_entropy(output, ids)  # any labels work
+        total, _ = self._loss(output, ids)  # any labels work
         return total / ids.numel()
 
     def _input(self, length: int) -> Tensor | None:
         if self.stage.is_first:
             return None
-        return self._hidden[:, :length].clone(memory_format=torch.contiguous_format).requires_grad_()
+        here = self._hidden[:, : self._local(length)]
+        return here.clone(memory_format=torch.contiguous_format).requires_grad_()
+
+    def _local(self, length: int) -> int:
+        """Returns how many of a slice's tokens are on this rank between the parts of a layer."""
+        return length if self._shared is None else self._shared.local_length(length)
 
     def _gradient(self, output: Tensor) -> Tensor | None:
         return None if output.dim() == 0 else self._hidden[:, : output.shape[1]].contiguous().to(output.dtype)
@@ -142,7 +161,8 @@ class StageBench:
         with torch.no_grad():
             for start in range(0, self.seq_len, _PIECE):
                 length = min(_PIECE, self.seq_len - start)
-                hidden = None if self.stage.is_first else self._hidden[:, start : start + length].contiguous()
+                here = slice(start, start + self._local(length))
+                hidden = None if self.stage.is_first else self._hidden[:, here].contiguous()
                 self._compute(length, start, hidden)
 
     @property
@@ -150,13 +170,17 @@ class StageBench:
         """The share of the measuring during which a CPU's core did something else; 0 on other devices."""
         return max(0.0, 1 - self._computing / self._wall) if self._device.type == "cpu" and self._wall else 0.0
 
-    def _timed(self, work: Callable[[], object]) -> float:
+    def _timed(self, work: Callable[[], object], exchanges: bool = True) -> float:
+        """Returns the seconds of `work`, in which the ranks that share a stage exchange something or nothing."""
         if self._others is not None:
             self._others.sum()
+        if self._shared is not None:
+            self._shared.group.barrier()
         began = time.process_time()  # of all threads: with several, another program's share doesn't show
         seconds = seconds_of(work, self._device)
-        self._computing += time.process_time() - began
-        self._wall += seconds
+        if self._shared is None or not exchanges:  # a rank that waits for another one doesn't compute either
+            self._computing += time.process_time() - began
+            self._wall += seconds
         return seconds
 
 

@@ -33,17 +33,10 @@ def start_settings(
 
     They are those of `earlier`, what the checkpoint says that the run resumes from: it neither measures nor searches.
     Else they are planned from measured costs, and written to the run's folder. Nothing where the configuration gives
-    any of them, and, with a line that says so, with tensor parallelism; where the model can't be measured, 1f1b with 8
-    slices, and a line that says why.
+    any of them; where the model can't be measured, 1f1b with 8 slices, and a line that says why.
     """
     options = PipelineOptions(**config.pipeline_options())
     if not is_free(options) or config.pipeline.num_ranks == 1:
-        return {}
-    if config.parallel.tensor > 1:
-        progress.say(
-            f"no plan is made with parallel.tensor={config.parallel.tensor}, as parts of layers aren't measured: "
-            "layers are balanced, order and slices are chosen in the first steps"
-        )
         return {}
     if earlier is not None and (found := _found_again(config, earlier)):
         return found
@@ -74,8 +67,11 @@ def _plan(config: Config, options: PipelineOptions, device: torch.device, progre
         dtype=_DTYPES.get(config.training.precision, "float32"),
         memory_limit=config.memory.limit,
         vocabulary=ranks.decided(
-            lambda: planned_vocabulary(model_config, find_anatomy(model_config), num_ranks, 1, options)
+            lambda: planned_vocabulary(
+                model_config, find_anatomy(model_config), num_ranks, config.parallel.tensor, options
+            )
         ),
+        parallel=config.parallel,
     )
     with progress.waiting("planning: measuring what the model's parts cost, then searching"):
         plan, _ = plan_start(model_config, request, ranks, device, progress.say)
@@ -110,7 +106,7 @@ def _write(config: Config, plan: JointPlan, folder: RunFolder) -> None:
             "vocabulary": plan.head,
         },
         "memory": {"recompute": "full" if plan.recompute else "none"},
-        "parallel": {"data": config.parallel.data},
+        "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True)},
         "training": {
             "seq_len": training.seq_len,
             "batch_size": training.batch_size,

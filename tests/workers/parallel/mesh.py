@@ -223,6 +223,25 @@ def planned_halves() -> None:
             assert error < BOUND, (partition, sequence, piece.name, error)
 
 
+def planned_from_measured_costs() -> None:
+    """A pipeline that ranks share is planned from what its shares cost, the same on all of them, and trains exactly."""
+    inputs, labels = tokens(), labels_of(tokens())
+    for name, sequence in (("llama, tied", False), ("gpt2", True)):
+        whole = build(ARCHITECTURES[name], seed=3)
+        expected = unsplit_step(whole, inputs, labels)
+        wanted = gradients(whole.named_parameters())
+        free = {"schedule": "auto", "slices": "auto", "seq_len": inputs.shape[1]}
+        pipe = pipeline((2, 1, 2), name, **free, sequence_parallel=sequence)
+        assert pipe.plan is not None
+        chosen: list[object] = [None] * 4
+        dist.all_gather_object(chosen, (str(pipe.order), pipe.plan.slices, pipe.plan.partition))
+        assert len(set(chosen)) == 1
+        assert abs(pipe.step(inputs, labels) - expected) < BOUND * expected
+        for piece in pipe.parameter_shards():
+            error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": piece.parameter.grad})
+            assert error < BOUND, (name, sequence, piece.name, error)
+
+
 def _planned(config: PretrainedConfig, seq_len: int) -> tuple[Schedule, list[int], list[float]]:
     """Returns what `slipstream plan` finds for four devices on which kernels cost nothing, so that slices are short."""
     numbers = {"memory": 1e9, "memory_bandwidth": 1e10, "kernel_seconds": 0.0}
@@ -282,7 +301,17 @@ def low_precision() -> None:
 
 
 CASES = by_name(
-    link_bytes, export, dropout, accumulation, ends_apart, planned_halves, auto, limit, refusals, low_precision
+    link_bytes,
+    export,
+    dropout,
+    accumulation,
+    ends_apart,
+    planned_halves,
+    planned_from_measured_costs,
+    auto,
+    limit,
+    refusals,
+    low_precision,
 )
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.options import Parallelism
 from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.slicings import granularity_for
@@ -43,6 +44,7 @@ class StartRequest:
         dtype: in which the model computes, as in `ProfileSettings`.
         memory_limit: bytes of each rank. None: no limit.
         vocabulary: whether the head is to be whole or spread over the ranks. "auto": whichever is faster.
+        parallel: how ranks that share layers share them.
     """
 
     seq_len: int
@@ -52,6 +54,7 @@ class StartRequest:
     dtype: str
     memory_limit: float | None = None
     vocabulary: Vocabulary = "whole"
+    parallel: Parallelism = Parallelism()
 
     @property
     def granularity(self) -> int:
@@ -71,6 +74,8 @@ class StartRequest:
             repeats=_REPEATS,
             budget=_BUDGET,
             few_points=True,
+            sequence_parallel=self.parallel.sequence_parallel,
+            tensor_plan=self.parallel.tensor_plan,
         )
 
 

@@ -69,6 +69,9 @@ class Profile:
     optimizer_seconds: float  # of an AdamW step, per parameter
     link: MeasuredLink | None = None  # None where a single process measured
     disturbed: float = 0.0  # the share of the measuring during which something else had this process's core
+    tensor_parallel: int = 1  # the ranks that shared every layer: what a stage costs is what it costs each of them
+    sequence_parallel: bool = False  # whether they shared the tokens too
+    tensor_plan: Mapping[str, str] | None = None  # how they shared layers, where it isn't as the model says
     format: int = FORMAT
 
     # --- what a stage costs ------------------------------------------------------------------------------------------
@@ -143,7 +146,8 @@ class Profile:
 
     def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
         has_head = self.parts_of(layers).stop == len(self.parts)
-        return 4 * self.microbatch_size * length * self.model.vocab_size if has_head else 0.0
+        vocabulary = self.model.vocab_size / self.tensor_parallel
+        return 4 * self.microbatch_size * length * vocabulary if has_head else 0.0
 
     def num_parameters(self, layers: Stage) -> int:
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))

@@ -44,12 +44,12 @@ class Config(Record):
         """Leaves order, slices and cut to a plan where the configuration names none of what a plan decides."""
         if not isinstance(values, dict):
             return values
-        pipeline, memory, parallel = ((values.get(name) or {}) for name in ("pipeline", "memory", "parallel"))
-        if not all(isinstance(section, dict) for section in (pipeline, memory, parallel)):
+        pipeline, memory = ((values.get(name) or {}) for name in ("pipeline", "memory"))
+        if not all(isinstance(section, dict) for section in (pipeline, memory)):
             return values
         named = {"schedule", "slices", "microbatches", "partition", "stages_per_rank"} & pipeline.keys()
         named |= {"recompute", "offload", "num_flushes"} & memory.keys()
-        if named or parallel.get("tensor", 1) != 1 or pipeline.get("num_ranks") == 1:
+        if named or pipeline.get("num_ranks") == 1:
             return values
         return values | {"pipeline": pipeline | {"schedule": "auto", "slices": "auto"}}
 
@@ -59,7 +59,7 @@ class Config(Record):
         try:
             self._check_pipeline()
         except ValueError as error:
-            if not self.plan.predicted or self.pipeline.stages_per_rank > 1 or self.parallel.tensor > 1:
+            if not self.plan.predicted or self.pipeline.stages_per_rank > 1:
                 raise
             anew = "--pipeline.schedule=auto --pipeline.slices=auto --pipeline.partition=auto"
             anew += " --memory.recompute=none" if self.memory.recompute != "none" else ""
