@@ -10,7 +10,15 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ModelAnatomy, find_anatomy, find_halves, meta_model
+from slipstream.model import (
+    LayerHalf,
+    ModelAnatomy,
+    copy_with_shared_weights,
+    find_anatomy,
+    find_halves,
+    meta_model,
+    parts_of,
+)
 
 
 def anatomy_with_halves(config: PretrainedConfig) -> ModelAnatomy:
@@ -33,6 +41,30 @@ def find_layer_kinds(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[t
     distinct = list(dict.fromkeys(structures))
     kinds = tuple(distinct.index(structure) for structure in structures)
     return kinds, _names(kinds, [kind for _, kind in distinct])
+
+
+def find_unit_kinds(config: PretrainedConfig, anatomy: ModelAnatomy, kinds: Sequence[int]) -> tuple[int, ...]:
+    """Returns the kinds of the halves of each kind of layer, equal where nothing about them differs; () without halves.
+
+    A dense layer and one with experts have an attention half in common, for example.
+    """
+    if not anatomy.halves:
+        return ()
+    layers = anatomy.layers_of(meta_model(config))
+    types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
+    units = [(half, types[i], _half_structure(layers[i], i, anatomy, half)) for i in firsts for half in LayerHalf]
+    distinct = list(dict.fromkeys(units))
+    return tuple(distinct.index(unit) for unit in units)
+
+
+def _half_structure(layer: nn.Module, index: int, anatomy: ModelAnatomy, half: LayerHalf) -> tuple[Any, ...]:
+    """Returns the structure of a layer without the children of its other half."""
+    here = copy_with_shared_weights(layer)
+    for _, part in parts_of(layer, anatomy.halves):
+        if part.half is not half:
+            delattr(here, part.name)
+    return _structure(here, index)
 
 
 def _structure(layer: nn.Module, index: int) -> tuple[Any, ...]:

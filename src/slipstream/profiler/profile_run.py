@@ -23,7 +23,7 @@ from slipstream.model import (
 from slipstream.parallel import Ranks
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan
 from slipstream.planner.costs import MeasuredLink, Profile, choose_stages, part_kinds
-from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds
+from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
 from slipstream.profiler.measurement_grid import make_grid, make_short_grid
 from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
 from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions
@@ -102,7 +102,8 @@ def profile_model(
     anatomy = anatomy_with_halves(config)
     kinds, names = find_layer_kinds(config, anatomy)
     units_per_layer = 2 if anatomy.halves else 1
-    parts = choose_stages(part_kinds(kinds, units_per_layer))
+    unit_kinds = find_unit_kinds(config, anatomy, kinds)
+    parts = choose_stages(part_kinds(kinds, units_per_layer, unit_kinds))
     with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bf16"):
         cuts = [_cut(anatomy, stage, len(kinds)) for stage in parts]
         benches = make_benches(config, settings, device, cuts, ranks)
@@ -127,6 +128,7 @@ def profile_model(
         tensor_parallel=ranks.tensor.size,
         sequence_parallel=settings.sequence_parallel and ranks.tensor.size > 1,
         tensor_plan=settings.tensor_plan,
+        unit_kinds=unit_kinds,
         disturbed=max(bench.disturbed for bench in benches),
     )
 

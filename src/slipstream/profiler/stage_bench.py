@@ -58,7 +58,7 @@ class StageBench:
         shared: TensorParallel | None = None,
     ) -> None:
         self.stage, self.seq_len, self._others, self._shared = stage, seq_len, others, shared
-        self._loss = causal_cross_entropy
+        self._loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = causal_cross_entropy
         if shared is not None:
             self._loss = vocabulary_cross_entropy(shared.group, shared.first_id, IGNORED)
         self._device = device = stage.model.device

@@ -19,10 +19,14 @@ from slipstream.planner.costs import (
     Measurement,
     ModelIdentity,
     Profile,
+    StageParts,
+    StateBytes,
     fit_times,
     load_profile,
 )
 from slipstream.planner.costs.stage_basis import choose_stages, combine, part_kinds, parts_of, stage_row
+from slipstream.planner.joint import ProfileUnits
+from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.schedule import Op, gpipe
 from slipstream.simulator import simulate
 from support.hand_made_plan import stages_of
@@ -174,6 +178,61 @@ def test_parts_are_told_apart(profile: Profile) -> None:
         assert time(16, 0) == pytest.approx(seconds([name], Op.B, 16, 0))
     with pytest.raises(SlipstreamError, match="did you mean 'head'"):
         profile.part_time("heads", Op.F)
+
+
+def test_a_half_that_two_kinds_of_layers_have_in_common() -> None:
+    """Dense layers and those with experts, of which the attention half is measured once."""
+    kinds, unit_kinds = (0, 1, 0, 1), (0, 1, 0, 2)
+    own = part_kinds(kinds, 2, unit_kinds)
+    assert own == (3, 0, 1, 0, 2, 0, 1, 0, 2, 4)
+    seconds_of_kinds = [5e-6, 9e-6, 3e-5, 2e-6, 2e-5]
+
+    def stage(bounds: range) -> MeasuredStage:
+        seconds = 1e-6 + sum(seconds_of_kinds[own[part]] for part in bounds)
+        points = {(length, 0): seconds * length for length in LENGTHS}
+        return MeasuredStage(bounds.start, bounds.stop - 1, dict.fromkeys(OPS, fit_times(points)), {}, (), 0, 0, 0)
+
+    chosen = choose_stages(own)
+    assert len(chosen) == 6
+    stages = tuple(map(stage, chosen))
+    sizes = {"microbatch_size": 1, "seq_len": 64, "dtype_bytes": 4, "optimizer_seconds": 0.0}
+    names = ("dense layer", "expert layer")
+    found = Profile(
+        HARDWARE, MODEL, {}, "float32", kinds=kinds, kind_names=names, units_per_layer=2, stages=stages, **sizes,
+        unit_kinds=unit_kinds,
+    )  # fmt: skip
+    common, dense, expert = (
+        f"{name} half" for name in ("dense layer, attention", "dense layer, feed-forward", "expert layer, feed-forward")
+    )
+    assert found.part_names == ("stage", common, dense, expert, "embedding", "head")
+    expected = {
+        common: 5e-6,
+        "expert layer, attention half": 5e-6,
+        expert: 3e-5,
+        "expert layer": 3.5e-5,
+        "dense layer": 1.4e-5,
+        "head": 2e-5,
+    }
+    for name, seconds in expected.items():
+        assert found.part_time(name, Op.F)(16, 0) == pytest.approx(16 * seconds)
+    assert found.seconds(StageParts(3, 7), Op.F, 16, 0) == pytest.approx(16 * (1e-6 + 5e-6 + 3e-5 + 5e-6 + 9e-6))
+
+
+def test_a_plan_and_the_simulator_read_the_same_seconds(profile: Profile) -> None:
+    """Of a disturbed profile too, by which a part would take less than nothing."""
+    *others, last = profile.stages
+    slow = {op: fit_times({(p.length, p.context): 3 * p.seconds for p in last.points[op]}) for op in OPS}
+    noisy = replace(profile, stages=(*others, replace(last, fits=slow)))
+    units = ProfileUnits(noisy, StateBytes.of("float32"))
+    slices = (32, 16, 16)
+    assert noisy.part_time("stage", Op.F)(16, 0) == 0
+    for partition in ([6], [2, 4], [0, 5, 1, 0]):
+        parts = StageParts.of_partition(partition, 6, 1)
+        table = SlicedUnits(units, slices).table((*(part.start for part in parts), parts[-1].stop))
+        cost = noisy.cost(partition, slices)
+        for key, seconds in table.times.items():
+            assert cost.times[key] == pytest.approx(seconds, rel=1e-9)
+        assert (cost.message_bytes, cost.latency) == (table.message_bytes, table.latency)
 
 
 def test_memory_of_a_stage(profile: Profile) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.planner.costs.fitted_time import FittedTime
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, ModelIdentity
 from slipstream.planner.costs.stage_basis import (
     Stage,
@@ -23,7 +24,7 @@ from slipstream.planner.costs.stage_basis import (
     parts_of,
     stage_row,
 )
-from slipstream.planner.costs.time_fit import SlicePoint, TimeFit
+from slipstream.planner.costs.time_fit import SlicePoint
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
@@ -33,26 +34,13 @@ OPS = (Op.F, Op.B, Op.I, Op.W)  # the ops that are measured; R takes as long as 
 
 
 @dataclass(frozen=True)
-class FittedTime:
-    """The time of one op, t(slice_length, context_length) in seconds: a weighted sum of measured stages' fits.
-
-    Takes ints or integer arrays. Weights may be negative; a sum below 0 counts as 0.
-    """
-
-    terms: tuple[tuple[float, TimeFit], ...]
-
-    def __call__(self, length: Any, context: Any) -> Any:
-        total = sum(weight * fit(length, context) for weight, fit in self.terms)
-        return max(0.0, total) if isinstance(total, float) else np.maximum(total, 0.0)
-
-
-@dataclass(frozen=True)
 class Profile:
     """Measured costs of one model's parts on one kind of hardware, in one dtype, at one microbatch size.
 
     `kinds[layer]` numbers the kinds of equal layers from 0; `units_per_layer` is 2 where their halves were measured,
-    else 1. Every other stage is a sum of the measured `stages` (see
-    `slipstream.planner.costs.stage_basis`). It has the methods of AnalyticCosts; times are in seconds, sizes in bytes.
+    else 1, and `unit_kinds` numbers those of them that are equal. Every other stage is a sum of the measured `stages`
+    (see `slipstream.planner.costs.stage_basis`). It has the methods of AnalyticCosts; times are in seconds, sizes in
+    bytes.
     """
 
     hardware: Hardware
@@ -72,6 +60,7 @@ class Profile:
     tensor_parallel: int = 1  # the ranks that shared every layer: what a stage costs is what it costs each of them
     sequence_parallel: bool = False  # whether they shared the tokens too
     tensor_plan: Mapping[str, str] | None = None  # how they shared layers, where it isn't as the model says
+    unit_kinds: tuple[int, ...] = ()  # of the units of each kind of layer, as in `part_kinds`
     format: int = FORMAT
 
     # --- what a stage costs ------------------------------------------------------------------------------------------
@@ -87,7 +76,7 @@ class Profile:
                 f"there is no stage with the layers {layers.start} to {layers.stop - 1}: the profile's model has the "
                 f"layers 0 to {len(self.kinds) - 1}."
             )
-        return self._sum(self._weights(layers), op)
+        return self._time(stage_row(self.parts, self.parts_of(layers)), op)
 
     def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
         return self.time(layers, op)(length, context)
@@ -104,24 +93,36 @@ class Profile:
         Raises:
             SlipstreamError: where there is no such part.
         """
-        rows = [
-            row for part, row in zip(self.part_names, self._part_weights, strict=True) if name in (part, _whole(part))
-        ]
-        if not rows:
+        ends = {"stage": [0], "embedding": [-2], "head": [-1]}
+        places = ends.get(name) or [1 + unit for unit, named in self._unit_names if name in (named, _whole(named))]
+        if not places:
             hint = did_you_mean(name, self.part_names)
             raise SlipstreamError(f"the profile has no part {name!r}{hint} Its parts are {', '.join(self.part_names)}.")
-        return self._sum([sum(column) for column in zip(*rows, strict=True)], op)
+        numbers = [0.0] * len(self.part_names)
+        for place in places:
+            numbers[place] += 1
+        return self._time(numbers, op)
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of the fixed part of every stage, the kinds of units, the embedding and the head with the loss."""
+        """The names of the fixed part of every stage, the kinds of units, the embedding and the head with the loss.
+
+        A unit that layers of several kinds have in common is named after the first of them.
+        """
+        names = dict(reversed(self._unit_names))
+        return ("stage", *(names[unit] for unit in sorted(names)), "embedding", "head")
+
+    @property
+    def _unit_names(self) -> list[tuple[int, str]]:
+        """The kind and the name of every unit of each kind of layer."""
         halves = ("",) if self.units_per_layer == 1 else _HALVES
-        return ("stage", *(name + half for name in self.kind_names for half in halves), "embedding", "head")
+        names = [name + half for name in self.kind_names for half in halves]
+        return list(zip(self.unit_kinds or range(len(names)), names, strict=True))
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
         """The kind of every part of the model: embedding, units of layers, head."""
-        return part_kinds(self.kinds, self.units_per_layer)
+        return part_kinds(self.kinds, self.units_per_layer, self.unit_kinds)
 
     def parts_of(self, layers: Stage) -> range:
         """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
@@ -212,10 +213,10 @@ class Profile:
     def _weights(self, layers: Stage) -> list[float]:
         return combine(self.parts, self._measured, stage_row(self.parts, self.parts_of(layers)))
 
-    def _sum(self, weights: Iterable[float], op: Op) -> FittedTime:
-        op = Op.F if op is Op.R else op
-        terms = zip(weights, (stage.fits[op] for stage in self.stages), strict=True)
-        return FittedTime(tuple((weight, fit) for weight, fit in terms if weight))
+    def _time(self, numbers: Sequence[float], op: Op) -> FittedTime:
+        """Returns the time of a fixed part, and so many parts of each kind."""
+        fits = tuple(stage.fits[Op.F if op is Op.R else op] for stage in self.stages)
+        return FittedTime(fits, tuple(map(tuple, self._part_weights)), tuple(numbers))
 
     def _total(self, layers: Stage, values: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self._weights(layers), values, strict=True))

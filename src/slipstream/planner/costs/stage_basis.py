@@ -53,10 +53,18 @@ def partition_of(bounds: Sequence[int], units_per_layer: int) -> tuple[float, ..
 Stage: TypeAlias = range | StageParts  # whole layers, of which the first and the last bring the model's ends; or parts
 
 
-def part_kinds(kinds: Sequence[int], units_per_layer: int) -> tuple[int, ...]:
-    """Returns the kind of every part from those of the layers; the embedding's and the head's are the last two."""
-    units = [units_per_layer * kind + unit for kind in kinds for unit in range(units_per_layer)]
-    num_kinds = units_per_layer * (max(kinds) + 1)
+def part_kinds(kinds: Sequence[int], units_per_layer: int, unit_kinds: Sequence[int] = ()) -> tuple[int, ...]:
+    """Returns the kind of every part from those of the layers; the embedding's and the head's are the last two.
+
+    Args:
+        kinds: of the layers.
+        units_per_layer: 2 with halves, else 1.
+        unit_kinds: of the units of the first kind of layer, of the second, and so on, as layers of different kinds may
+            have a half in common. Default: they have none.
+    """
+    of_layers = unit_kinds or range(units_per_layer * (max(kinds) + 1))
+    units = [of_layers[units_per_layer * kind + unit] for kind in kinds for unit in range(units_per_layer)]
+    num_kinds = max(of_layers) + 1
     return (num_kinds, *units, num_kinds + 1)
 
 
