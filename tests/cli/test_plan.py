@@ -365,6 +365,17 @@ def test_without_a_cluster_the_kept_costs_of_this_machine_are_used(
     for other in ({"num_ranks": 2}, {"dtype": "bfloat16"}, {"model": llama(vocab_size=99)}):
         with pytest.raises(SlipstreamError, match="no cluster is given"):
             slipstream.plan(**{"model": llama()} | settings | other)
+    with pytest.raises(SlipstreamError, match=r"`slipstream train` measures and keeps them .* with --tp=2, or name"):
+        slipstream.plan(llama(), **settings, tensor_parallel=2)
+    hardware = replace(profile.hardware, processes=4)
+    spread = replace(profile, hardware=hardware, tensor_parallel=2)
+    CostCache(llama(), asked, device, 4, tensor_ranks=2).keep(spread, print)
+    for plan in (slipstream.plan(llama(), **settings), slipstream.plan(llama(), **settings, tensor_parallel=2)):
+        degrees = plan.best.configuration
+        assert (plan.num_devices, degrees.tensor_parallel, degrees.pipeline_parallel) == (4, 2, 2)
+    assert slipstream.plan(llama(), **settings, tensor_parallel=1).num_devices == 1
+    CostCache(llama(), asked, device, 4, tensor_ranks=2).keep(replace(spread, sequence_parallel=True), print)
+    assert slipstream.plan(llama(), **settings).num_devices == 1
     with pytest.raises(SlipstreamError, match="a counted model needs a cluster"):
         slipstream.plan(MODEL, **settings)
 

@@ -60,8 +60,12 @@ def test_other_settings_are_another_file(measured: list[float], cache: Path) -> 
 
 
 def test_costs_of_other_numbers_of_processes_are_other_files() -> None:
-    """Replicas measure at the same time as the ranks of one pipeline, and share memory with them."""
-    assert len({CostCache(llama(), SETTINGS, CPU, number).path for number in (1, 2, 4)}) == 3
+    """Replicas measure at the same time as the ranks of one pipeline, and share memory with them. Four ranks may also
+    be two that share the layers of two others, or their tokens too."""
+    keys = (1, 1), (2, 1), (4, 1), (4, 2)
+    paths = {CostCache(llama(), SETTINGS, CPU, *key).path for key in keys}
+    paths.add(CostCache(llama(), replace(SETTINGS, sequence_parallel=True), CPU, 4, 2).path)
+    assert len(paths) == 5
 
 
 def test_costs_of_another_version_are_measured_again(measured: list[float], cache: Path) -> None:

@@ -23,7 +23,7 @@ from slipstream.profiler import profile_model
 from slipstream.profiler.cost_cache import CostCache
 from slipstream.training.checkpoint.run_state import _cut
 from slipstream.training.config.config_file import parse_config
-from slipstream.training.planned_start import _found_again
+from slipstream.training.planned_start import _found_again, what_prevents_a_plan
 from support.architectures import llama
 from support.forked import COMMAND, launch, slipstream_command
 
@@ -81,6 +81,34 @@ def test_what_is_not_named_is_left_to_a_plan() -> None:
 def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[str, Any]) -> None:
     pipeline = parse_config(with_section(**sections)).pipeline
     assert (pipeline.schedule, pipeline.slices) == ("1f1b", 8)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, ""),
+        ({"parallel": {"tensor": 2}}, ""),
+        ({"pipeline": {"num_ranks": 1, "slices": 2}}, ""),
+        ({"pipeline": {"schedule": "gpipe", "slices": 2}}, ""),
+        ({"pipeline": {"schedule": "auto", "slices": "auto", "partition": "auto"}}, ""),
+        ({"data": {**SETTINGS["data"], "packing": "none"}}, ""),
+        (
+            {"memory": {"recompute": "full"}},
+            "memory.recompute=full is given, so the run plans nothing before its first step: schedule=1f1b, slices=8, "
+            "partition=auto. Leave it out for a plan.",
+        ),
+        (
+            {"pipeline": {"schedule": "auto", "slices": 4}, "memory": {"offload": 0.5}},
+            "pipeline.slices=4 and memory.offload=0.5 are given, so the run plans nothing before its first step: "
+            "schedule=auto, slices=4, partition=auto. Leave them out for a plan.",
+        ),
+    ],
+    ids=str,
+)
+def test_what_falls_back_to_defaults_is_said(sections: dict[str, Any], said: str) -> None:
+    config = parse_config(with_section(**sections))
+    assert what_prevents_a_plan(config) == said
+    assert what_prevents_a_plan(parse_config(config.model_dump(mode="json"))) in ("", said)
 
 
 def test_a_dumped_configuration_is_left_open_again() -> None:

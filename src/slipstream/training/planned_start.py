@@ -17,13 +17,43 @@ from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StartRequest, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
-from slipstream.schedule import Schedule
+from slipstream.schedule import AUTOMATIC, Schedule
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_mesh_of
 from slipstream.training.run_folder import RunFolder
 
+# The settings by section that a plan decides, or keeps as they are by default
+_DECIDED = {
+    "pipeline": ("schedule", "slices", "microbatches", "partition", "stages_per_rank"),
+    "memory": ("recompute", "offload", "num_flushes"),
+}
 _FALLBACK = {"schedule": "1f1b", "slices": 8}
 _DTYPES = {"bf16-weights": "bfloat16", "bf16": "bf16"}  # in which layers are measured, by training.precision
+
+
+def what_prevents_a_plan(config: Config) -> str:
+    """Returns a line about the settings that keep the run from planning itself, and what it does instead.
+
+    It is empty where the run is planned, where order and slices are both given, so that nothing falls back to a
+    default, for one rank, and for sequences of different lengths, of which each step has its own plan.
+    """
+    pipeline, has_lengths = config.pipeline, config.data.packing == "none"
+    gives_slices = not {"slices", "microbatches"}.isdisjoint(pipeline.model_fields_set) and pipeline.slices != "auto"
+    is_given = "schedule" in pipeline.model_fields_set and pipeline.schedule not in AUTOMATIC and gives_slices
+    if is_given or pipeline.num_ranks == 1 or has_lengths or is_free(PipelineOptions(**config.pipeline_options())):
+        return ""
+    sections = {"pipeline": pipeline, "memory": config.memory}
+    given = [
+        f"{name}.{setting}={getattr(section, setting)}"
+        for name, section in sections.items()
+        for setting in _DECIDED[name]
+        if setting in section.model_fields_set and getattr(section, setting) != "auto"
+    ]
+    are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+    return (
+        f"{' and '.join(given)} {are} given, so the run plans nothing before its first step: schedule="
+        f"{pipeline.schedule}, slices={pipeline.slices}, partition={pipeline.partition}. Leave {them} out for a plan."
+    )
 
 
 def start_settings(

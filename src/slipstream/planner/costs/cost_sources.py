@@ -77,13 +77,13 @@ class AnalyticSource:
 
 
 class ProfileSource:
-    """A model measured on the present hardware: pipelines alone, of one microbatch size.
+    """A model measured on the present hardware: pipelines alone, of one microbatch size and one tensor-parallel degree.
 
     It has what an AnalyticSource has.
     """
 
     recomputations: tuple[str, ...] = ("none", "full")
-    tensor_parallel_degrees, devices_per_node = (1,), 2**62
+    devices_per_node = 2**62
     memory, host = float("inf"), None  # what isn't known can't be planned with
 
     def __init__(self, profile: Profile, num_ranks: int) -> None:
@@ -92,7 +92,8 @@ class ProfileSource:
         self.profile = profile
         self.name = f"{profile.model.model_type}, {profile.model.num_layers} layers of {profile.model.hidden_size}"
         self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
-        self.kinds, self.num_devices = profile.kinds, num_ranks
+        self.kinds, self.num_devices = profile.kinds, num_ranks * profile.tensor_parallel
+        self.tensor_parallel_degrees = (profile.tensor_parallel,)
         self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
         self.dtype, self.state = profile.dtype, StateBytes.of("float32")

@@ -11,6 +11,7 @@ from slipstream.launch import Progress
 from slipstream.training.config import Config, dump_config
 from slipstream.training.data import TokenisedText
 from slipstream.training.metrics import check_trackers
+from slipstream.training.planned_start import what_prevents_a_plan
 from slipstream.training.preflight.model_checks import check_model, load_model_config
 from slipstream.training.preflight.text_preparation import check_vocabulary, prepare_text, split_text
 from slipstream.training.run_folder import RunFolder
@@ -58,6 +59,8 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     _check_run_folder(config)
     model_config = load_model_config(config.model)
     check_model(config, model_config, progress)
+    if reason := what_prevents_a_plan(config):
+        progress.say(reason)
     tokenizer, text = prepare_text(config, model_config, progress)
     check_vocabulary(int(text.tokens.max()), model_config)
     return RunInputs(config, model_config, tokenizer, *split_text(config, text))
