@@ -106,9 +106,7 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
     ids=str,
 )
 def test_what_falls_back_to_defaults_is_said(sections: dict[str, Any], said: str) -> None:
-    config = parse_config(with_section(**sections))
-    assert what_prevents_a_plan(config) == said
-    assert what_prevents_a_plan(parse_config(config.model_dump(mode="json"))) in ("", said)
+    assert what_prevents_a_plan(parse_config(with_section(**sections))) == said
 
 
 def test_a_dumped_configuration_is_left_open_again() -> None:
