@@ -27,6 +27,7 @@ from support.architectures import (
     gradient_error,
     gradients,
     labels_of,
+    llama,
     no_rounding_inside,
     tokens,
     unsplit_step,
@@ -41,7 +42,8 @@ LENGTH = 24
 _SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 PHI = PhiConfig(**_SMALL, vocab_size=97, max_position_embeddings=64, tie_word_embeddings=False)  # a head with a bias
 UNTIED = ARCHITECTURES["llama"]
-MODELS = {"llama": build(UNTIED), "phi": build(PHI)}
+TIED = {"llama, tied": ARCHITECTURES["llama, tied"], "gpt2": ARCHITECTURES["gpt2"], "gemma3": ARCHITECTURES["gemma3"]}
+MODELS = {"llama": build(UNTIED), "phi": build(PHI)} | {name: build(config) for name, config in TIED.items()}
 CHECKED = Runtime(self_check=False)
 
 
@@ -52,13 +54,14 @@ def exact_norms() -> Iterator[None]:
 
 
 @st.composite
-def spread_schedules(draw: st.DrawFn) -> Schedule:
-    """A random order, in which V, L and VW stand anywhere that the rules allow."""
+def spread_schedules(draw: st.DrawFn, embedding: bool) -> Schedule:
+    """A random order, in which V, L and VW, and for an `embedding` E and EW, stand anywhere that the rules allow."""
     schedule = draw(schedules())
     assume(len(set(schedule.placement)) == schedule.num_ranks)
     each = schedule.microbatch_slices
     last = schedule.num_stages - 1
-    added = [Action(op, g, *s) for op, g, s in product((Op.V, Op.VW), schedule.vocabulary_stages, each)]
+    ops = (Op.V, Op.VW, Op.E, Op.EW) if embedding else (Op.V, Op.VW)
+    added = [Action(op, g, *s) for op, g, s in product(ops, schedule.vocabulary_stages, each)]
     added += [Action(Op.L, last, *s) for s in each]
     actions = [action for row in schedule.actions for action in row] + added
 
@@ -83,11 +86,11 @@ def random_order(rules: Schedule, generator: random.Random) -> list[Action]:
     return order
 
 
-@pytest.mark.parametrize("name", first_of(MODELS))
+@pytest.mark.parametrize("name", first_of(("llama", *TIED, "phi"), 2))
 @examples(25)
 @given(data=st.data())
 def test_any_order_has_the_gradients_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
-    schedule = data.draw(spread_schedules())
+    schedule = data.draw(spread_schedules(name in TIED))
     settings = cut_settings(schedule, data)
     model = copy.deepcopy(MODELS[name])
     if name != "phi":  # whose layers can't be cut in half
@@ -109,9 +112,10 @@ def check(name: str, pipe: Pipeline, inputs: Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "num_ranks"), [(name, p) for name in GENERATORS for p in (1, 2, 4) if p * STAGES_PER_RANK[name].start <= 4]
 )
-def test_every_named_schedule_takes_it(name: str, num_ranks: int) -> None:
+@pytest.mark.parametrize("model", first_of(["llama, tied", "llama"]))
+def test_every_named_schedule_takes_it(model: str, name: str, num_ranks: int) -> None:
     pipe = Pipeline(
-        copy.deepcopy(MODELS["llama"]),
+        copy.deepcopy(MODELS[model]),
         name,
         num_microbatches=2,
         slices=[5, 4, 15],
@@ -120,14 +124,15 @@ def test_every_named_schedule_takes_it(name: str, num_ranks: int) -> None:
         vocabulary="spread",
         runtime=CHECKED,
     )
-    check("llama", pipe, tokens(batch=3, length=LENGTH))
+    check(model, pipe, tokens(batch=3, length=LENGTH))
 
 
-def test_documents_that_end_inside_slices() -> None:
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_documents_that_end_inside_slices(model: str) -> None:
     inputs = tokens(batch=2, length=LENGTH)
     documents = torch.tensor([[0] * 7 + [1] * 17, [0] * 24])
     made = [
-        Pipeline(copy.deepcopy(MODELS["llama"]), slices=3, num_ranks=2, vocabulary=where, runtime=CHECKED)
+        Pipeline(copy.deepcopy(MODELS[model]), slices=3, num_ranks=2, vocabulary=where, runtime=CHECKED)
         for where in ("whole", "spread")
     ]
     losses = [pipe.step(inputs, inputs, document_ids=documents) for pipe in made]
@@ -148,18 +153,83 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert gradient_error({name: wanted[name] for name in found}, found) < BOUND
 
 
-@pytest.mark.parametrize(("num_processes", "how"), first_of([(2, "1f1b"), (3, "zb-h1"), (2, "zb-v"), (4, "replicas")]))
+def test_a_frozen_tied_matrix_gets_no_gradient() -> None:
+    model, whole = copy.deepcopy(MODELS["gemma3"]), copy.deepcopy(MODELS["gemma3"])
+    for each in (model, whole):
+        each.lm_head.weight.requires_grad_(requires_grad=False)
+    pipe = Pipeline(model, slices=3, num_ranks=2, vocabulary="spread", runtime=CHECKED)
+    inputs = tokens(length=LENGTH)
+    pipe.step(inputs, inputs)
+    unsplit_step(whole, inputs, inputs)
+    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    assert found.keys() == wanted.keys()
+    assert gradient_error(wanted, found) < BOUND
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_lookups_of_the_padding_id_leave_no_gradient(schedule: str) -> None:
+    """The head does leave one in that row."""
+    model = build(llama(tie_word_embeddings=True, pad_token_id=5))
+    whole = copy.deepcopy(model)
+    stages = {"stages_per_rank": 2} if schedule == "zb-v" else {}
+    pipe = Pipeline(model, schedule, slices=3, num_ranks=2, vocabulary="spread", runtime=CHECKED, **stages)
+    inputs = tokens(length=LENGTH)
+    inputs[:, ::3] = 5
+    wanted = unsplit_step(whole, inputs, inputs)
+    assert abs(pipe.step(inputs, inputs) - wanted) < BOUND
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+
+
+def test_a_tied_head_with_a_bias() -> None:
+    config = PhiConfig(**_SMALL, vocab_size=97, max_position_embeddings=64, tie_word_embeddings=True)
+    model = build(config)
+    whole = copy.deepcopy(model)
+    pipe = Pipeline(model, slices=3, num_ranks=2, vocabulary="spread", runtime=CHECKED)
+    inputs = tokens(length=LENGTH)
+    assert abs(pipe.step(inputs, inputs) - unsplit_step(whole, inputs, inputs)) < BOUND
+    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    assert found.keys() == wanted.keys()
+    assert gradient_error(wanted, found) < BOUND
+    assert pipe.state_dict().keys() == whole.state_dict().keys() - {"lm_head.weight"}
+
+
+def test_dropout_after_the_embedding_is_that_of_a_whole_one() -> None:
+    config = copy.deepcopy(ARCHITECTURES["gpt2"])
+    config.embd_pdrop = 0.5
+    losses = []
+    for where in ("whole", "spread"):
+        torch.manual_seed(7)
+        pipe = Pipeline(build(config), slices=3, num_ranks=2, vocabulary=where, runtime=CHECKED)
+        pipe.train()
+        losses.append(pipe.step(tokens(length=LENGTH), tokens(length=LENGTH)))
+    assert abs(losses[0] - losses[1]) < BOUND
+
+
+TIED_RUNS = [(2, "1f1b", "llama, tied"), (3, "zb-h1", "gpt2"), (2, "zb-v", "gemma3"), (4, "replicas", "llama, tied")]
+UNTIED_RUNS = [(2, "1f1b", "llama"), (3, "zb-h1", "llama"), (2, "zb-v", "llama"), (4, "replicas", "llama")]
+
+
+@pytest.mark.parametrize(("num_processes", "how", "model"), first_of(TIED_RUNS) + first_of(UNTIED_RUNS))
 def test_processes_train_checkpoint_and_export_as_the_unsplit_model(
-    num_processes: int, how: str, tmp_path: Path
+    num_processes: int, how: str, model: str, tmp_path: Path
 ) -> None:
-    ended = launch(num_processes, WORKERS / "pipeline/spread_vocabulary.py", how, str(tmp_path))
+    ended = launch(num_processes, WORKERS / "pipeline/spread_vocabulary.py", how, model, str(tmp_path))
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (ARCHITECTURES["llama, tied"], {}, r"lm_head.weight is tied to model.embed_tokens.weight"),
+        (
+            ARCHITECTURES["llama, tied"],
+            {"schedule": spread_vocabulary(make_schedule("1f1b", 2, 1, 2))},
+            "has V's but no E's, which spread model.embed_tokens.weight, to which lm_head.weight is tied",
+        ),
+        (
+            UNTIED,
+            {"schedule": spread_vocabulary(make_schedule("1f1b", 2, 1, 2), embedding=True)},
+            "has E's, which spread the embedding, but it isn't tied to the head",
+        ),
         (
             CohereConfig(**_SMALL, vocab_size=97, tie_word_embeddings=False),
             {},
@@ -198,13 +268,13 @@ def test_its_memory_is_not_counted() -> None:
         pipe.memory_table(inputs, labels_of(inputs))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_sequences_of_different_lengths(schedule: str) -> None:
+@pytest.mark.parametrize(("name", "schedule"), [("llama", "1f1b"), ("llama, tied", "1f1b"), ("gpt2", "zb-h1")])
+def test_sequences_of_different_lengths(name: str, schedule: str) -> None:
     """Packed under document masks, they have the gradients of each alone."""
     lengths = [9, 24, 5, 17]
     inputs = [tokens(batch=1, length=length, seed=length)[0] for length in lengths]
     labels = [labels_of(each[None])[0] for each in inputs]
-    model, whole = copy.deepcopy(MODELS["llama"]), copy.deepcopy(MODELS["llama"])
+    model, whole = copy.deepcopy(MODELS[name]), copy.deepcopy(MODELS[name])
     options: dict[str, Any] = {"schedule": schedule, "slices": 3, "num_microbatches": 2, "num_ranks": 2}
     pipe = Pipeline(model, vocabulary="spread", runtime=CHECKED, **options)
     counts = [int((each[1:] != -100).sum()) for each in labels]

@@ -1,15 +1,22 @@
-"""What goes between the last stage and the ranks' rows of a spread head: its input, their parts, and the sums."""
+"""What goes between the ranks' rows of a spread vocabulary and the two ends of the model.
+
+The last stage sends them the head's input, they send their parts back, and it sends the sums. Where they embed too,
+they send the first stage what they look up, and it sends the gradient of its input.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from slipstream.messages.message import SkipSend
 from slipstream.messages.transport import Transport
 from slipstream.model import Tensors, TensorSpec
-from slipstream.schedule import Action, Channel, Op, Schedule
+from slipstream.schedule import BACKWARDS, Action, Channel, Direction, Op, Schedule, input_gradient
 
+_ANSWERS = {Op.V: Op.F, Op.L: Op.V, Op.B: Op.E, Op.I: Op.E}  # the op of what must have come before such a message left
+_DIRECTIONS: dict[Op, Direction] = {Op.F: "activations", Op.V: "activations", Op.E: "lookups"}
 Specs = Callable[[SkipSend], Sequence[TensorSpec]]
 
 
@@ -19,6 +26,9 @@ class VocabularyMessages:
         last stage  --- F: the head's input --->  rows of stage g
                     <-- V: their part ----------
                     --- L: the sums ----------->
+
+        first stage <-- E: what they look up ---  rows of stage g
+                    --- B or I: its gradient -->
 
     Like skips they are no actions of the schedule, and have communicators of their own, on which a send waits for
     nothing. What a V, L or VW waits for was sent when an action ended that the schedule puts before it. Receives are
@@ -32,9 +42,13 @@ class VocabularyMessages:
         self._posted: set[SkipSend] = set()
 
     def incoming(self, action: Action) -> list[SkipSend]:
-        """Returns the messages that a V, L or VW works on; none of other actions."""
+        """Returns the messages that a V, L or VW, an EW or the first stage's F works on; none of other actions."""
         _, g, m, i = action
         last = self._schedule.num_stages - 1
+        if action.op is Op.F and g == 0 and self._schedule.spreads_embedding:
+            return [SkipSend(Op.E, stage, m, i, to=0) for stage in self._schedule.vocabulary_stages]
+        if action.op is Op.EW:
+            return [SkipSend(input_gradient(0, m, i, self._schedule).op, 0, m, i, to=g)]
         if action.op is Op.V:
             return [SkipSend(Op.F, last, m, i, to=g)]
         if action.op is Op.L:
@@ -42,12 +56,11 @@ class VocabularyMessages:
         return [SkipSend(Op.L, last, m, i, to=g)] if action.op is Op.VW else []
 
     def outgoing(self, action: Action) -> list[SkipSend]:
-        """Returns the messages with the result of the last stage's F, of a V, or of an L."""
+        """Returns the messages with the result of a V, L or E, the last stage's F, or the first stage's B or I."""
         op, g, m, i = action
-        last = self._schedule.num_stages - 1
-        if op is Op.V:
-            return [SkipSend(op, g, m, i, to=last)]
-        return [SkipSend(op, last, m, i, to=stage) for stage in self._schedule.vocabulary_stages]
+        if op in (Op.V, Op.E):
+            return [SkipSend(op, g, m, i, to=self._schedule.num_stages - 1 if op is Op.V else 0)]
+        return [SkipSend(op, g, m, i, to=stage) for stage in self._schedule.vocabulary_stages]
 
     def may_run(self, action: Action) -> bool:
         """Returns whether all that the action works on can be received without another rank of this process running."""
@@ -73,11 +86,30 @@ class VocabularyMessages:
             self._post(due.popleft())
         self._posted.remove(message)
         tensors = self._transport.receive(message)
-        if message.op is not Op.F:  # it answers one that must have come
-            asked = Op.F if message.op is Op.V else Op.V
-            answered = SkipSend(asked, message.to, message.microbatch, message.slice, to=message.stage)
-            self._transport.settle(vocabulary_channel(answered, self._schedule), answered)
+        if (known := self._known_to_have_come(message)) is not None:
+            self._transport.settle(vocabulary_channel(known, self._schedule), known)
         return tensors
+
+    def _known_to_have_come(self, message: SkipSend) -> SkipSend | None:
+        """Returns the last message to a message's sender of which it tells that it came."""
+        op, stage, m, i, to = message
+        if op in _ANSWERS:
+            return SkipSend(_ANSWERS[op], to, m, i, to=stage)
+        if op is Op.E and (before := self._gradients_before.get(Action(op, stage, m, i))) is not None:
+            return self.incoming(before)[0]
+        return None
+
+    @cached_property
+    def _gradients_before(self) -> dict[Action, Action]:
+        """The last EW that stands before an E in its rank's order."""
+        found: dict[Action, Action] = {}
+        for row in self._schedule.actions:
+            last = None
+            for action in row:
+                last = action if action.op is Op.EW else last
+                if action.op is Op.E and last is not None:
+                    found[action] = last
+        return found
 
     def release(self, message: SkipSend) -> None:
         """Frees the tensors of a message."""
@@ -103,8 +135,9 @@ class VocabularyMessages:
     def _sent_like(self, like: SkipSend) -> list[SkipSend]:
         """Returns all messages on its channel, in the order in which they are sent."""
         row = self._schedule.actions[self._schedule.placement[like.stage]]
-        made = (action for action in row if action.op is like.op and action.stage == like.stage)
-        return [SkipSend(like.op, like.stage, action.microbatch, action.slice, to=like.to) for action in made]
+        ops = (Op.B, Op.I) if like.op in BACKWARDS else (like.op,)
+        made = (action for action in row if action.op in ops and action.stage == like.stage)
+        return [SkipSend(action.op, like.stage, action.microbatch, action.slice, to=like.to) for action in made]
 
     def _is_here(self, stage: int) -> bool:
         return self._schedule.placement[stage] == self._rank
@@ -114,15 +147,17 @@ def vocabulary_channel(message: SkipSend, schedule: Schedule) -> Channel:
     """Returns the communicator of these messages; each kind has one."""
     source, destination = schedule.placement[message.stage], schedule.placement[message.to]
     ends = message.stage, message.to
-    return Channel("gradients" if message.op is Op.L else "activations", source, destination, ends)
+    direction = _DIRECTIONS.get(message.op, "gradients")
+    return Channel(direction, source, destination, ends)
 
 
 def vocabulary_channels(schedule: Schedule) -> list[Channel]:
     """Returns all of them, in one order; none where the head is whole."""
     if not schedule.spreads_vocabulary:
         return []
-    last = schedule.num_stages - 1
-    ends = [(Op.F, last, g) for g in schedule.vocabulary_stages] + [(Op.L, last, g) for g in schedule.vocabulary_stages]
-    ends += [(Op.V, g, last) for g in schedule.vocabulary_stages]
+    last, stages = schedule.num_stages - 1, schedule.vocabulary_stages
+    ends = [(op, last, g) for op in (Op.F, Op.L) for g in stages] + [(Op.V, g, last) for g in stages]
+    if schedule.spreads_embedding:
+        ends += [(Op.E, g, 0) for g in stages] + [(Op.B, 0, g) for g in stages]
     lines = [vocabulary_channel(SkipSend(op, stage, 0, 0, to=to), schedule) for op, stage, to in ends]
     return [line for line in lines if line.source != line.destination]

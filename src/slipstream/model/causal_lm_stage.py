@@ -25,6 +25,7 @@ from slipstream.model.model_cutting import PassThrough, has_end, keep_layers, se
 from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.model.vocabulary.head_rows import SpreadHead
+from slipstream.model.vocabulary.tied_rows import SpreadEmbedding
 
 _SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
 
@@ -89,8 +90,13 @@ class CausalLMStage:
         keep_layers(model, anatomy, owned, device)
         self.vocabulary = None if head is None else head.rows  # of a head that is spread
         self.has_loss = self.is_last and head is None
+        self._embedded: TensorSpec | None = None  # of a token, where the rows of an embedding are spread
         if head is not None:
             model.set_submodule(head.name, head.rows or PassThrough(model.get_submodule(head.name)))
+        if head is not None and head.embedding:
+            embedding = SpreadEmbedding(model.get_submodule(head.embedding), head.rows, self.is_first)
+            model.set_submodule(head.embedding, embedding)
+            self._embedded = TensorSpec(torch.Size((embedding.embedding_dim,)), embedding.weight.dtype)
         fix_length_dependent_rope(model)
         self._shared = shared
         if shared is not None:
@@ -98,7 +104,8 @@ class CausalLMStage:
             shared.install(model, partial(self._seed_part, "own", shared.rank), self._leave_own)
         add_weight_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
-        self.tied = _separate_head(model, anatomy, self.is_last)
+        self._tied_heads = {name for name, _ in anatomy.tied}
+        self.tied = [] if self.embeds_by_parts else _separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self.hidden_dtype = next(chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())).dtype
         self.tables = MaskTables(device)
@@ -110,14 +117,13 @@ class CausalLMStage:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the unsplit model's names, tied weights once under the canonical name."""
-        heads = {id(tied.head) for tied in self.tied}
-        return ((name, p) for name, p in self.model.named_parameters() if id(p) not in heads)
+        named = self.model.named_parameters(remove_duplicate=False)
+        return ((name, p) for name, p in named if name not in self._tied_heads)
 
     def state(self) -> dict[str, Tensor]:
         """Returns this stage's part of the unsplit model's state dict, by the same names."""
-        heads = {tied.head.data_ptr(): tied.name for tied in self.tied if tied.head is not None}
         state = self.model.state_dict()
-        return {name: t.detach() for name, t in state.items() if heads.get(t.data_ptr(), name) == name}
+        return {name: t.detach() for name, t in state.items() if name not in self._tied_heads}
 
     def forward(
         self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore, records_masks: bool = False
@@ -126,7 +132,8 @@ class CausalLMStage:
 
         Args:
             token_slice: the tokens (b, T) and their positions.
-            hidden: what the stage before sent, (b, T, hidden); None on the first stage.
+            hidden: what the stage before sent, (b, T, hidden); None on the first stage, unless the rows of a spread
+                embedding made it.
             store: keys and values of the microbatch's slices; this slice's are added.
             records_masks: whether this is the first forward, which learns what masks the model builds.
 
@@ -163,8 +170,10 @@ class CausalLMStage:
         return output if self.has_loss else (output,)
 
     def receives(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
-        """Returns the tensors that come from the stage before."""
-        return () if self.is_first else (self.hidden(token_slice),)
+        """Returns the tensors that come from the stage before, or from the rows of a spread embedding."""
+        if self.is_first:
+            return (self.embedded(token_slice),) if self.embeds_by_parts else ()
+        return (self.hidden(token_slice),)
 
     def sends(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that go to the next stage."""
@@ -175,6 +184,16 @@ class CausalLMStage:
         batch, length = token_slice.input_ids.shape
         here = self._shared.local_length(length) if self._shared else length
         return TensorSpec(torch.Size((batch, here, self.hidden_size)), self.hidden_dtype)
+
+    @property
+    def embeds_by_parts(self) -> bool:
+        """Whether the embedding's rows are spread over the ranks."""
+        return self._embedded is not None
+
+    def embedded(self, token_slice: TokenSlice) -> TensorSpec:
+        """Returns (b, T, hidden) of what rows of a spread embedding give, each those that it has."""
+        assert self._embedded is not None
+        return TensorSpec(torch.Size((*token_slice.input_ids.shape, *self._embedded.shape)), self._embedded.dtype)
 
     @property
     def _is_random(self) -> bool:
@@ -231,7 +250,8 @@ class CausalLMStage:
         """Runs one token through the stage to record the model's mask functions, before documents wrap them."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         token_slice = TokenSlice(zero, zero, None, start=0, length=1, max_position=0)
-        hidden = torch.zeros(self.hidden(token_slice).shape, dtype=self.hidden_dtype, device=device)
+        spec = next(iter(self.receives(token_slice)), self.hidden(token_slice))
+        hidden = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():

@@ -34,13 +34,15 @@ class Op(StrEnum):
     V = "V"  # this rank's rows of the head: logits, their softmax, and its part of the head's input gradient
     L = "L"  # the loss and the head's whole input gradient, from the V's of all ranks
     VW = "VW"  # the weight gradient of this rank's rows of the head, after L
+    E = "E"  # this rank's rows of an embedding that is tied to the head: what they give of the first stage's input
+    EW = "EW"  # their gradient, after the first stage's backward
 
 
 BACKWARDS = frozenset({Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
-VOCABULARY = frozenset({Op.V, Op.L, Op.VW})
+VOCABULARY = frozenset({Op.V, Op.L, Op.VW, Op.E, Op.EW})
 
 # SEND_F of stage g and RECV_F of stage g+1 are two ends of one message; gradients travel the other way.
 _OTHER_END = {
@@ -203,13 +205,18 @@ class Schedule:
 
     @property
     def vocabulary_stages(self) -> tuple[int, ...]:
-        """The stage next to which each rank has its rows of the head, if these are spread: the rank's last."""
+        """The stage next to which each rank has its rows of the vocabulary, if these are spread: the rank's last."""
         return tuple(max(g for g, there in enumerate(self.placement) if there == r) for r in range(self.num_ranks))
 
     @cached_property
     def spreads_vocabulary(self) -> bool:
         """Whether every rank computes the logits of its rows of the head, rather than the last stage all of them."""
         return Op.V in self.ops
+
+    @cached_property
+    def spreads_embedding(self) -> bool:
+        """Whether these rows embed tokens too, rather than the first stage all of them."""
+        return Op.E in self.ops
 
     @cached_property
     def has_backward(self) -> bool:

@@ -27,6 +27,8 @@ def _before_forward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     before = [Action(Op.F, g, m, j) for j in range(first, i)]
     if g > 0:
         before.append(_input(Action(Op.F, g - 1, m, i), action, schedule))
+    elif schedule.spreads_embedding:
+        before += [Action(Op.E, stage, m, i) for stage in schedule.vocabulary_stages]
     return tuple(before)
 
 
@@ -62,7 +64,7 @@ def _before_recompute(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 def _before_reduction(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     weights = [Action(Op.W, action.stage, m, i) for m, i in schedule.microbatch_slices]
     before = tuple(w if w in schedule.positions else w.with_op(Op.B) for w in weights)
-    rows = (w.with_op(Op.VW) for w in weights if schedule.spreads_vocabulary)
+    rows = (w.with_op(op) for op in (Op.VW, Op.EW) if op in schedule.ops for w in weights)
     return (*before, *(w for w in rows if w in schedule.positions))
 
 
@@ -76,6 +78,11 @@ def _before_loss(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 def _before_rows(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return (action.with_op(Op.L)._replace(stage=schedule.num_stages - 1),)
+
+
+def _before_embedding_rows(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    _, _, m, i = action
+    return (input_gradient(0, m, i, schedule),)
 
 
 # Per op, the rule and, for error messages, its reason.
@@ -94,6 +101,8 @@ _RULES: dict[Op, tuple[Callable[[Action, Schedule], tuple[Action, ...]], str]] =
     Op.V: (_before_logits, "logits need the output of the last stage"),
     Op.L: (_before_loss, "the loss needs every rank's logits"),
     Op.VW: (_before_rows, "the weight gradient of a part of the head needs the loss over all parts"),
+    Op.E: (lambda *_: (), "the ids of tokens are known from the beginning"),
+    Op.EW: (_before_embedding_rows, "the gradient of a part of the embedding needs that of the first stage's input"),
     Op.RELOAD: (lambda action, _: (action.with_op(Op.OFFLOAD),), "what comes back must have been moved to the host"),
 }
 
@@ -150,6 +159,8 @@ def reason(action: Action, before: Action) -> str:
     if here and action.op in (Op.B, Op.I) and before.op in BACKWARDS:
         leaves = f"slice {before.slice} attends to slice {action.slice} and leaves gradients there"
         return f"{leaves}, so backwards of a microbatch run last in, first out"
+    if before.op is Op.E:
+        return "the first stage's forward needs every rank's part of the embedding"
     if before.op is Op.L and action.op is not Op.VW:
         return "the last stage's backward needs the loss"
     if action.op in (Op.B, Op.I) and before.op in (Op.F, Op.R):

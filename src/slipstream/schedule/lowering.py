@@ -16,13 +16,16 @@ from slipstream.schedule.validation import grid, running_order, validate
 NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
 Seconds = Callable[[Action], float]
 Times = dict[Action, float]
-_UNIT_SECONDS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0, Op.L: 0}
+_UNIT_SECONDS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0, Op.L: 0, Op.E: 0, Op.EW: 0}
+
+
+Direction = Literal["activations", "gradients", "lookups"]
 
 
 class Channel(NamedTuple):
     """One communicator, first in, first out: all messages of one direction from one rank to another."""
 
-    direction: Literal["activations", "gradients"]
+    direction: Direction
     source: int
     destination: int
     stages: tuple[int, ...] = ()  # the two ends of a skip past the stages between, which has a communicator of its own
@@ -37,7 +40,7 @@ def channel(action: Action, schedule: Schedule) -> Channel:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Returns the forwards of a compute-only schedule, for evaluation."""
-    kept = (Op.F, Op.V, Op.L)
+    kept = (Op.F, Op.V, Op.L, Op.E)
     return _rewritten(schedule, lambda action: (action,) if action.op in kept else ())
 
 
@@ -92,7 +95,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
 
 def _with_reductions(row: Sequence[Action]) -> tuple[Action, ...]:
-    ends = BACKWARDS | {Op.SEND_B, Op.VW}  # the message leaves first
+    ends = BACKWARDS | {Op.SEND_B, Op.VW, Op.EW}  # the message leaves first
     last = {action.stage: index for index, action in enumerate(row) if action.op in ends}
     stages = sorted(last, reverse=True)
     reduced = defaultdict(list)

@@ -113,6 +113,7 @@ def validate(schedule: Schedule) -> list[Action]:
 
 _COMPLETE = (Op.F, Op.B, Op.I, Op.W)
 _FOR_MEMORY = (Op.R, Op.OFFLOAD, Op.RELOAD)
+_AFTER_BACKWARDS = {Op.V: Op.VW, Op.E: Op.EW}
 
 
 def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
@@ -153,8 +154,12 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
 
 
 def _check_vocabulary(schedule: Schedule) -> None:
-    """Checks that every slice has a V on each rank, one L, and after a V that leaves gradients a VW; and no others."""
-    ops = (Op.V, Op.VW) if schedule.has_backward else (Op.V,)
+    """Checks that every slice has a V on each rank, one L, and after a V that leaves gradients a VW; and no others.
+
+    Where rows embed too, it has an E on each rank, and after backwards an EW.
+    """
+    forwards = (Op.V, Op.E) if schedule.spreads_embedding else (Op.V,)
+    ops = (*forwards, *(_AFTER_BACKWARDS[op] for op in forwards if schedule.has_backward))
     wanted = {
         Action(op, stage, *each)
         for each in schedule.microbatch_slices
@@ -166,9 +171,7 @@ def _check_vocabulary(schedule: Schedule) -> None:
         each = min(found ^ wanted)
         problem = "is missing" if each in wanted else "doesn't belong here"
         stages = " ".join(map(str, schedule.vocabulary_stages))
-        rule = (
-            f"with a spread vocabulary V{' and VW' if len(ops) > 1 else ''} are of stages {stages}, L of the last one"
-        )
+        rule = f"with a spread vocabulary {' and '.join(ops)} are of stages {stages}, L of the last one"
         marks = [] if each in wanted else [schedule.positions[each]]
         raise ScheduleError(f"{schedule.text(each)} {problem}: {rule}.\n{grid(schedule, marks)}")
 

@@ -1,7 +1,8 @@
-"""The pass that spreads the head's vocabulary over all ranks: where V, L and VW stand among the other actions.
+"""The pass that spreads the vocabulary over all ranks: where V, L and VW, E and EW stand among the other actions.
 
 Vocabulary parallelism for pipelines, with one exchange before the backward (Yeung et al. 2024, "Balancing Pipeline
-Parallelism with Vocabulary Parallelism", algorithm 2, whose passes S and T are V and VW here).
+Parallelism with Vocabulary Parallelism", algorithm 2, whose passes S and T are V and VW here, and its section on the
+input layer, whose passes are E and EW).
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from slipstream.schedule.validation import validate
 _Rank = Callable[[Action, bool], int]  # the smaller, the earlier: of an action, given whether its microbatch is through
 
 
-def spread_vocabulary(schedule: Schedule, seconds: Seconds = unit_seconds, link: Seconds = lambda _: 0) -> Schedule:
+def spread_vocabulary(
+    schedule: Schedule,
+    seconds: Seconds = unit_seconds,
+    link: Seconds = lambda _: 0,
+    embedding: bool = False,
+) -> Schedule:
     """Adds V, L and VW to a schedule with compute actions only, so that every rank has its rows of the head.
 
     The other actions keep their order. In a run with times `seconds`, and messages that travel `link` seconds after
@@ -29,7 +35,10 @@ def spread_vocabulary(schedule: Schedule, seconds: Seconds = unit_seconds, link:
         rank 0  F0.0 F0.1 F0.2 V0.0 V0.1 V0.2           VW0.2 B0.2----- ...
         rank 1       F0.0 F0.1 F0.2 V0.2 V0.1 L0.2 B0.2-----  ...
 
-    A schedule of forwards alone gets V and L.
+    With `embedding`, for a head whose weight embeds too, E and EW are added: an E runs as soon as the first stage is
+    within two slices a rank of its own, and an EW where its rank waits, or when more than two a rank are left over.
+
+    A schedule of forwards alone gets V and L, and E.
 
     Raises:
         ScheduleError: the schedule is not valid, or has communication or a spread vocabulary already.
@@ -39,7 +48,7 @@ def spread_vocabulary(schedule: Schedule, seconds: Seconds = unit_seconds, link:
         raise ScheduleError(f"{schedule.name} has no stage on rank {min(empty)}, next to which it could have its rows.")
     if not schedule.ops.isdisjoint(COMMUNICATION | VOCABULARY):
         raise ScheduleError(f"{schedule.name} has sends and receives, or V's, already: spread the vocabulary before.")
-    wider = _with_vocabulary_last(schedule)
+    wider = _with_vocabulary_last(schedule, embedding)
     runs = [_Run(wider, schedule, seconds, link, rank) for rank in (_in_waits, _once_through, _at_once)]
     rows = min((run.finished() for run in runs), key=lambda run: run.makespan).rows
     return replace(schedule, actions=tuple(map(tuple, rows)))
@@ -57,12 +66,15 @@ def _at_once(action: Action, is_through: bool) -> int:
     return 0 if action.op is Op.V else _ORDER.get(action.op, 1)
 
 
-_ORDER = {Op.L: 0, Op.V: 2, Op.VW: 3}
+_ORDER = {Op.E: -1, Op.L: 0, Op.V: 2, Op.VW: 3, Op.EW: 4}
+_AHEAD = 2  # slices for each rank by which an E may be ahead of its F, and an EW behind its backward
 
 
-def _with_vocabulary_last(schedule: Schedule) -> Schedule:
+def _with_vocabulary_last(schedule: Schedule, embedding: bool) -> Schedule:
     """Returns the schedule with the new actions at the ends of rows: the rules of order need to know of them."""
-    ops = (Op.V, Op.VW) if schedule.has_backward else (Op.V,)
+    ops = [Op.V, *([Op.E] if embedding else [])]
+    if schedule.has_backward:
+        ops += [Op.VW, *([Op.EW] if embedding else [])]
     last = schedule.num_stages - 1
     rows = [
         (*row, *(Action(op, stage, *each) for op in ops for each in schedule.microbatch_slices))
@@ -76,7 +88,7 @@ def _with_vocabulary_last(schedule: Schedule) -> Schedule:
 class _Run:
     """Runs all ranks at the same time, each as soon as it can, and notes what each runs."""
 
-    wider: Schedule  # with V, L and VW somewhere
+    wider: Schedule  # with the new actions somewhere
     schedule: Schedule
     seconds: Seconds
     link: Seconds
@@ -91,11 +103,12 @@ class _Run:
         self._ends: dict[Action, float] = {}
         self._free: list[float] = [0] * num_ranks
         self._before = {action: predecessors(action, self.wider) for action in self.wider.positions}
+        self._before |= self._not_too_early()
         self._after = defaultdict(list)
         for action, before in self._before.items():
             for each in before:
                 self._after[each].append(action)
-        self._ready: list[dict[Action, float]] = [{} for _ in range(num_ranks)]  # V, L and VW: when they may start
+        self._ready: list[dict[Action, float]] = [{} for _ in range(num_ranks)]  # the new ones: when they may start
         self._note(action for action, before in self._before.items() if not before)
         while (chosen := min(self._choices(), default=None)) is not None:
             start, _, rank, _, action = chosen
@@ -103,15 +116,28 @@ class _Run:
         self.makespan = max(self._free)
         return self
 
+    def _not_too_early(self) -> dict[Action, tuple[Action, ...]]:
+        """Returns for each E the forward of the first stage after which it may run, so that few results wait there."""
+        ahead = _AHEAD * self.schedule.num_ranks
+        row = self.schedule.actions[self.schedule.placement[0]]
+        forwards = [action for action in row if action.op is Op.F and action.stage == 0]
+        pairs = zip(forwards, forwards[ahead:], strict=False)
+        stages = self.schedule.vocabulary_stages if self.wider.spreads_embedding else ()
+        return {later.with_op(Op.E)._replace(stage=g): (earlier,) for earlier, later in pairs for g in stages}
+
     def _choices(self) -> Iterator[tuple[float, int, int, int, Action]]:
         """Yields for every rank what it could run next: start, priority, rank, order of slices, action."""
         for rank, ready in enumerate(self._ready):
+            has_many = sum(action.op is Op.EW for action in ready) > _AHEAD * self.schedule.num_ranks
             for action, since in ready.items():
                 through = (
                     Action(Op.F, self.schedule.num_stages - 1, action.microbatch, self._last(action)) in self._ends
                 )
                 order = -action.slice if through else action.slice
-                yield max(since, self._free[rank]), self.priority(action, through), rank, order, action
+                if action.op is Op.E:
+                    _, order = self.schedule.positions[Action(Op.F, 0, action.microbatch, action.slice)]
+                priority = 0 if has_many and action.op is Op.EW else self.priority(action, through)
+                yield max(since, self._free[rank]), priority, rank, order, action
 
     def _last(self, action: Action) -> int:
         return self.schedule.slice_counts[action.microbatch] - 1

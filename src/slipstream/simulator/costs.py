@@ -117,7 +117,7 @@ class TableCost:
 
     def seconds(self, action: Action) -> float:
         key = action.stage, action.slice, action.op
-        if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD, Op.L):
+        if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD, Op.L, Op.E, Op.EW):
             return self.times.get(key, 0)
         if key not in self.times:
             raise SlipstreamError(f"No time for {action}: add times[{action.stage}, {action.slice}, Op.{action.op}].")
@@ -137,9 +137,10 @@ class TableCost:
 
 
 def result_seconds(cost: CostModel, action: Action, source: int, destination: int) -> float:
-    """Returns the seconds that the result of the last stage's F, of a V or of an L travels where the head is spread.
+    """Returns the seconds that the result of an action travels to or from the ranks' rows of a spread vocabulary.
 
-    F sends its output, V two tensors of that size, and L a number for each token, of which only the latency counts.
+    The last stage's F, an E and the first stage's backward send one tensor of hidden states, V two of that size, and L
+    a number for each token, of which only the latency counts.
     """
     send = action.with_op(Op.SEND_F)
     occupied = cost.link_occupied(send, source, destination)

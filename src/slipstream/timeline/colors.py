@@ -25,6 +25,8 @@ WORK = {
     Op.V: ("vocabulary part", "#e4daf4", "#6a4bb0"),
     Op.L: ("loss of all parts", "#8b8b8b", "#8b8b8b"),
     Op.VW: ("weight gradient of the part", "#efe3b8", "#a08a2c"),
+    Op.E: ("embedding part", "#f3d9ea", "#a2437f"),
+    Op.EW: ("gradient of the embedding part", "#e6dfd2", "#7d6b4a"),
     Op.REDUCE_GRAD: ("gradient reduction", "#b9a7dd", "#b9a7dd"),
 }
 _OTHER = ("", "#dddddd", "#777777")

@@ -21,16 +21,15 @@ from support.architectures import (
     unsplit_step,
 )
 
-CONFIG = ARCHITECTURES["llama"]
 
-
-def train(how: str, folder: str) -> None:
+def train(how: str, name: str, folder: str) -> None:
     """Two steps of AdamW with clipping follow the unsplit model, and the export has its weights."""
+    config = ARCHITECTURES[name]
     replicas = how == "replicas"
     mesh = slipstream.make_mesh(2, 2, 1, "cpu") if replicas else None
-    whole = build(CONFIG, seed=3)
+    whole = build(config, seed=3)
     pipe = Pipeline.from_config(
-        CONFIG,
+        config,
         seed=3,
         precision=Precision(dtype=torch.float64),
         runtime=Runtime(self_check=False),
@@ -70,7 +69,7 @@ def check_gradients(pipe: Pipeline, whole: torch.nn.Module) -> None:
         for offsets, box in boxes:
             place = tuple(slice(first, first + size) for first, size in zip(offsets, box.shape, strict=True))
             assert gradient_error({"": gradient[place]}, {"": box}) < BOUND
-        if shard.name == "lm_head.weight":
+        if shard.name in ("lm_head.weight", *(tied for _, tied in whole.all_tied_weights_keys.items())):
             assert len(shard.parameter) <= -(-len(gradient) // pipe.num_ranks)
 
 

@@ -113,7 +113,7 @@ class _Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         if ctx.padding_idx is not None:
             grad_output = grad_output.masked_fill((ids == ctx.padding_idx)[..., None], 0)
-        _now_or_later(partial(_add_rows, ctx.weight, ids.flatten(), grad_output.flatten(0, -2)))
+        _now_or_later(partial(add_rows, ctx.weight, ids.flatten(), grad_output.flatten(0, -2)))
         return None, None, None
 
 
@@ -147,7 +147,7 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def _add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
+def add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
     """Adds rows to weight.grad[ids]; ids may repeat."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)

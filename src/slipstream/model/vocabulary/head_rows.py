@@ -134,7 +134,11 @@ def combine(parts: Sequence[RowSoftmax], targets: Tensor, scale: float) -> RowLo
 
 
 class SpreadHead(NamedTuple):
-    """A head that is spread: its name in the model, and a stage's rows of it, None where these are of another stage."""
+    """A head that is spread: its name in the model, and a stage's rows of it, None where these are of another stage.
+
+    `embedding` is the name of the embedding that shares the head's weight, "" where none does.
+    """
 
     name: str
     rows: HeadRows | None
+    embedding: str = ""

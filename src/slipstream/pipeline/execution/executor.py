@@ -67,6 +67,8 @@ class Executor:
             Op.V: lambda action: self._head.logits(action, self._stopwatch),
             Op.L: lambda action: self._head.loss(action, self._stopwatch),
             Op.VW: lambda action: self._head.weights(action, self._stopwatch),
+            Op.E: lambda action: self._head.look_up(action, self._stopwatch),
+            Op.EW: lambda action: self._head.add_lookups(action, self._stopwatch),
         }
 
     def observe(self, observer: Observer) -> None:
@@ -162,9 +164,10 @@ class Executor:
         return outputs
 
     def _inputs(self, action: Action) -> Tensors:
-        """Returns the inputs of F: received, or passed on by stages of this rank; empty on the first stage."""
+        """Returns the inputs of F: received, or passed on by stages of this rank; the first stage has none, or what the
+        rows of a spread embedding give."""
         if action.stage == 0:
-            return ()
+            return (self._head.embedded(action),) if self._schedule.spreads_embedding else ()
         awaited = awaited_send(action, self._schedule)
         regular = self._receive(awaited) if awaited else self._state.handed.pop(key_of(action))
         inputs = (*regular, *self._skips.take(Op.SEND_F, action))
@@ -231,14 +234,15 @@ class Executor:
             state.stores.pop((g, m)).free()
         self._stopwatch.record(action, began)
         found = state.input_gradients.pop(key, {})
+        # taken out, as W may hold the graph that left them
+        sent = [found.pop(index, None) for index in self._needing(Op.RECV_F, key)]
+        full = with_zeros(sent, self._specs(Op.RECV_F, key), self._device)
+        # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
+        full = copied_from_messages(full, gradients)
         if g > 0:
-            # taken out, as W may hold the graph that left them
-            sent = [found.pop(index, None) for index in self._needing(Op.RECV_F, key)]
-            full = with_zeros(sent, self._specs(Op.RECV_F, key), self._device)
-            # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
-            self._hand_on(
-                Action(Op.SEND_B, g, m, i), copied_from_messages(full, gradients), state.gradients, (g - 1, m, i)
-            )
+            self._hand_on(Action(Op.SEND_B, g, m, i), full, state.gradients, (g - 1, m, i))
+        elif full:
+            self._head.spread(action, *full)
         received = self._received(action)
         if not self._saved.is_offloaded(action):
             received += self._received(Action(Op.F, g, m, i))

@@ -1,4 +1,7 @@
-"""Runs V, L and VW: the logits, the loss and the gradients of a head whose rows are spread over the ranks."""
+"""Runs V, L and VW: the logits, the loss and the gradients of a head whose rows are spread over the ranks.
+
+And E and EW, where the same rows embed tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from torch import Tensor
 
 from slipstream.messages import SkipSend, Transport, VocabularyMessages
 from slipstream.model import CausalLMStage, TensorSpec
-from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
+from slipstream.model.vocabulary import HeadRows, RowSoftmax, TiedRows, combine
 from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
 from slipstream.pipeline.execution.stopwatch import Stopwatch
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule import Action, Op, Schedule
+from slipstream.schedule import BACKWARDS, Action, Op, Schedule
 
 
 class PartOfSlice(NamedTuple):
@@ -27,7 +30,7 @@ class PartOfSlice(NamedTuple):
 
 
 class SpreadHeadActions:
-    """The V's, L's and VW's of one rank in a step; a rank with the last stage has all L's."""
+    """What one rank's rows do in a step, and what the two ends of the model exchange with all ranks' rows."""
 
     def __init__(
         self, rank: int, schedule: Schedule, stages: Mapping[int, Stage], transport: Transport, state: StepState
@@ -43,9 +46,35 @@ class SpreadHeadActions:
         kept = [f"parts of the vocabulary: {list(self._parts)}"] if self._parts else []
         return kept + self.messages.leftovers()
 
-    def spread(self, forward: Action, hidden: Tensor) -> None:
-        """Sends the head's input, the output of the last stage's F, to every rank."""
-        self.messages.hand_on(forward, (hidden,))
+    def spread(self, action: Action, hidden: Tensor) -> None:
+        """Sends to every rank the output of the last stage's F, or the gradient of the first stage's input."""
+        self.messages.hand_on(action, (hidden,))
+
+    def look_up(self, action: Action, stopwatch: Stopwatch) -> None:
+        """Runs E."""
+        began = stopwatch.mark()
+        found = self._tied_rows(action.stage).look_up(self._ids(action))
+        stopwatch.record(action, began)
+        self.messages.hand_on(action, (found,))
+
+    def embedded(self, forward: Action) -> Tensor:
+        """Returns the first stage's input: the sum of what all ranks looked up."""
+        total: Tensor | None = None
+        for message in self.messages.incoming(forward):
+            (part,) = self.messages.take(message)
+            total = part.clone() if total is None else total.add_(part)
+            self.messages.release(message)
+        assert total is not None
+        return total
+
+    def add_lookups(self, action: Action, stopwatch: Stopwatch) -> None:
+        """Runs EW."""
+        (message,) = self.messages.incoming(action)
+        (gradient,) = self.messages.take(message)
+        began = stopwatch.mark()
+        self._tied_rows(action.stage).add_lookups(self._ids(action), gradient)
+        stopwatch.record(action, began)
+        self.messages.release(message)
 
     def logits(self, action: Action, stopwatch: Stopwatch) -> None:
         """Runs V."""
@@ -98,6 +127,15 @@ class SpreadHeadActions:
         assert rows is not None
         return rows
 
+    def _tied_rows(self, stage: int) -> TiedRows:
+        rows = self._rows(stage)
+        assert isinstance(rows, TiedRows)
+        return rows
+
+    def _ids(self, action: Action) -> Tensor:
+        ids: Tensor = self._state.batch.slices[action.microbatch][action.slice].input_ids
+        return ids
+
     def _targets(self, action: Action) -> Tensor:
         return self._state.batch.targets[action.microbatch][action.slice]
 
@@ -107,6 +145,8 @@ def _specs(stages: Mapping[int, Stage], state: StepState, has_backward: bool, me
     stage = next(iter(stages.values()))
     assert isinstance(stage, CausalLMStage)
     piece = state.batch.slices[message.microbatch][message.slice]
+    if message.op is Op.E or message.op in BACKWARDS:
+        return [stage.embedded(piece)]
     hidden = stage.hidden(piece)
     tokens, wide = hidden.shape[:2], torch.promote_types(hidden.dtype, torch.float32)
     if message.op is Op.F:

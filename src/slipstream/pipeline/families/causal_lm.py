@@ -30,7 +30,7 @@ from slipstream.model import (
     meta_model,
 )
 from slipstream.model.saving import compiled_modules
-from slipstream.model.vocabulary import HeadRows, SpreadHead, find_spreadable_head
+from slipstream.model.vocabulary import HeadRows, SpreadHead, TiedRows, find_spreadable_head
 from slipstream.parallel import Ranks, part_bounds
 from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows
@@ -125,7 +125,7 @@ class CausalLMFamily:
         shared = self._ranks.tensor.size, self._ranks.share_gradients
         layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared)
         if layout.spreads_vocabulary:
-            self._head = find_spreadable_head(self.config, self._anatomy)
+            self._names = find_spreadable_head(self.config, self._anatomy)
         return layout
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, CausalLMStage], TensorParallel | None]:
@@ -147,18 +147,20 @@ class CausalLMFamily:
         return stages, tensor
 
     def _load_with_head(self, layers: list[StagePart]) -> PreTrainedModel:
-        """Returns the layers, and the whole head, of which this process then keeps some rows."""
+        """Returns the layers, and the whole head with an embedding that is tied to it, of which this process then keeps
+        some rows."""
         ends = self._anatomy.separate_ends | {ModelEnd.HEAD}
         return self._load([*layers, ModelEnd.HEAD], replace(self._anatomy, separate_ends=ends))
 
     def _spread_heads(self, model: PreTrainedModel, layout: StageLayout, here: list[int]) -> dict[int, SpreadHead]:
         """Returns what each of these stages has of the head: an equal number of rows on every rank, or nothing."""
-        head, schedule = model.get_submodule(self._head), layout.training
+        head, schedule = model.get_submodule(self._names.head), layout.training
         assert isinstance(head, nn.Linear)
         parts = enumerate(schedule.vocabulary_stages)
         ids = {g: range(*part_bounds(head.out_features, schedule.num_ranks, rank)) for rank, g in parts if g in here}
-        rows = HeadRows.of_stages(head, ids)
-        return {g: SpreadHead(self._head, rows.get(g)) for g in here}
+        name, tied = self._names
+        rows = TiedRows.of_both(head, model.get_submodule(tied), ids) if tied else HeadRows.of_stages(head, ids)
+        return {g: SpreadHead(name, rows.get(g), tied) for g in here}
 
     def _load(self, layers: list[StagePart], anatomy: ModelAnatomy) -> PreTrainedModel:
         assert self._source is not None
@@ -181,7 +183,8 @@ class CausalLMFamily:
     def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
         """Returns the pipeline's ranks that hold a tied weight, equal where one has both ends."""
         placement = layout.training.placement
-        return (placement[0], placement[-1]) if self._ranks.pipeline.size > 1 and self._anatomy.tied else (0, 0)
+        copies = self._ranks.pipeline.size > 1 and self._anatomy.tied and not layout.spreads_embedding
+        return (placement[0], placement[-1]) if copies else (0, 0)
 
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
         """Returns the pairs of stages that skips go between past others: none."""

@@ -61,10 +61,12 @@ def plan_layout(
                 "vocabulary out, or give a schedule without V, L and VW."
             )
         check_spread(config, tensor_ranks, schedule.num_ranks, options)
+        _check_spread_embedding(anatomy, schedule)
     model = WeighedModel(config, anatomy, seq_len, has_head=not spreads)
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
     recompute = RecomputePolicy.parse(options.memory.recompute, max(len(stage.layers) for stage in layers))
-    layout = StageLayout(schedule, layers, recompute, options.memory.offload, reduces, spreads)
+    embeds = spreads and bool(anatomy.tied)  # an untied embedding is faster whole: what it gives has not to travel
+    layout = StageLayout(schedule, layers, recompute, options.memory.offload, reduces, spreads, embeds)
     _check_sharding(anatomy, tensor_ranks, options)
     return layout, anatomy
 
@@ -84,6 +86,22 @@ def check_spread(config: PretrainedConfig, tensor_ranks: int, num_ranks: int, op
             raise SlipstreamError(f"vocabulary='spread' with {setting}: {reason}. Leave one of the two out.")
     if (size := config.get_text_config().vocab_size) < num_ranks:
         raise SlipstreamError(f"vocabulary='spread': {size} words are too few for {num_ranks} ranks. Leave it out.")
+
+
+def _check_spread_embedding(anatomy: ModelAnatomy, schedule: Schedule) -> None:
+    """Raises SlipstreamError for a given schedule that spreads a whole embedding, or leaves a tied one whole."""
+    if not schedule.spreads_vocabulary or schedule.spreads_embedding == bool(anatomy.tied):
+        return
+    if anatomy.tied:
+        head, embedding = anatomy.tied[0]
+        raise SlipstreamError(
+            f"the schedule {schedule.name!r} has V's but no E's, which spread {embedding}, to which {head} is tied. "
+            "Make it by slipstream.schedule.spread_vocabulary(..., embedding=True)."
+        )
+    raise SlipstreamError(
+        f"the schedule {schedule.name!r} has E's, which spread the embedding, but it isn't tied to the head and stays "
+        "whole. Give a schedule without E and EW."
+    )
 
 
 def _check_sharding(anatomy: ModelAnatomy, tensor_ranks: int, options: PipelineOptions) -> None:

@@ -37,6 +37,7 @@ class StageLayout:
     offload: float  # the share of slices that wait in host memory
     reduces: bool  # whether gradients are summed over replicas, or over ranks that share layers
     spreads_vocabulary: bool = False  # whether every rank has some rows of the head
+    spreads_embedding: bool = False  # which embed too
 
     def __post_init__(self) -> None:
         check_communication(self.training)
@@ -55,7 +56,7 @@ class StageLayout:
     def _extended(self) -> Schedule:
         schedule = _with_less_memory(self.order, self.recompute, self.offload)
         if self.spreads_vocabulary and not schedule.spreads_vocabulary:
-            schedule = spread_vocabulary(schedule)
+            schedule = spread_vocabulary(schedule, embedding=self.spreads_embedding)
         if self.reduces and not any(action.op is Op.REDUCE_GRAD for action in schedule.positions):
             return add_reductions(schedule)
         return schedule
