@@ -1,4 +1,4 @@
-"""A head whose rows are spread over the ranks has the loss and the gradients of the whole one."""
+"""A head whose rows are spread over the ranks, tied or not, has the loss and the gradients of the whole one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import CohereConfig, GraniteConfig, PhiConfig
 
 from pipeline.test_random_schedules import cut_settings, partitions, schedules
+from planner.joint.test_joint_search import ToyCosts, problem
 from slipstream import Action, Memory, Op, Parallelism, Pipeline, Runtime, Schedule, SlipstreamError
+from slipstream.planner.joint import find_vocabulary_plan
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule, predecessors, spread_vocabulary
 from support.architectures import (
     ARCHITECTURES,
@@ -125,6 +127,14 @@ def test_every_named_schedule_takes_it(model: str, name: str, num_ranks: int) ->
         runtime=CHECKED,
     )
     check(model, pipe, tokens(batch=3, length=LENGTH))
+
+
+def test_a_plan_for_a_tied_model_runs() -> None:
+    task = problem(costs=ToyCosts(num_layers=4, head=7.0, overhead=1.0), tied=True, granularity=4, seq_len=LENGTH)
+    plan = find_vocabulary_plan(task, "spread", lambda _: None)
+    cut: dict[str, Any] = {"schedule": plan.schedule, "slices": plan.slices, "partition": plan.partition}
+    pipe = Pipeline(copy.deepcopy(MODELS["llama, tied"]), runtime=CHECKED, **cut)
+    check("llama, tied", pipe, tokens(batch=1, length=LENGTH))
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])

@@ -9,7 +9,9 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Op, Schedule
@@ -148,6 +150,32 @@ def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: P
     facts = Manifest.read(here / "checkpoints" / "step-00000004").facts
     assert facts["num_samples"] == HALF * 4 + 2
     assert facts["mesh"] == {"pp": 1, "dp": 1, "tp": 2}
+
+
+@pytest.mark.more
+def test_a_tied_matrix_in_parts_goes_on_in_parts_and_whole(text: Path, tmp_path: Path) -> None:
+    """Checkpoints have the whole matrix, once."""
+    config = SETTINGS["model"]["config"] | {"tie_word_embeddings": True, "attention_dropout": 0.0}
+    tied, spread = f"--model.config={json.dumps(config)}", "--pipeline.vocabulary=spread"
+    first = tmp_path / "first"
+    ended = train(2, first, text, tied, spread)
+    assert ended.returncode == 0, ended.stderr
+    wanted = load_file(first / "model" / "model.safetensors")
+    others = {
+        "again": (2, [spread]),
+        "replicas": (4, [spread, "--dp=2", "--parallel.shard_optimizer=true"]),
+        "whole": (2, ["--pipeline.vocabulary=whole"]),
+    }
+    for name, (num_processes, settings) in others.items():
+        folder = half_of(first, tmp_path / name)
+        ended = train(num_processes, folder, text, tied, *settings, "--checkpoint.resume=latest")
+        assert ended.returncode == 0, ended.stderr
+        assert f"resumed after step {HALF}" in ended.stdout
+        found = load_file(folder / "model" / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        tolerance = 0.0 if name == "again" else 1e-4
+        for key, tensor in wanted.items():
+            torch.testing.assert_close(found[key], tensor, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

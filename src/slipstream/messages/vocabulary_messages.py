@@ -15,7 +15,6 @@ from slipstream.messages.transport import Transport
 from slipstream.model import Tensors, TensorSpec
 from slipstream.schedule import BACKWARDS, Action, Channel, Direction, Op, Schedule, input_gradient
 
-_ANSWERS = {Op.V: Op.F, Op.L: Op.V, Op.B: Op.E, Op.I: Op.E}  # the op of what must have come before such a message left
 _DIRECTIONS: dict[Op, Direction] = {Op.F: "activations", Op.V: "activations", Op.E: "lookups"}
 Specs = Callable[[SkipSend], Sequence[TensorSpec]]
 
@@ -79,25 +78,27 @@ class VocabularyMessages:
 
     def take(self, message: SkipSend) -> Tensors:
         """Waits for a message and returns its tensors, which are the caller's until `release`."""
-        if self._is_here(message.stage):
-            return self._local.pop(message)
-        due = self._post_up_to(message)
-        if due:
-            self._post(due.popleft())
-        self._posted.remove(message)
-        tensors = self._transport.receive(message)
+        tensors = self._local.pop(message) if self._is_here(message.stage) else self._received(message)
         if (known := self._known_to_have_come(message)) is not None:
             self._transport.settle(vocabulary_channel(known, self._schedule), known)
         return tensors
 
+    def _received(self, message: SkipSend) -> Tensors:
+        due = self._post_up_to(message)
+        if due:
+            self._post(due.popleft())
+        self._posted.remove(message)
+        return self._transport.receive(message)
+
     def _known_to_have_come(self, message: SkipSend) -> SkipSend | None:
-        """Returns the last message to a message's sender of which it tells that it came."""
+        """Returns the last message from here of which another one tells that it came."""
         op, stage, m, i, to = message
-        if op in _ANSWERS:
-            return SkipSend(_ANSWERS[op], to, m, i, to=stage)
-        if op is Op.E and (before := self._gradients_before.get(Action(op, stage, m, i))) is not None:
-            return self.incoming(before)[0]
-        return None
+        if op in (Op.V, Op.L):
+            return SkipSend(Op.F if op is Op.V else Op.V, to, m, i, to=stage)
+        if op is Op.F:  # what the first stage made of it has gone through all stages
+            return SkipSend(Op.E, to, m, i, to=0)
+        before = self._gradients_before.get(Action(op, stage, m, i))
+        return None if before is None else self.incoming(before)[0]
 
     @cached_property
     def _gradients_before(self) -> dict[Action, Action]:

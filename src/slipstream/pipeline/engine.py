@@ -95,6 +95,7 @@ class Engine:
             memory_limit=options.memory.limit,
             vocabulary=family.planned_vocabulary(num_ranks),
             parallel=options.parallel,
+            tied=family.is_tied,
         )
         return plan_start(family.config, request, self.ranks, self.device, _log.info)
 

@@ -87,6 +87,7 @@ def start_settings(
 def _plan(config: Config, options: PipelineOptions, device: torch.device, progress: Progress) -> JointPlan:
     model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
     ranks = Ranks.of(make_mesh_of(config, device))
+    anatomy = ranks.decided(lambda: find_anatomy(model_config))
     num_ranks = config.pipeline.num_ranks
     rows = config.training.batch_size // config.parallel.data
     request = StartRequest(
@@ -97,10 +98,9 @@ def _plan(config: Config, options: PipelineOptions, device: torch.device, progre
         dtype=_DTYPES.get(config.training.precision, "float32"),
         memory_limit=config.memory.limit,
         vocabulary=ranks.decided(
-            lambda: planned_vocabulary(
-                model_config, find_anatomy(model_config), num_ranks, config.parallel.tensor, options
-            )
+            lambda: planned_vocabulary(model_config, anatomy, num_ranks, config.parallel.tensor, options)
         ),
+        tied=bool(anatomy.tied),
         parallel=config.parallel,
     )
     with progress.waiting("planning: measuring what the model's parts cost, then searching"):

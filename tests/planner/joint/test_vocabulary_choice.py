@@ -90,6 +90,21 @@ def test_all_parts_together_cost_what_the_head_does_and_their_actions_besides() 
         assert cost.seconds(Action(Op.F, 3, 0, index)) == fixed
 
 
+def test_a_tied_embedding_is_spread_with_the_head() -> None:
+    """Every rank then looks at every token, as the first one does for a whole embedding."""
+    task = problem(costs=HEAVY, tied=True)
+    plan = find_vocabulary_plan(task, "auto", ignored)
+    assert plan.other_head is not None
+    assert (plan.schedule.spreads_embedding, plan.other_head.schedule.spreads_embedding) == (True, False)
+    validate(plan.schedule)
+    cost = spread_costs(task, plan.partition, plan.slices)
+    assert simulate(plan.schedule, cost).makespan == plan.seconds
+    for op, like in ((Op.E, Op.F), (Op.EW, Op.W)):
+        units, _ = HEAVY.seconds(like, np.array(plan.slices), np.zeros(len(plan.slices), np.int64))
+        for g in plan.schedule.vocabulary_stages:
+            assert cost.seconds(Action(op, g, 0, 0)) == units[0, 0]
+
+
 def test_a_part_of_a_slice_is_two_tensors_and_the_sums_are_none() -> None:
     cost = spread_costs(problem(costs=ToyCosts(latency=0.5, bandwidth=8.0)), (2, 2), (256, 256))
     sent = 256 * 4 / 8

@@ -104,6 +104,11 @@ class CausalLMFamily:
         """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
         self._options = options
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head's weight embeds too."""
+        return bool(self._anatomy.tied)
+
     def planned_vocabulary(self, num_ranks: int) -> Vocabulary:
         """Returns how a plan may have the head. Raises SlipstreamError for a head that can't be as the options say."""
         asked = self.config, self._anatomy, num_ranks, self._ranks.tensor.size, self._options

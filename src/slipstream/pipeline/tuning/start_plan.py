@@ -45,6 +45,7 @@ class StartRequest:
         memory_limit: bytes of each rank. None: no limit.
         vocabulary: whether the head is to be whole or spread over the ranks. "auto": whichever is faster.
         parallel: how ranks that share layers share them.
+        tied: whether the head's weight embeds too.
     """
 
     seq_len: int
@@ -55,6 +56,7 @@ class StartRequest:
     memory_limit: float | None = None
     vocabulary: Vocabulary = "whole"
     parallel: Parallelism = Parallelism()
+    tied: bool = False
 
     @property
     def granularity(self) -> int:
@@ -108,6 +110,7 @@ def plan_start(
         memory_limit=None if request.memory_limit is None else (1 - _LEFT_FREE) * request.memory_limit,
         # Between I and W a rank holds the gradients of outputs too, which the search doesn't count.
         split=request.memory_limit is None,
+        tied=request.tied,
     )
 
     def found() -> tuple[JointPlan, StageRates]:

@@ -24,6 +24,7 @@ class JointProblem:
         memory_limit: bytes of each rank, for weights, gradients, optimizer state and activations. None: no limit.
         split: whether backwards may be split into input and weight gradients.
         effort: how many actions list scheduling may place; some 5 million take a second.
+        tied: whether the head's weight embeds too, so that the embedding is spread where the head is.
     """
 
     costs: UnitCosts
@@ -36,6 +37,7 @@ class JointProblem:
     memory_limit: float | None = None
     split: bool = True
     effort: float = 1.5e8
+    tied: bool = False
 
     def check(self) -> None:
         """Raises SlipstreamError where no slices are allowed."""

@@ -64,7 +64,9 @@ def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
     """Returns the plan with the head's rows on all ranks, given one for the same model without a head."""
     cost = spread_costs(problem, plan.partition, plan.slices)
     ends = plan.schedule.placement[-1], (plan.schedule.placement[-1] + 1) % problem.num_ranks
-    schedule = spread_vocabulary(plan.schedule, cost.seconds, lambda action: result_seconds(cost, action, *ends))
+    schedule = spread_vocabulary(
+        plan.schedule, cost.seconds, lambda action: result_seconds(cost, action, *ends), embedding=problem.tied
+    )
     timeline = simulate(schedule, cost)
     busiest = max(sum(map(cost.seconds, row)) for row in schedule.actions)
     return replace(
@@ -82,6 +84,10 @@ def spread_costs(problem: JointProblem, partition: tuple[float, ...], slices: tu
 
     V computes logits and their gradient for the head's input, as the head's F and I do, and VW their weights'; L adds
     a few numbers up. Each takes the fixed part of an action too.
+
+    Where the head is tied, E and EW go through every token on every rank, as the whole embedding's F and W do, with no
+    model's code around them. The first stage adds up what was looked up, which takes it about as long as a lookup: its
+    F keeps the embedding's time.
     """
     costs, last = problem.costs, len(partition) - 1
     parts = StageParts.of_partition(partition, costs.num_layers, costs.units_per_layer)
@@ -98,6 +104,9 @@ def spread_costs(problem: JointProblem, partition: tuple[float, ...], slices: tu
         for stage in range(last + 1):
             times[stage, index, Op.V] = float(logits[index])
             times[stage, index, Op.VW] = float(rows[index])
+            if problem.tied:
+                times[stage, index, Op.E] = float(forward[0, index])
+                times[stage, index, Op.EW] = float(weights[0, index])
     return replace(table, times=times)
 
 
