@@ -77,12 +77,13 @@ def logits(folder: Path) -> Tensor:
 
 @pytest.mark.more
 @pytest.mark.usefixtures("compiled_search")
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int) -> None:
+@pytest.mark.parametrize(("replicas", "tied"), [(1, False), (2, False), (1, True), (2, True)])
+def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int, tied: bool) -> None:
     """The run that resumes, and the one from the plan file, have it spread too, and train the same to the bit; a run
     with a whole head trains the same but for rounding."""
     processes = 2 * replicas
-    free = write(tmp_path, parallel={"data": replicas})
+    config = SETTINGS["model"]["config"] | {"tie_word_embeddings": tied}
+    free = write(tmp_path, parallel={"data": replicas}, model={"config": config})
     assert run_alone(WORKERS / "training/keep_heavy_head.py", free, str(processes)).returncode == 0
     first, again, planned, whole = (tmp_path / name for name in ("first", "again", "planned", "whole"))
     said = train(free, first, processes=processes).stdout
@@ -92,6 +93,7 @@ def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int) -> None:
     assert plan["pipeline"]["vocabulary"] == "spread"
     for name in ("plan.txt", "schedule.txt"):
         assert "V0.0" in (first / name).read_text()
+        assert ("E0.0" in (first / name).read_text()) == tied
 
     checkpoint = Path("checkpoints", "step-00000002")
     shutil.copytree(first / checkpoint, again / checkpoint)

@@ -95,9 +95,9 @@ def test_weight_gradients_and_reductions_are_phases_of_their_own() -> None:
 
 
 def test_the_parts_of_a_spread_head_have_phases() -> None:
-    timeline = simulate(spread_vocabulary(make_schedule("zb-h1", 2, 1, 2)), UnitCost())
+    timeline = simulate(spread_vocabulary(make_schedule("zb-h1", 2, 1, 2), embedding=True), UnitCost())
     phases = Phases.of(timeline)
-    assert phases.forward == 4  # of each rank, F's and V's of two slices; an L takes no time
+    assert phases.forward == 4  # of each rank, F's and V's of two slices; an L, E or EW takes no time
     assert phases.forward + phases.backward + phases.weight_gradients + phases.idle == pytest.approx(timeline.makespan)
 
 

@@ -18,6 +18,8 @@ _PHASE = {
     Op.V: "forward",  # with a part of the backward
     Op.L: "forward",
     Op.VW: "weight_gradients",
+    Op.E: "forward",
+    Op.EW: "weight_gradients",
 }
 _WAITS = {Cause.MESSAGE: "communication_wait", Cause.COPY: "offload"}
 
