@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
+import yaml
 from typer.testing import CliRunner, Result
 
+import slipstream
+from slipstream import Pipeline, Runtime
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
+from slipstream.pipeline.tuning import StartRequest
 from slipstream.planner.costs import load_profile
-from slipstream.schedule import GENERATORS, add_communication, make_schedule, one_f_one_b, split_backwards
+from slipstream.profiler import profile_model
+from slipstream.profiler.cost_cache import CostCache
+from slipstream.schedule import GENERATORS, Schedule, add_communication, make_schedule, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import load_trace, save_trace
+from slipstream.units import duration_unit
+from support.architectures import llama
 from support.timeouts import LIMIT
 
 
@@ -179,4 +190,103 @@ def test_cuts_that_a_profile_has_no_costs_of() -> None:
     assert "partition=[3.3, 4.7] has 8 layers; give every stage" in refused(*given, "--partition=3.3,4.7")
     assert "--partition=3,x can't be read" in refused(*given, "--partition=3,x")
     assert "--lengths has 1 numbers" in refused(*given, "--lengths=64")
-    assert "give --profile=profile.json too" in refused("1f1b", "--partition=1,2,3,4")
+    said = "--partition is for the costs of a model: give --model and --cluster, or --profile=profile.json, too"
+    assert said in refused("1f1b", "--partition=1,2,3,4")
+    assert "--seq-len and --cluster are for" in refused("1f1b", "--cluster=h100-dgx", "--seq-len=64")
+    assert "leave out --model, --cluster, --num-nodes and --dtype" in refused(*given, "--dtype=float32")
+    assert "--lengths=64,64 add up to 128, but --seq-len=256" in refused(*given, "--lengths=64,64", "--seq-len=256")
+
+
+# --- of a model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, of which no costs are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    llama().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """Four devices on which kernels cost nothing, so that slices are short."""
+    numbers = {"memory": 1e9, "memory_bandwidth": 1e10, "kernel_seconds": 0, "efficiency": [[1, 0.5], [64, 1]]}
+    device = {"name": "small", "flops": {"float32": 1e9}, **numbers}
+    links = {"inside": {"bandwidth": 1e10, "latency": 1e-6}, "between": {"bandwidth": 1e9, "latency": 1e-5}}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump({"name": "four", "num_nodes": 1, "devices_per_node": 4, "device": device, **links}))
+    return path
+
+
+def of_plan(schedule: Schedule, partition: Iterable[float], slices: Iterable[int], folder: Path) -> list[str | Path]:
+    """The arguments for what a plan has found."""
+    (folder / "found.txt").write_text(str(schedule))
+    lists = {"partition": partition, "lengths": slices}
+    return [folder / "found.txt", *(f"--{name}={','.join(map(str, each))}" for name, each in lists.items())]
+
+
+def makespan(*arguments: str | Path) -> str:
+    """The length of the step that is shown, with its unit."""
+    (line,) = (line for line in shown(*arguments) if ", simulated: " in line)
+    return line.partition("simulated: ")[2].partition(",")[0]
+
+
+def as_shown(seconds: float) -> str:
+    per_second, unit = duration_unit(seconds)
+    return f"{seconds * per_second:.4g} {unit}"
+
+
+def test_a_cluster_gives_the_costs_that_a_plan_has(model: Path, cluster: Path, tmp_path: Path) -> None:
+    """Of what the joint search finds there, with a cut inside layers that two devices share."""
+    degrees = {"tensor_parallel": 2, "pipeline_parallel": 2, "schedule": "auto", "recompute": "none", "offload": 0.0}
+    plan = slipstream.plan(model, cluster, seq_len=64, global_batch=1, dtype="float32", **degrees)
+    best = plan.best
+    assert best.joint is not None
+    assert any(layers % 1 for layers in best.partition)
+    given = of_plan(best.joint.schedule, best.partition, best.slices, tmp_path)
+    options = f"--model={model}", f"--cluster={cluster}", "--dtype=float32", "--tensor-parallel=2"
+    assert makespan(*given, *options) == as_shown(plan.timeline.makespan)
+    shown("gpipe", "--ranks=2", "--seq-len=64", *options)
+    for changed, said in (
+        ("--cluster=h100", "cluster='h100' is not known"),
+        ("--dtype=float8", "float8"),
+        ("--tensor-parallel=3", "tensor_parallel=3 can't be predicted for four: choose one of 1, 2, 4."),
+        ("--seq-len=65", "seq_len=65 is more than the model's 64 positions"),
+        ("--partition=1,2", "partition=[1.0, 2.0] has 3 layers"),
+    ):
+        assert said in refused("gpipe", "--ranks=2", "--slices=2", "--seq-len=64", *options, changed)
+    assert "how long are the sequences? give --seq-len" in refused("gpipe", *options)
+
+
+@pytest.mark.parametrize("vocabulary", ["whole", pytest.param("spread", marks=pytest.mark.more)])
+def test_a_run_a_plan_and_a_timeline_read_the_same_kept_costs(
+    model: Path, tmp_path: Path, vocabulary: Literal["whole", "spread"]
+) -> None:
+    assert "has no costs of this model in sequences of 64 tokens" in refused("1f1b", f"--model={model}", "--seq-len=64")
+    request = StartRequest(seq_len=64, microbatch_size=1, num_microbatches=1, num_ranks=2, dtype="float32")
+    cpu = torch.device("cpu")
+    measured = profile_model(llama(), request.profile, cpu)
+    kept = replace(measured, hardware=replace(measured.hardware, processes=2))
+    CostCache(llama(), request.profile, cpu, num_processes=1).keep(kept, print)
+
+    pipe = Pipeline.from_config(
+        llama(),
+        schedule="auto",
+        slices="auto",
+        seq_len=64,
+        num_ranks=2,
+        vocabulary=vocabulary,
+        runtime=Runtime(self_check=False),
+    )
+    chosen = pipe.plan
+    assert chosen is not None
+    assert chosen.schedule.spreads_vocabulary == (vocabulary == "spread")
+    given = of_plan(chosen.schedule, chosen.partition, chosen.slices, tmp_path)
+    assert makespan(*given, f"--model={model}") == as_shown(chosen.seconds)
+
+    planned = slipstream.plan(model, seq_len=64, global_batch=1, pipeline_parallel=2, schedule="auto")
+    found = planned.best.joint
+    assert found is not None
+    given = of_plan(found.schedule, found.partition, found.slices, tmp_path)
+    assert makespan(*given, f"--model={model}") == as_shown(planned.timeline.makespan)

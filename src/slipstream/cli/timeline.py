@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -14,6 +14,7 @@ from slipstream.cli.number_options import amount, count, numbers
 from slipstream.errors import SlipstreamError, did_you_mean
 
 if TYPE_CHECKING:
+    from slipstream.planner.costs import CostSource
     from slipstream.schedule import Op, Schedule
     from slipstream.simulator import TableCost
     from slipstream.timeline import Timeline
@@ -44,11 +45,37 @@ def timeline(
     profile: Annotated[
         Path | None, Option(help="Measured costs (slipstream profile), in place of the seconds above.")
     ] = None,
+    model: Annotated[
+        str | None,
+        Option(
+            help="The costs of a model's folder, hub name, config.json, or training configuration (.yaml), in place of "
+            "the seconds above."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        Option(help="With a model: a cluster's name or file (.yaml). Default: what runs measured here."),
+    ] = None,
+    seq_len: Annotated[
+        int | None, count("With a model: tokens per sequence. Default: the sum of the slices' lengths.")
+    ] = None,
+    num_nodes: Annotated[int | None, count("Nodes of the cluster. Default: as in its description.")] = None,
+    dtype: Annotated[
+        str | None, Option(help="The dtype in which the model computes. Default: bfloat16, or the measured one.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, count("With a model: devices that share every layer. Default: 1, or as measured.")
+    ] = None,
+    microbatch_size: Annotated[
+        int | None, count("With a model: sequences per microbatch. Default: 1, or as measured.")
+    ] = None,
     partition: Annotated[
-        str | None, Option(help="With a profile: layers of each stage, such as 0,4.5,3.5.", metavar="LIST")
+        str | None,
+        Option(help="With a profile or a model: layers of each stage, such as 0,4.5,3.5.", metavar="LIST"),
     ] = None,
     lengths: Annotated[
-        str | None, Option(help="With a profile: tokens of each slice. Default: equal ones.", metavar="LIST")
+        str | None,
+        Option(help="With a profile or a model: tokens of each slice. Default: equal ones.", metavar="LIST"),
     ] = None,
     output: Annotated[
         Path | None, Option(help="A .png, .svg or .pdf picture, or a .json trace for ui.perfetto.dev.")
@@ -64,10 +91,13 @@ def timeline(
     seconds |= {Op.F: forward, Op.B: backward, Op.R: forward, Op.OFFLOAD: 0, Op.RELOAD: 0}
     make = partial(_make, ranks, microbatches, slices, stages_per_rank)
     cost: Callable[[Schedule], TableCost] = partial(_cost, seconds, head, link)
-    if profile is not None:
-        cost = partial(_profiled_cost, profile, numbers(partition, "partition"), numbers(lengths, "lengths"))
-    elif partition is not None or lengths is not None:
-        raise SlipstreamError("--partition and --lengths are for measured costs: give --profile=profile.json too")
+    asked = {"cluster": cluster, "num_nodes": num_nodes, "dtype": dtype}
+    of_stages = {"tensor_parallel": tensor_parallel, "microbatch_size": microbatch_size}
+    cut = numbers(partition, "partition"), numbers(lengths, "lengths")
+    if model is not None or profile is not None:
+        cost = _costs_of(model, profile, seq_len, *cut, asked, of_stages)
+    else:
+        _refuse_without_costs(partition=partition, lengths=lengths, seq_len=seq_len, **asked, **of_stages)
     shown = _find(schedule, make, cost)
     if against == _SIMULATED:
         shown = (_simulate_again(schedule, shown), *shown)
@@ -117,21 +147,49 @@ def _cost(seconds: Mapping[Op, float], head: float, link: float, plan: Schedule)
     return TableCost(times, [link] * plan.num_slices, bandwidth=1.0, activations=held)
 
 
-def _profiled_cost(path: Path, partition: list[float] | None, lengths: list[float] | None, plan: Schedule) -> TableCost:
-    """Returns a profile's costs of the schedule's stages, by default of nearly equal numbers of layers, and slices."""
-    from slipstream.planner.costs import load_profile
-
-    profile = load_profile(path)
-    layers = partition or _nearly_equal(len(profile.kinds), plan.num_stages)
-    tokens = [int(each) for each in lengths or _nearly_equal(profile.seq_len, plan.num_slices)]
-    for name, given, wanted in (("partition", layers, plan.num_stages), ("lengths", tokens, plan.num_slices)):
-        if len(given) != wanted:
-            raise SlipstreamError(f"--{name} has {len(given)} numbers, but the schedule {plan.name!r} needs {wanted}")
-    return profile.cost(layers, tokens)
+def _refuse_without_costs(**given: object) -> None:
+    """Raises SlipstreamError for options that describe costs of which there are none."""
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if names:
+        raise SlipstreamError(
+            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} for the costs of a model: give --model and "
+            "--cluster, or --profile=profile.json, too"
+        )
 
 
-def _nearly_equal(total: int, count: int) -> list[float]:
-    return [total // count + (i < total % count) for i in range(count)]
+def _costs_of(
+    model: str | None,
+    profile: Path | None,
+    seq_len: int | None,
+    partition: list[float] | None,
+    lengths: list[float] | None,
+    asked: Mapping[str, Any],
+    of_stages: Mapping[str, int | None],
+) -> Callable[[Schedule], TableCost]:
+    """Returns the costs of a schedule: those of a model on a cluster, those kept of it here, or a profile's."""
+    from slipstream.planning.schedule_costs import schedule_costs
+
+    tokens = [int(each) for each in lengths or ()]
+    source: CostSource
+    if profile is not None:
+        from slipstream.planner.costs import ProfileSource, load_profile
+
+        if model is not None or any(value is not None for value in asked.values()):
+            raise SlipstreamError(
+                "--profile has the costs of one model here: leave out --model, --cluster, --num-nodes and --dtype"
+            )
+        measured = load_profile(profile)
+        source, total = ProfileSource(measured, measured.hardware.processes), seq_len or sum(tokens) or measured.seq_len
+    else:
+        from slipstream.planning.cost_choice import choose_costs
+
+        total = seq_len or sum(tokens)
+        if not total:
+            raise SlipstreamError("how long are the sequences? give --seq-len=4096, for example")
+        degree = of_stages["tensor_parallel"]
+        degrees = None if degree is None else (degree,)
+        source = choose_costs(model, seq_len=total, tensor_parallel=degrees, **asked)
+    return lambda plan: schedule_costs(source, plan, partition, tokens, seq_len=total, **of_stages)
 
 
 def _read(path: Path) -> Schedule:

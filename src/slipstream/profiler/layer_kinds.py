@@ -30,6 +30,15 @@ def anatomy_with_halves(config: PretrainedConfig) -> ModelAnatomy:
         return anatomy
 
 
+def why_layers_stay_whole(config: PretrainedConfig) -> str:
+    """Returns why layers can't be cut in half; "" where they can."""
+    try:
+        find_halves(config, find_anatomy(config))
+    except SlipstreamError as error:
+        return str(error)
+    return ""
+
+
 def find_layer_kinds(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the kind of every layer, numbered in the order of their first layers, and the kinds' names.
 

@@ -14,7 +14,7 @@ from slipstream.pipeline.tuning import start_plan
 from slipstream.planner.joint import JointPlan
 from slipstream.profiler import measurement_run
 from slipstream.simulator import memory_of
-from support.architectures import build, gradient_error, gradients, llama, tokens, unsplit_step
+from support.architectures import ARCHITECTURES, build, gradient_error, gradients, llama, tokens, unsplit_step
 
 LENGTH = 64
 
@@ -64,6 +64,17 @@ def test_what_it_does_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capl
     text = " ".join(caplog.messages)
     assert "measuring what the model's parts cost: " in text
     assert "searching for the best plan: " in text
+
+
+def test_layers_that_cannot_be_cut_in_half_are_planned_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """Both branches of GPT-NeoX start from the same input."""
+    with caplog.at_level(logging.INFO, "slipstream"):
+        plan = planned(model=build(ARCHITECTURES["gpt_neox"])).plan
+    assert plan is not None
+    assert all(layers == int(layers) for layers in plan.partition)
+    assert any(
+        "layers are planned whole: model_type 'gpt_neox' can't be cut inside" in line for line in caplog.messages
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -24,7 +24,7 @@ from slipstream.planner.joint import (
     find_vocabulary_plan,
 )
 from slipstream.planner.steps import StageRates, fit_rates
-from slipstream.profiler import ProfileSettings, find_costs
+from slipstream.profiler import ProfileSettings, find_costs, why_layers_stay_whole
 
 _BUDGET = 90.0  # seconds of measuring, at most
 _EVERY = 5.0  # seconds between lines about progress
@@ -92,7 +92,7 @@ def plan_start(
     stages cost. Collective.
 
     The leader searches, and all ranks follow. `say` gets a line, on the leader, about each measuring that has to be
-    repeated, and every few seconds about what has been done.
+    repeated, every few seconds about what has been done, and about why layers aren't cut in half where they can't be.
 
     Raises:
         SlipstreamError: where nothing fits the memory limit, or the model can't be measured.
@@ -100,6 +100,8 @@ def plan_start(
     told = _Told(say)
     profile = find_costs(config, request.profile, device, ranks, say, told.measured)
     units = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
+    if units.units_per_layer == 1 and ranks.leads:
+        say(f"layers are planned whole: {why_layers_stay_whole(config)}")
     problem = JointProblem(
         costs=units,
         seq_len=request.seq_len,

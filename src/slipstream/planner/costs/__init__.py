@@ -5,6 +5,7 @@ from slipstream.planner.costs.cluster import SHIPPED, Cluster, Device, load_clus
 from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, HostMemorySpec, ProfileSource, StageCosts
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, Measurement, ModelIdentity
 from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
-from slipstream.planner.costs.profile_file import OPS, Profile, load_profile
+from slipstream.planner.costs.pipeline_costs import OPS
+from slipstream.planner.costs.profile_file import Profile, load_profile
 from slipstream.planner.costs.stage_basis import Stage, StageParts, choose_stages, part_kinds, partition_of, parts_of
 from slipstream.planner.costs.time_fit import AttentionWindow, SlicePoint, TimeFit, find_windows, fit_times

@@ -22,6 +22,7 @@ import numpy as np
 
 from slipstream.planner.costs.cluster import Cluster, LinkKind
 from slipstream.planner.costs.operation_counts import AttentionCall, ModelCount, OpCount, PartCount, StateBytes
+from slipstream.planner.costs.pipeline_costs import pipeline_costs
 from slipstream.planner.costs.stage_basis import Stage
 from slipstream.schedule import Action, Op
 from slipstream.simulator import TableCost
@@ -162,6 +163,18 @@ class AnalyticCosts:
         tensor_parallel apart."""
         num_bytes = StateBytes.of(self.model.dtype).gradients * self.num_parameters(layers)
         return float(self.cluster.all_reduce_seconds(num_bytes, data_parallel, self.tensor_parallel))
+
+    def cost(self, partition: Sequence[float], slices: Sequence[int]) -> ClusterCost:
+        """Returns the simulator's costs of a pipeline, as `Profile.cost` does.
+
+        Args:
+            partition: layers of each stage; with halves where these are counted, 0 for an end of the model alone.
+            slices: tokens of each slice.
+
+        Raises:
+            SlipstreamError: where the layers don't add up to the model's, or a slice is empty.
+        """
+        return pipeline_costs(self, len(self.model.kinds), self.units_per_layer, partition, slices)
 
     # --- bytes of one rank -------------------------------------------------------------------------------------------
 

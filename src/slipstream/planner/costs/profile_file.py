@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -15,10 +15,9 @@ import numpy as np
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.planner.costs.fitted_time import FittedTime
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, ModelIdentity
+from slipstream.planner.costs.pipeline_costs import OPS, pipeline_costs
 from slipstream.planner.costs.stage_basis import (
     Stage,
-    StageParts,
-    check_partition,
     combine,
     part_kinds,
     parts_of,
@@ -30,7 +29,6 @@ from slipstream.simulator import TableCost
 
 FORMAT = 2
 _HALVES = (", attention half", ", feed-forward half")
-OPS = (Op.F, Op.B, Op.I, Op.W)  # the ops that are measured; R takes as long as F
 
 
 @dataclass(frozen=True)
@@ -187,18 +185,7 @@ class Profile:
         Raises:
             SlipstreamError: where the layers don't add up to the model's, a slice is empty, or its time is unknown.
         """
-        check_partition(partition, len(self.kinds), self.units_per_layer)
-        if min(slices, default=0) < 1:
-            raise SlipstreamError(f"slices={list(slices)}: give at least one, each of 1 token or more.")
-        times: dict[tuple[int, int, Op], float] = {}
-        activations, kept = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
-        stages = StageParts.of_partition(partition, len(self.kinds), self.units_per_layer)
-        for (stage, layers), (index, length) in product(enumerate(stages), enumerate(slices)):
-            for op in (*OPS, Op.R):
-                times[stage, index, op] = float(self.seconds(layers, op, length, sum(slices[:index])))
-            activations[stage, index] = self.activation_bytes(layers, length)
-            kept[stage, index] = self.kept_bytes(layers, "full", length)
-        return replace(self.action_costs(times, slices), activations=activations, kept=kept)
+        return pipeline_costs(self, len(self.kinds), self.units_per_layer, partition, slices)
 
     @cached_property
     def _measured(self) -> tuple[range, ...]:

@@ -6,4 +6,9 @@ from slipstream.planner.joint.joint_problem import JointProblem
 from slipstream.planner.joint.joint_search import find_joint_plan
 from slipstream.planner.joint.profile_units import ProfileUnits
 from slipstream.planner.joint.unit_costs import UnitCosts
-from slipstream.planner.joint.vocabulary_choice import UnitsWithoutHead, Vocabulary, find_vocabulary_plan
+from slipstream.planner.joint.vocabulary_choice import (
+    UnitsWithoutHead,
+    Vocabulary,
+    find_vocabulary_plan,
+    spread_costs,
+)

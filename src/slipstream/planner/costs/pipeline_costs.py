@@ -1,0 +1,59 @@
+"""What the actions of a pipeline cost, from what its stages cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, product
+from typing import Any, Protocol, TypeVar
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.costs.stage_basis import StageParts, check_partition
+from slipstream.schedule import Op
+from slipstream.simulator import TableCost
+
+OPS = (Op.F, Op.B, Op.I, Op.W)  # the ops that have times of their own; R takes as long as F
+_Table = TypeVar("_Table", bound=TableCost, covariant=True)
+
+
+class _StageCosts(Protocol[_Table]):
+    """What stages cost: `AnalyticCosts` or `Profile`."""
+
+    def seconds(self, layers: StageParts, op: Op, length: Any, context: Any) -> Any: ...
+
+    def activation_bytes(self, layers: StageParts, length: int) -> float: ...
+
+    def kept_bytes(self, layers: StageParts, recompute: str, length: int) -> float: ...
+
+    def action_costs(self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int]) -> _Table: ...
+
+
+def pipeline_costs(
+    costs: _StageCosts[_Table], num_layers: int, units_per_layer: int, partition: Sequence[float], slices: Sequence[int]
+) -> _Table:
+    """Returns the simulator's costs of a pipeline: times and activations of every stage and slice, and messages.
+
+    Args:
+        costs: of any stage.
+        num_layers: of the model.
+        units_per_layer: 2 where its layers can be cut in half, else 1.
+        partition: layers of each stage, perhaps with halves; 0 for an end of the model alone.
+        slices: tokens of each slice.
+
+    Raises:
+        SlipstreamError: where the layers don't add up to the model's, a slice is empty, or its time is unknown.
+    """
+    check_partition(partition, num_layers, units_per_layer)
+    if min(slices, default=0) < 1:
+        raise SlipstreamError(f"slices={list(slices)}: give at least one, each of 1 token or more.")
+    times: dict[tuple[int, int, Op], float] = {}
+    activations, kept = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
+    stages = StageParts.of_partition(partition, num_layers, units_per_layer)
+    contexts = accumulate(slices[:-1], initial=0)
+    places = enumerate(zip(slices, contexts, strict=True))
+    for (stage, layers), (index, (length, context)) in product(enumerate(stages), places):
+        for op in (*OPS, Op.R):
+            times[stage, index, op] = float(costs.seconds(layers, op, length, context))
+        activations[stage, index] = float(costs.activation_bytes(layers, length))
+        kept[stage, index] = float(costs.kept_bytes(layers, "full", length))
+    return replace(costs.action_costs(times, slices), activations=activations, kept=kept)
