@@ -304,8 +304,7 @@ class Pipeline:
 
     def memory_table(self, inputs: Tensor, targets: Tensor, microbatch: int = 0) -> MemoryTable:
         """Measures the bytes that this process's stages of a causal LM hold in a step on such a batch. Collective. For
-        `slipstream.simulator.memory_of`, which adds the parts up by a schedule; where microbatches differ, of one.
-        Raises SlipstreamError for a spread vocabulary, whose parts aren't counted."""
+        `slipstream.simulator.memory_of`, which adds the parts up by a schedule; where microbatches differ, of one."""
         return rehearse(self._engine.rehearsed_step(WholeBatch.of(self.device, inputs, targets)), microbatch)
 
     def refresh(self) -> None:

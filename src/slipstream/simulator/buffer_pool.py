@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from slipstream.schedule import RECEIVES, SENDS, Action, Channel, Op, Schedule, channel, send_windows
 from slipstream.simulator.memory_table import MemoryTables, table_of
+from slipstream.simulator.vocabulary_buffers import VocabularyBuffers
 
 Windows = Mapping[Channel, int]  # see `send_windows`
 
@@ -16,13 +17,15 @@ def pool_bytes(schedule: Schedule, rank: int, tables: MemoryTables, windows: Win
 
     One for every receive from when it is posted until the backward of its slice is done (W's where it is split, since
     a forward's input and an output's gradient belong to a weight gradient's factors; F's where the input is moved to
-    the host), and one for every send until as many later ones have gone out on its channel as its window is wide.
+    the host), and one for every send until as many later ones have gone out on its channel as its window is wide. Those
+    of a spread head's messages come from the same pool (`VocabularyBuffers`).
     """
     windows = windows or send_windows(schedule)
     used: Counter[float] = Counter()  # buffers by size, which are reused and never freed
     most: Counter[float] = Counter()
     sent: defaultdict[Channel, deque[float]] = defaultdict(deque)
     posted: set[Action] = set()
+    spread = VocabularyBuffers(schedule, rank, tables) if schedule.spreads_vocabulary else None
     for action in schedule.actions[rank]:
         table = table_of(tables, action.microbatch)
         size = table.payload(action.slice) + table.header_bytes
@@ -37,6 +40,9 @@ def pool_bytes(schedule: Schedule, rank: int, tables: MemoryTables, windows: Win
             released = _released(action, schedule) & posted
             posted -= released
             used[size] -= len(released)
+            for own, change in spread.changes(action) if spread else ():
+                used[own] += change
+                most[own] = max(most[own], used[own])
             continue
         used[size] += 1
         most[size] = max(most[size], used[size])

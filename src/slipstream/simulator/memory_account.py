@@ -6,7 +6,18 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, add_communication, send_windows
+from slipstream.schedule import (
+    BACKWARDS,
+    RECEIVES,
+    SENDS,
+    VOCABULARY,
+    Action,
+    Op,
+    Schedule,
+    add_communication,
+    input_gradient,
+    send_windows,
+)
 from slipstream.simulator.buffer_pool import Windows, pool_bytes
 from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, MemoryTables, StageSlice, table_of
 
@@ -139,19 +150,28 @@ class _Account:
         self._leave(action, unit, footprint.leaves)
         self._count_context(action)
         self._hand_over(action, unit)
+        if self.schedule.spreads_vocabulary and action.stage == self.schedule.num_stages - 1:
+            self._share_output(action)
         return Moment(action, during, sum(self.held.values()))
 
     def _peak(self, action: Action, unit: StageSlice, footprint: Footprint) -> float:
-        """Returns the peak over what is held; a stage's first B, I or W makes gradients that later ones add to."""
+        """Returns the peak over what is held; a stage's first B, I, W or VW makes gradients that later ones add to."""
         key = action.stage, action.op
-        if action.op not in BACKWARDS or key in self.ran:
+        if action.op not in BACKWARDS | {Op.VW} or key in self.ran:
             return footprint.peak
         self.ran.add(key)
         self.held[MemoryKind.GRADIENTS] += (made := self.table.gradients.get(key, 0))
         return self.table.first.get((unit, action.op), footprint.peak + made) - made
 
     def _leave(self, action: Action, unit: StageSlice, leaves: float) -> None:
-        """Counts what an action leaves: from F to I as activations, from I to W as the inputs of W."""
+        """Counts what an action leaves: from F to I as activations, from I to W as the inputs of W.
+
+        Of what L leaves, the last stage's backward frees the gradient that it starts from.
+        """
+        if action.op in VOCABULARY:
+            gradient = self.table.payload(action.slice) if action.op is Op.L else 0
+            self.held[MemoryKind.VOCABULARY] += leaves - gradient
+            leaves = gradient
         before = self.saved[unit, action.microbatch]
         self.saved[unit, action.microbatch] += leaves
         if action.op is Op.I:
@@ -159,6 +179,15 @@ class _Account:
             self.held[MemoryKind.WEIGHT_INPUTS] += before + leaves
         else:
             self.held[MemoryKind.WEIGHT_INPUTS if action.op is Op.W else MemoryKind.ACTIVATIONS] += leaves
+
+    def _share_output(self, action: Action) -> None:
+        """Keeps the last stage's output, which goes with VW, until the backward of its slice where that comes later."""
+        if action.op not in (Op.B, Op.I, Op.VW):
+            return
+        rows, backward = action.with_op(Op.VW), input_gradient(*action[1:], self.schedule)
+        if self.schedule.positions[rows] < self.schedule.positions[backward]:
+            payload = self.table.payload(action.slice)
+            self.held[MemoryKind.ACTIVATIONS] += payload if action == rows else -payload
 
     def _count_context(self, action: Action) -> None:
         key = stage, microbatch = action.stage, action.microbatch

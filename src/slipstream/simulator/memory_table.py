@@ -21,6 +21,7 @@ class MemoryKind(StrEnum):
     # a stage of the same rank
     ACTIVATIONS = "activations"  # saved: from F, or R, to B or I; not while they are on the host
     WEIGHT_INPUTS = "inputs of W"  # what I leaves: activations and output gradients that weight gradients need
+    VOCABULARY = "parts of the head"  # of a spread one: the probabilities of a rank's rows, from V to VW
     CONTEXT = "context"  # K and V: from a microbatch's first F on the stage to its last B or I there
     CONTEXT_GRADIENTS = "context gradients"  # from its first B or I to its last
     WORKSPACE = "workspace"  # what the running action has made so far
@@ -69,8 +70,9 @@ class MemoryTable:
         message_bytes: per slice, what travels between two stages.
         header_bytes: the header of each message.
         parameters: per stage.
-        gradients: per stage and B, I or W, the weight gradients that it makes.
+        gradients: per stage and B, I, W or VW, the weight gradients that it makes.
         optimizer: per stage.
+        vocabulary_bytes: per V and L of a spread head and slice, the buffer of its message, header included.
     """
 
     footprints: Mapping[tuple[StageSlice, Op], Footprint]
@@ -82,6 +84,7 @@ class MemoryTable:
     parameters: Mapping[int, float] = field(default_factory=dict)
     gradients: Mapping[tuple[int, Op], float] = field(default_factory=dict)
     optimizer: Mapping[int, float] = field(default_factory=dict)
+    vocabulary_bytes: Mapping[tuple[Op, int], float] = field(default_factory=dict)
 
     def footprint(self, unit: StageSlice, op: Op) -> Footprint:
         """Returns the bytes of an action; raises SlipstreamError if the table lacks them."""

@@ -109,6 +109,13 @@ def test_one_rank(name: str, settings: dict[str, Any]) -> None:
     assert abs(simulated - measured) < 1024
 
 
+@pytest.mark.parametrize("settings", [pytest.param(each, marks=pytest.mark.more) for each in SETTINGS[1:]], ids=str)
+def test_one_rank_with_the_parts_of_its_head(settings: dict[str, Any]) -> None:
+    options = {"vocabulary": "spread", **grouped(self_check=False, **settings)}
+    simulated, measured = peaks(Pipeline.from_config(ARCHITECTURES["llama"], num_microbatches=2, **options))
+    assert abs(simulated - measured) < 1024
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "1f1b"])
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (1, 3, 2)])

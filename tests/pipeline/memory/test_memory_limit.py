@@ -59,9 +59,10 @@ def test_processes_hold_less_than_the_limit() -> None:
             {"schedule": "gpipe"},
             {"schedule": make_schedule("gpipe", 2, 4, 4)},
             {"schedule": "zb-h2", "recompute": "full"},
+            {"schedule": "gpipe", "vocabulary": "spread"},
         ]
     ),
-    ids=["name", "schedule", "recompute"],
+    ids=["name", "schedule", "recompute", "spread"],
 )
 def test_a_schedule_that_holds_too_much_is_refused_before_it_runs(settings: dict[str, Any]) -> None:
     inputs = tokens(batch=4)

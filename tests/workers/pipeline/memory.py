@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 
@@ -10,8 +12,12 @@ from slipstream.pipeline.memory.live_memory import memory_meter, tensors_alive
 from slipstream.simulator import MemoryKind, rank_memory
 from support.architectures import VOCABULARY, llama
 
+Vocabulary = Literal["whole", "spread"]
 
-def compare(schedule: str, stages_per_rank: int, recompute: str, offload: float) -> None:
+
+def compare(
+    schedule: str, stages_per_rank: int, recompute: str, offload: float, vocabulary: Vocabulary = "whole"
+) -> None:
     """The peaks are equal but for the tokens and the like, which the model leaves out."""
     pipe = Pipeline.from_config(
         llama(hidden_size=64, max_position_embeddings=128),
@@ -21,6 +27,7 @@ def compare(schedule: str, stages_per_rank: int, recompute: str, offload: float)
         num_microbatches=3,
         memory=Memory(recompute=recompute, offload=offload),
         runtime=Runtime(self_check=False),
+        vocabulary=vocabulary,
     )
     inputs = torch.randint(0, VOCABULARY, (3, 128), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(pipe.parameters())
@@ -36,7 +43,7 @@ def compare(schedule: str, stages_per_rank: int, recompute: str, offload: float)
         others = memory.num_bytes - static
         pipe.step(inputs, inputs)
         measured = memory.peak - others
-    case = f"{schedule} {recompute} {offload}, rank {pipe.rank}"
+    case = f"{schedule} {recompute} {offload} {vocabulary}, rank {pipe.rank}"
     assert abs(found.peak - measured) < 1024, f"{case}: simulated {found.peak:.0f}, measured {measured:.0f}"
     assert 0 <= others < 0.01 * measured, f"{case}: {others} bytes that the model leaves out"
 
@@ -47,4 +54,8 @@ if __name__ == "__main__":
     compare("zb-v", 2, "none", 0.0)
     compare("zb-v", 2, "full", 0.0)
     compare("gpipe", 1, "selective", 0.7)
+    compare("1f1b", 1, "none", 0.0, "spread")
+    compare("zb-v", 2, "none", 0.0, "spread")
+    compare("interleaved-1f1b", 2, "full", 0.0, "spread")
+    compare("gpipe", 1, "selective", 0.7, "spread")
     dist.destroy_process_group()

@@ -38,7 +38,7 @@ class SpreadHeadActions:
         self._schedule, self._stages, self._state = schedule, stages, state
         # not a bound method: the cycle of references would keep the step's tensors until garbage is collected
         self.messages = VocabularyMessages(
-            rank, schedule, transport, partial(_specs, stages, state, schedule.has_backward)
+            rank, schedule, transport, partial(vocabulary_specs, stages, state, schedule.has_backward)
         )
         self._parts: dict[SliceKey, PartOfSlice] = {}
 
@@ -140,7 +140,9 @@ class SpreadHeadActions:
         return self._state.batch.targets[action.microbatch][action.slice]
 
 
-def _specs(stages: Mapping[int, Stage], state: StepState, has_backward: bool, message: SkipSend) -> list[TensorSpec]:
+def vocabulary_specs(
+    stages: Mapping[int, Stage], state: StepState, has_backward: bool, message: SkipSend
+) -> list[TensorSpec]:
     """Returns what a message has: the head's input; statistics, and in training two gradients; or the sums."""
     stage = next(iter(stages.values()))
     assert isinstance(stage, CausalLMStage)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.messages import HEADER_BYTES, Message, Transport, part_size
+from slipstream.messages import HEADER_BYTES, Message, SkipSend, Transport, message_bytes, part_size
 from slipstream.model import CausalLMStage, Tensors, TensorSpec, storage_bytes, storage_id
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution import Executor, StepState, run_together
+from slipstream.pipeline.execution import Executor, StepState, run_together, vocabulary_specs
 from slipstream.pipeline.memory.live_memory import MemoryMeter, memory_meter, tensors_alive
+from slipstream.pipeline.memory.lone_stage import alone
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
@@ -63,6 +64,7 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
         context_gradients={run.like.stage: run.context_gradients for run in runs},
         message_bytes=_message_bytes(step),
         header_bytes=HEADER_BYTES,
+        vocabulary_bytes=_vocabulary_bytes(step),
         parameters={number: storage_bytes(tensors) + updated[number][0] for number, tensors in owned.items()},
         gradients={key: size for run in runs for key, size in run.gradients().items()},
         optimizer={number: ADAMW_STATES * size for number, (_, size) in updated.items()},
@@ -110,14 +112,14 @@ class _Run:
         return {
             (self._unit(action), action.op): change.peak
             for action, change in self.changes.items()
-            if self._is_first_backward(action, 0) or action == Action(Op.W, self.like.stage, 0, self.num_slices - 1)
+            if self._is_first_backward(action, 0) or self._makes_weights_first(action)
         }
 
     def gradients(self) -> dict[tuple[int, Op], float]:
         """Returns the bytes of weight gradients that the first microbatch makes."""
         made: defaultdict[tuple[int, Op], float] = defaultdict(float)
         for action, change in self.changes.items():
-            if action.microbatch == 0 and action.op in BACKWARDS:
+            if action.microbatch == 0 and action.op in BACKWARDS | {Op.VW}:
                 made[self.like.stage, action.op] += change.gradients
         return made
 
@@ -127,6 +129,10 @@ class _Run:
     def _is_first_backward(self, action: Action, microbatch: int) -> bool:
         """Returns whether this is the microbatch's first backward; they run from the last slice to the first."""
         return action.op in (Op.B, Op.I) and (action.microbatch, action.slice) == (microbatch, self.num_slices - 1)
+
+    def _makes_weights_first(self, action: Action) -> bool:
+        """Returns whether this is the first weight gradient of the first microbatch."""
+        return action.op in (Op.W, Op.VW) and (action.microbatch, action.slice) == (0, self.num_slices - 1)
 
     def _freed_by_send(self, action: Action) -> int:
         """Returns the size of an action's result, below 0: it is counted with the messages."""
@@ -142,6 +148,19 @@ def _message_bytes(step: RehearsedStep) -> list[float]:
     pieces: Any = step.batch.slices[0]
     sizes = [part_size(stage.hidden(piece).shape.numel(), step.num_parts) for piece in pieces]
     return [size * stage.hidden_dtype.itemsize for size in sizes]
+
+
+def _vocabulary_bytes(step: RehearsedStep) -> dict[tuple[Op, int], float]:
+    """Returns the bytes of the messages of V and L of each slice, where the head is spread."""
+    if not step.schedule.spreads_vocabulary:
+        return {}
+    state = StepState(step.batch, torch.zeros(()), torch.zeros(()))
+    last = step.schedule.num_stages - 1
+
+    def size(op: Op, index: int) -> int:
+        return message_bytes(vocabulary_specs(step.stages, state, True, SkipSend(op, last, 0, index, to=last)))
+
+    return {(op, index): size(op, index) for op in (Op.V, Op.L) for index in range(len(step.batch.slices[0]))}
 
 
 def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> Iterator[_Run]:
@@ -162,41 +181,15 @@ def _run(
     step: RehearsedStep, like: StageSlice, split: bool, transport: Transport, present: list[Tensor]
 ) -> dict[Action, _Change]:
     """Returns what each action changed: of the `present` tensors, and of those that the run makes."""
-    stage = step.stages[like.stage]
+    stage, schedule = step.stages[like.stage], alone(like, split, step.schedule, len(step.batch.slices[0]))
     options = step.loss_function, step.device, step.recompute, step.parameters.reduce
-    executor = Executor(like.stage, {like.stage: stage}, transport, *options)
+    executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)
     with _without_gradients(stage), memory_meter(step.device, present) as memory:
         watch = _MemoryWatch(stage, memory)
         executor.observe(watch)
-        run_together([executor], _alone(like, split, step), step.batch)
+        run_together([executor], schedule, step.batch)
         executor.finish()
     return watch.changes
-
-
-def _alone(like: StageSlice, split: bool, step: RehearsedStep) -> Schedule:
-    """Returns the schedule of two microbatches on one stage, all others being on ranks that do nothing."""
-    placement, num_slices = tuple(range(step.schedule.num_stages)), len(step.batch.slices[0])
-    row = [action for m in range(2) for action in _microbatch(like, split, m, len(placement), num_slices)]
-    rows = tuple(tuple(row) if number == like.stage else () for number in placement)
-    return Schedule("rehearsal", rows, placement, num_microbatches=2, num_slices=num_slices)
-
-
-def _microbatch(like: StageSlice, split: bool, microbatch: int, num_stages: int, num_slices: int) -> Iterator[Action]:
-    """Yields the forwards, then the backwards in reverse, each with the actions that go with it."""
-    not_first, not_last = like.stage > 0, like.stage + 1 < num_stages
-    forward = [(Op.RECV_F, not_first), (Op.F, True), (Op.SEND_F, not_last), (Op.OFFLOAD, like.offloaded)]
-    backward = [
-        (Op.RELOAD, like.offloaded),
-        (Op.R, like.recomputed),
-        (Op.RECV_B, not_last),
-        (Op.I if split else Op.B, True),
-        (Op.SEND_B, not_first),
-        (Op.W, split),
-    ]
-    order = range(num_slices)
-    for ops, slices in ((forward, order), (backward, reversed(order))):
-        for index in slices:
-            yield from (Action(op, like.stage, microbatch, index) for op, runs in ops if runs)
 
 
 class _MemoryWatch:

@@ -1,0 +1,65 @@
+"""The schedule of a rehearsal: one stage alone on its rank, with all that a schedule does to some slice of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slipstream.schedule import Action, Op, Schedule
+from slipstream.simulator import StageSlice
+
+
+def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) -> Schedule:
+    """Returns the schedule of two microbatches on one stage of `schedule`, alone on its rank.
+
+    All slices are treated as `like` is, with backwards whole or split.
+    """
+    placement = _apart(like.stage, schedule) if schedule.spreads_vocabulary else tuple(range(schedule.num_stages))
+    last, has_rows = len(placement) - 1, schedule.spreads_vocabulary and like.stage in schedule.vocabulary_stages
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    for microbatch in range(2):
+        rows[placement[like.stage]] += _microbatch(like, split, microbatch, last, num_slices, has_rows)
+        if has_rows:
+            for stage in {placement[g]: g for g in range(last + 1)}.values():  # the last of each rank
+                if stage != like.stage:
+                    rows[placement[stage]] += _sending(stage, microbatch, last, num_slices)
+    return Schedule("rehearsal", tuple(map(tuple, rows)), placement, num_microbatches=2, num_slices=num_slices)
+
+
+def _sending(stage: int, microbatch: int, last: int, num_slices: int) -> Iterator[Action]:
+    """Yields what another rank would run of a spread head: it doesn't run, but says what is sent, in which order."""
+    order = range(num_slices)
+    yield from (Action(Op.V, stage, microbatch, index) for index in order)
+    if stage == last:
+        yield from (Action(Op.F, stage, microbatch, index) for index in order)
+        yield from (Action(Op.L, stage, microbatch, index) for index in reversed(order))
+
+
+def _apart(stage: int, schedule: Schedule) -> tuple[int, ...]:
+    """Returns the placement with the rank's other stages on the next rank, or where it is the only one, on others."""
+    placement, num_ranks = schedule.placement, schedule.num_ranks
+    own = placement[stage]
+    if num_ranks == 1:
+        return tuple(range(schedule.num_stages))
+    return tuple((own + 1) % num_ranks if there == own and g != stage else there for g, there in enumerate(placement))
+
+
+def _microbatch(
+    like: StageSlice, split: bool, microbatch: int, last: int, num_slices: int, has_rows: bool
+) -> Iterator[Action]:
+    """Yields the forwards, then the backwards in reverse, each with the actions that go with it."""
+    not_first, not_last = like.stage > 0, like.stage < last
+    forward = [(Op.RECV_F, not_first), (Op.F, True), (Op.SEND_F, not_last), (Op.OFFLOAD, like.offloaded)]
+    backward = [
+        (Op.L, has_rows and not not_last),
+        (Op.RELOAD, like.offloaded),
+        (Op.R, like.recomputed),
+        (Op.RECV_B, not_last),
+        (Op.I if split else Op.B, True),
+        (Op.SEND_B, not_first),
+        (Op.W, split),
+        (Op.VW, has_rows),
+    ]
+    order = range(num_slices)
+    for ops, slices in ((forward, order), ([(Op.V, has_rows)], order), (backward, reversed(order))):
+        for index in slices:
+            yield from (Action(op, like.stage, microbatch, index) for op, runs in ops if runs)
