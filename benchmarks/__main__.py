@@ -32,7 +32,7 @@ TRIALS = {
     "papers": "",
     "papers.figure3": str(PROFILE),
     "predicted": "",
-    "ragged": "--layers 2 --longest 256 --tokens 512 --batches 1 --repeats 1 --warmups 0",
+    "ragged": "--layers 2 --longest 256 --tokens 512 --repeats 1",
     "token_slices": "--lengths 256 --sequences --ours auto --repeats 1 --warmups 0 --steps 2",
     "auto_grid": "--minutes 2",
     "plan_search": "",

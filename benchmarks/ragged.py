@@ -1,10 +1,11 @@
 """Documents of different lengths on two processes: a plan for every step against padding and against packing.
 
-    python -m benchmarks.ragged                  # prints a table, writes results/ragged.json
+    python -m benchmarks.ragged                  # prints a table, writes results/ragged.json after every round
 
 The documents are the Python standard library's source files, cut at 8192 tokens. Every contender takes the same ones in
 a step. Padding makes all as long as the longest; packing lays them one after the other into rows of one length, with
-document masks, and cuts those that don't fit. Contenders take turns, and ratios are of medians.
+document masks, and cuts those that don't fit. Each way has several settings, of which one turn each finds the fastest;
+these then take turns, and ratios are of medians. Packing in whole rows is what a pipeline without token slices can do.
 """
 
 from __future__ import annotations
@@ -13,80 +14,34 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig
 
-from benchmarks.harness import few, interleaved, is_trial, medians, restart_in_environment, setting, write
-from benchmarks.isolated import Contender
+from benchmarks.harness import costs_kept_in, few, interleaved, medians, restart_in_environment, setting, write
+from benchmarks.isolated import Contender, build_all
+from benchmarks.ragged_batches import (
+    Batch,
+    attended,
+    batches_of_documents,
+    model_config,
+    multiplications,
+    packed,
+    padded,
+    typical_length,
+)
 from slipstream import Pipeline, Runtime
-from slipstream.launch import Progress
 from slipstream.planner.steps import StageRates, StepProblem, find_step_plan
 from slipstream.planner.steps.sliced_step import SlicedStep
 from slipstream.planner.steps.step_candidates import lower_bound
 from slipstream.schedule import Op, make_schedule
 from slipstream.simulator import simulate
 from slipstream.timeline import Timeline
-from slipstream.training.config import DataSection
-from slipstream.training.data import read_documents, tokenise, train_tokenizer
-
-VOCABULARY = 8192
-IGNORED = -100
-Batch = list[Tensor]
-
-
-def model_config(longest: int, num_layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=longest,
-        tie_word_embeddings=False,
-    )
-
-
-def documents(longest: int) -> Iterator[Tensor]:
-    """Yields the source files of the standard library, in a random order, as tokens."""
-    texts = few(read_documents(DataSection(corpus="python-stdlib")), 40)
-    tokenised = tokenise(train_tokenizer(texts, VOCABULARY, Progress(None)), texts, Progress(None))
-    tokens = [
-        torch.from_numpy(tokenised.document(number)[:longest]).long() for number in range(tokenised.num_documents)
-    ]
-    for number in np.random.default_rng(0).permutation(len(tokens)):
-        if len(tokens[number]) > 1:
-            yield tokens[number]
-
-
-def batches(number: int, num_tokens: int, longest: int) -> list[Batch]:
-    """Returns steps of exactly `num_tokens` tokens: the last document of each is cut where they end."""
-    found: list[Batch] = [[]]
-    for document in documents(longest):
-        left = num_tokens - sum(map(len, found[-1]))
-        found[-1].append(document[:left])
-        if len(document) >= left:
-            if len(found) == number:
-                return found
-            found.append([])
-    raise SystemExit(f"the standard library has too few tokens for {number} steps of {num_tokens}")
-
-
-def padded(batch: Batch) -> tuple[Tensor, Tensor, None]:
-    """Returns rows as long as the longest document; what pads them counts nowhere."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(batch, batch_first=True), pad(batch, batch_first=True, padding_value=IGNORED), None
-
-
-def packed(batch: Batch, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rows of one length, the documents' tokens one after the other, and which document each is of."""
-    rows = torch.cat(batch).view(-1, length)
-    numbers = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor([*map(len, batch)]))
-    return rows, rows, numbers.view(-1, length)
 
 
 class Rows:
@@ -133,81 +88,88 @@ class Documents:
         return self.pipe.timeline()
 
 
-def contenders(batches: list[Batch], longest: int, config: LlamaConfig, num_settings: int) -> dict[str, Contender]:
-    """Returns ours, padding and packing, each in several settings."""
+def contenders(batches: list[Batch], longest: int, config: LlamaConfig) -> dict[str, list[Contender]]:
+    """Returns each way of running documents, in several settings."""
     num_tokens, fewest = sum(map(len, batches[0])), min(map(len, batches))
+    num_rows = num_tokens // longest
     auto: dict[str, Any] = {"schedule": "auto", "slices": "auto"}
-    ours = {"auto": auto, "auto, measured cut": auto | {"seq_len": longest}}
-    pads: list[dict[str, Any]] = [
-        {"slices": 8, "num_microbatches": fewest},
-        {"slices": 4, "num_microbatches": fewest},
-        {"slices": 4, "num_microbatches": fewest, "schedule": "interleaved-1f1b", "stages_per_rank": 2},
-    ]
+    measured = auto | {"seq_len": typical_length(batches)}
+    pads = [{"slices": slices, "num_microbatches": fewest} for slices in (2, 4)]
+    rows = auto | {"seq_len": longest, "num_microbatches": num_rows}
     packs: list[tuple[int, dict[str, Any]]] = [
-        (longest, auto | {"num_microbatches": num_tokens // longest, "seq_len": longest}),
-        (longest, {"slices": 8, "num_microbatches": num_tokens // longest}),
-        (longest // 2, {"slices": 4, "num_microbatches": 2 * num_tokens // longest}),
+        (longest, rows),
+        (longest, {"slices": 8, "num_microbatches": num_rows}),
+        (longest // 2, {"slices": 4, "num_microbatches": 2 * num_rows}),
     ]
-    chosen = [*ours.items()][:num_settings]
-    found = [Contender(f"documents, {name}", Documents, batches, config, way) for name, way in chosen]
-    found += [Contender(f"padded, {way}", Rows, batches, None, config, way) for way in pads[:num_settings]]
-    for length, way in packs[-num_settings:]:
-        found.append(Contender(f"packed to {length}, {way}", Rows, batches, length, config, way))
-    return {each.name: each for each in found}
+    wholes = [(longest // parts, {"slices": 1, "num_microbatches": parts * num_rows}) for parts in (1, 2)]
+
+    def packing(group: str, settings: Sequence[tuple[int, dict[str, Any]]]) -> list[Contender]:
+        return [
+            Contender(f"{group} to {length}, {way}", Rows, batches, length, config, way)
+            for length, way in few(settings)
+        ]
+
+    return {
+        "documents": [Contender(f"documents, {way}", Documents, batches, config, way) for way in few([measured, auto])],
+        "padded": [Contender(f"padded, {way}", Rows, batches, None, config, way) for way in few(pads)],
+        "packed": packing("packed", packs),
+        "packed whole": packing("packed whole", wholes),
+    }
 
 
-def compare(batches: list[Batch], longest: int, config: LlamaConfig, options: argparse.Namespace) -> dict[str, object]:
-    """Returns tokens per second of all, and the ratios of ours to the others' best, with the bounds of these."""
-    running = contenders(batches, longest, config, 1 if is_trial() else 3)
-    for each in running.values():
-        each.wait()
-    measured = interleaved({name: each.run for name, each in running.items()}, options.repeats, options.warmups)
-    middle = medians(measured)
-    idle = {name: each.report().idle_fraction for name, each in running.items()}  # type: ignore[attr-defined]
-    losses = {name: each.losses for name, each in running.items()}
-    for each in running.values():
+def compare(batches: list[Batch], longest: int, config: LlamaConfig, repeats: int) -> Iterator[dict[str, object]]:
+    """Yields after each round what is known so far: tokens per second, and the ratios of ours to the others."""
+    groups = contenders(batches, longest, config)
+    build_all(each for group in groups.values() for each in group)
+    tried = {name: [(each.run(), each) for each in group] for name, group in groups.items()}
+    fastest = {name: min(turns, key=lambda turn: turn[0])[1] for name, turns in tried.items()}
+    for turns in tried.values():
+        for seconds, each in turns:
+            print(f"  {seconds:6.1f} s in the first turn  {each.name}", flush=True)
+            if each not in fastest.values():
+                each.close()
+    settings = {each.name: seconds for turns in tried.values() for seconds, each in turns}
+    measured: dict[str, list[float]] = {name: [] for name in fastest}
+    for _ in range(repeats):
+        for name, seconds in interleaved({name: each.run for name, each in fastest.items()}, 1, warmups=0).items():
+            measured[name] += seconds
+        idle = {name: each.report().idle_fraction for name, each in fastest.items()}  # type: ignore[attr-defined]
+        ways, losses = ({name: getattr(each, what) for name, each in fastest.items()} for what in ("name", "losses"))
+        known = {"first turns": settings, "fastest": ways, "losses": losses}
+        yield known | ratios(batches, config, measured, idle, ways)
+    for each in fastest.values():
         each.close()
-    best = {group: min((n for n in middle if n.startswith(group)), key=middle.__getitem__) for group in GROUPS}
+
+
+def ratios(
+    batches: list[Batch],
+    config: LlamaConfig,
+    measured: dict[str, list[float]],
+    idle: dict[str, float],
+    ways: dict[str, str],
+) -> dict[str, object]:
+    """Returns tokens per second, how much faster ours are than each other way, and how much faster they could be.
+
+    Without a moment's idling ours would do their multiplications as fast as the other way does its own while it is
+    busy: that is the most that a plan can gain over it, however good.
+    """
+    middle, others = medians(measured), [name for name in measured if name != "documents"]
     num_tokens = sum(len(document) for batch in batches for document in batch)
-    work = {name: multiplications(lengths, config) for name, lengths in row_lengths(batches, best["packed"]).items()}
+    work = {name: multiplications(attended(batches, way), config) for name, way in ways.items()}
+    better = min(("padded", "packed"), key=middle.__getitem__)
+    over = {name: middle[name] / middle["documents"] for name in others}
+    at_most = {name: work[name] / work["documents"] / (1 - idle[name]) for name in others}
     return {
         "documents": [[*map(len, batch)] for batch in batches],
         "tokens per second": {name: num_tokens / seconds for name, seconds in middle.items()},
         "seconds": measured,
-        "losses": losses,
         "idle in the last step": idle,
-        "best": best,
-        "over": {group: middle[best[group]] / middle[best["documents"]] for group in GROUPS[1:]},
-        # Without a moment's idling ours would do its multiplications as fast as they do theirs while they are busy.
-        "at most": {group: work[group] / work["documents"] / (1 - idle[best[group]]) for group in GROUPS[1:]},
         "multiplications": work,
+        "over": over,
+        "at most": at_most,
+        "over the better of padding and packing": over[better],
+        "at most over it": at_most[better],
     }
-
-
-GROUPS = ("documents", "padded", "packed")
-
-
-def row_lengths(batches: list[Batch], packed_as: str) -> dict[str, list[int]]:
-    """Returns the lengths of what attends to itself: documents, padded rows, and the parts of documents in rows."""
-    length = int(packed_as.removeprefix("packed to ").partition(",")[0])
-    parts = []
-    for batch in batches:
-        ends = np.cumsum([*map(len, batch)])
-        cuts = np.union1d(ends, np.arange(0, ends[-1] + 1, length))
-        parts += np.diff(cuts).tolist()
-    return {
-        "documents": [len(document) for batch in batches for document in batch],
-        "padded": [max(map(len, batch)) for batch in batches for _ in batch],
-        "packed": parts,
-    }
-
-
-def multiplications(lengths: Sequence[int], config: LlamaConfig) -> float:
-    """Returns the multiplications of forwards and backwards: three times those with weights, 3.5 times attention's."""
-    width, layers = config.hidden_size, config.num_hidden_layers
-    linear = layers * (4 * width**2 + 3 * width * config.intermediate_size) + width * config.vocab_size
-    scores = 7.0 * layers * width
-    return sum(3.0 * linear * each + scores * each * (each + 1) / 2 for each in lengths)
 
 
 def planning(num_mixes: int) -> list[dict[str, object]]:
@@ -255,27 +217,30 @@ def show(row: dict[str, object]) -> None:
     for name, rate in sorted(row["tokens per second"].items(), key=lambda item: -item[1]):  # type: ignore[attr-defined]
         print(f"  {rate:8.0f} tokens/s  {name}")
     for group, ratio in row["over"].items():  # type: ignore[attr-defined]
-        print(f"  {ratio:8.3f} x over {group}, of at most {row['at most'][group]:.3f}")  # type: ignore[index]
+        print(f"  {ratio:8.3f} x over {group}, of at most {row['at most'][group]:.3f}", flush=True)  # type: ignore[index]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--longest", type=int, default=8192, help="tokens at which documents are cut")
     parser.add_argument("--tokens", type=int, default=16384, help="of a step: a multiple of --longest")
-    parser.add_argument("--batches", type=int, default=2, help="steps that are timed together")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warmups", type=int, default=1, help="rounds before, which don't count")
+    parser.add_argument("--batches", type=int, default=1, help="steps that are timed together")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--costs", type=Path, help="folder in which measured costs are kept; default: a new one")
     options = parser.parse_args()
     restart_in_environment()
     plans = planning(len(few(range(9), 2)))
     for each in plans:
         print(", ".join(f"{name} {value:.3g}" for name, value in each.items()), flush=True)
     config = model_config(options.longest, options.layers)
-    row = compare(batches(options.batches, options.tokens, options.longest), options.longest, config, options)
-    show(row)
-    rounds = {"repeats": options.repeats, "warmups": options.warmups, "layers": options.layers}
-    print(f"wrote {write('ragged', {'setting': setting(**rounds), 'planning': plans, **row})}")
+    steps = batches_of_documents(options.batches, options.tokens, options.longest)
+    print(f"documents of {[[*map(len, batch)] for batch in steps]} tokens", flush=True)
+    facts = {"setting": setting(repeats=options.repeats, layers=options.layers), "planning": plans}
+    with costs_kept_in(options.costs):
+        for row in compare(steps, options.longest, config, options.repeats):
+            show(row)
+            print(f"wrote {write('ragged', facts | row)}", flush=True)
 
 
 if __name__ == "__main__":

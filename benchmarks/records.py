@@ -132,6 +132,11 @@ SUBJECTS = {
     ),
     "predicted_2_ranks": Subject("simulated against measured steps, two processes", "predicted"),
     "predicted_4_ranks": Subject("the same, four ranks in one process", "predicted", "--ranks 4"),
+    "ragged": Subject(
+        "documents of different lengths, against padding and packing",
+        "ragged",
+        sources=("src/slipstream", "benchmarks/isolated.py", "benchmarks/ragged_batches.py"),
+    ),
     "planned": Subject("plans against runs: step time and peak memory", "planned"),
     "memory": Subject("predicted against counted memory, by rank and kind", "memory"),
     "executor_overhead": Subject("what the executor adds to a step", "executor_overhead"),

@@ -83,6 +83,30 @@ def test_steps_of_any_shape_follow_each_other() -> None:
     assert pipe.evaluate(rows, rows) == pytest.approx(float(loss), rel=1e-9)
 
 
+def test_fewer_sequences_than_microbatches_are_one_each() -> None:
+    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), num_microbatches=3, slices=2, num_ranks=2, runtime=UNCHECKED)
+    inputs, _ = batch_of([9, 30])
+    loss, _ = one_by_one("gpt2", inputs, inputs)
+    assert abs(pipe.step(inputs, inputs) - loss) < BOUND
+    assert sorted(sum(each.slices) for each in pipe.last_step.microbatches) == [9, 30]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+def test_under_a_name_sequences_share_microbatches_by_their_cost(name: str) -> None:
+    """In whatever order they come, one long sequence is alone, and the short ones are together."""
+    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), name, num_microbatches=2, slices=4, num_ranks=2, runtime=UNCHECKED)
+    for lengths in ([40, 9, 10, 11, 8], [9, 10, 40, 11, 8]):
+        inputs, _ = batch_of(lengths)
+        loss, expected = one_by_one("gpt2", inputs, inputs)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        assert abs(pipe.step(inputs, inputs) - loss) < BOUND
+        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+        rows = {sum(each.slices): len(each.slices) for each in pipe.last_step.microbatches}
+        assert rows == {40: 4, 38: 3}  # of less attention
+        assert pipe.order.ops == make_schedule(name, 2, 2, 4).ops  # backwards are split as the name says
+
+
 def test_documents_within_a_sequence_are_kept_apart() -> None:
     inputs, labels = batch_of([30, 20])
     documents = [torch.arange(30) // 13, torch.arange(20) // 7]
@@ -164,7 +188,12 @@ def ids(*lengths: int) -> list[Tensor]:
         ({}, ids(4, 3), {"targets": ids(4)}, "targets are 1 sequences, inputs 2"),
         ({}, [torch.ones(4)], {}, "inputs[0] is (4,) float32; expected int64"),
         ({}, ids(4), {"targets": torch.ones(1, 4)}, "targets must be a list of tensors"),
-        ({"num_microbatches": 3}, ids(4, 3), {}, "a batch of 2 sequences can't be cut into 3 microbatches"),
+        (
+            {"schedule": make_schedule("gpipe", 1, 3, 2)},
+            ids(4, 3),
+            {},
+            "a batch of 2 sequences can't be cut into 3 mic",
+        ),
         ({}, torch.ones(2, 4, dtype=torch.int64), {"lengths": [4, 5]}, "lengths[1]=5, but inputs have room for 4"),
         ({}, torch.ones(2, 4, dtype=torch.int64), {"lengths": [4, 0]}, "inputs[1] is an empty sequence"),
         ({}, torch.ones(2, 4, dtype=torch.int64), {"lengths": [4]}, "inputs are (2, 4) for 1 lengths"),

@@ -150,10 +150,14 @@ def test_a_plan_is_prepared_while_another_step_runs() -> None:
     for longest in range(10, 20):
         pipe.prepare([5, longest])
     assert len(pipe._engine.step_planning._waiting) == 4
-    pipe.prepare([1])
+
+
+def test_a_plan_that_can_not_be_made_is_refused_by_its_step() -> None:
+    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), make_schedule("1f1b", 2, 2, 3), runtime=UNCHECKED)
+    pipe.prepare([12])
     inputs, _ = batch_of([12])
     with pytest.raises(SlipstreamError, match="a batch of 1 sequences can't be cut into 2 microbatches"):
-        pipe.step([inputs[0][:1]], [inputs[0][:1]])
+        pipe.step(inputs, inputs)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.training.config import load_config
-from slipstream.training.data import PackedSequences, TokenisedText, spread_batches, unigram_entropy
+from slipstream.training.data import BatchSize, PackedSequences, TokenisedText, unigram_entropy
 from slipstream.training.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
 from support.parameters import first_of
@@ -144,8 +144,8 @@ def test_the_export_has_the_trained_weights(finished: tuple[RunFolder, str]) -> 
     text = TokenisedText.load(output.inputs, "validation")
     losses, counts = [], []
     sequences = PackedSequences(text, settings.seq_len, seed=None)
-    for first in spread_batches(sequences.num_sequences, settings.batch_size):
-        batch = sequences.batch(first, settings.batch_size)
+    for each in BatchSize(settings.batch_size).batches(sequences, sequences.num_sequences):
+        batch = sequences.batch(*each)
         for row, documents in zip(batch.input_ids, batch.document_ids, strict=True):
             for number in documents.unique():
                 tokens = row[documents == number][None]

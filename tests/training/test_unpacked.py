@@ -15,8 +15,9 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Schedule
-from slipstream.training.config.config_file import parse_config
+from slipstream.planner.steps import StageRates
+from slipstream.schedule import Op, Schedule
+from slipstream.training.config.config_file import dump_config, load_config, parse_config
 from slipstream.training.data import TokenisedText, WholeDocuments
 from support.forked import COMMAND, launch
 
@@ -132,20 +133,114 @@ def test_other_meshes_have_the_same_losses(
         assert math.isfinite(step["grad_norm"])
 
 
+def same_steps(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> bool:
+    names = ("step", "loss", "grad_norm", "tokens")
+    return [[step[name] for name in names] for step in found] == [[step[name] for name in names] for step in wanted]
+
+
+def copy_checkpoint(run: Path, to: Path) -> None:
+    (to / "checkpoints").mkdir(parents=True)
+    shutil.copytree(run / "checkpoints" / "step-00000003", to / "checkpoints" / "step-00000003")
+
+
+FREE = SETTINGS | {"pipeline": {"num_ranks": 2}}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory, text: Path, compiled_search: None) -> Path:
+    """A run that measured what its stages cost, and planned each step by that."""
+    output = tmp_path_factory.mktemp("planned") / "run"
+    ended = train(2, output, text, settings=FREE)
+    assert "stages on ranks" in ended.stdout
+    return output
+
+
 @pytest.mark.more
-def test_where_nothing_is_named_each_step_is_planned(text: Path, tmp_path: Path) -> None:
-    """From the model's multiplications, so that a resumed run plans the same, to the bit."""
-    named = SETTINGS | {"pipeline": {"num_ranks": 2}}
-    train(2, tmp_path / "run", text, settings=named)
-    schedules = Schedule.parse((tmp_path / "run" / "schedule.txt").read_text())
+def test_where_nothing_is_named_each_step_is_planned_by_measured_costs(planned: Path) -> None:
+    schedules = Schedule.parse((planned / "schedule.txt").read_text())
     assert schedules.num_microbatches > 1
-    (tmp_path / "half" / "checkpoints").mkdir(parents=True)
-    shutil.copytree(tmp_path / "run/checkpoints/step-00000003", tmp_path / "half/checkpoints/step-00000003")
-    train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=named)
-    wanted, found = steps_of(tmp_path / "run"), steps_of(tmp_path / "half")
-    assert not any("trial" in step for step in wanted)
-    for name in ("step", "loss", "grad_norm", "tokens"):
-        assert [step[name] for step in found] == [step[name] for step in wanted[3:]]
+    assert not any("trial" in step for step in steps_of(planned))
+    plan = yaml.safe_load((planned / "plan.yaml").read_text())
+    rates = StageRates.from_json(plan["plan"]["rates"])
+    assert rates.num_stages == len(plan["pipeline"]["partition"])
+    assert 0 < rates.seconds[Op.F].sum() < 1  # seconds of a slice and of a token, not multiplications
+
+
+@pytest.mark.more
+def test_a_resumed_run_plans_the_same_without_measuring(planned: Path, text: Path, tmp_path: Path) -> None:
+    copy_checkpoint(planned, tmp_path / "half")
+    ended = train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=FREE)
+    assert "measuring" not in ended.stdout
+    assert "stages on ranks" not in ended.stdout
+    assert same_steps(steps_of(tmp_path / "half"), steps_of(planned)[3:])
+
+
+@pytest.mark.more
+def test_another_run_starts_from_the_plan_file(planned: Path, text: Path, tmp_path: Path) -> None:
+    file = yaml.safe_load((planned / "plan.yaml").read_text())
+    settings = {name: SETTINGS[name] for name in ("runtime", "optimizer", "checkpoint")} | file
+    settings["data"] = SETTINGS["data"] | file["data"]
+    settings["training"] = SETTINGS["training"] | file["training"]
+    shutil.copy(planned / "plan.txt", tmp_path)
+    ended = train(2, tmp_path / "run", text, settings=settings)
+    assert "stages on ranks" not in ended.stdout
+    assert same_steps(steps_of(tmp_path / "run"), steps_of(planned))
+
+
+@pytest.mark.more
+def test_a_checkpoint_without_costs_is_resumed_by_multiplications(
+    finished: Path, text: Path, tmp_path: Path, compiled_search: None
+) -> None:
+    copy_checkpoint(finished, tmp_path / "half")
+    ended = train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=FREE)
+    said = " ".join(ended.stdout.split())
+    assert "the checkpoint has no measured costs, so steps are planned by multiplications" in said
+    for step, wanted in zip(steps_of(tmp_path / "half"), steps_of(finished)[3:], strict=True):
+        assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def by_tokens(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run whose steps have as many documents as fit into 200 tokens."""
+    output = tmp_path_factory.mktemp("by_tokens") / "run"
+    train(2, output, text, settings=BY_TOKENS)
+    return output
+
+
+BY_TOKENS = SETTINGS | {"training": {"seq_len": 64, "batch_tokens": 200, "steps": 6, "eval_every": 6}}
+
+
+@pytest.mark.more
+def test_a_step_has_as_many_documents_as_fit(by_tokens: Path, text: Path, tmp_path: Path) -> None:
+    sequences = WholeDocuments(TokenisedText.load(by_tokens / "inputs", "train"), 64, 0)
+    steps, taken = steps_of(by_tokens), 0
+    for step in steps:
+        number = sequences.num_fitting(taken, 200)
+        assert step["tokens"] == sum(sequences.lengths(taken, number)) <= 200
+        taken += number
+    assert len({step["tokens"] for step in steps}) > 2
+    copy_checkpoint(by_tokens, tmp_path / "half")
+    train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=BY_TOKENS)
+    assert same_steps(steps_of(tmp_path / "half"), steps[3:])
+
+
+@pytest.mark.more
+def test_replicas_share_the_documents_of_a_step(by_tokens: Path, text: Path, tmp_path: Path) -> None:
+    train(4, tmp_path / "run", text, "--dp=2", settings=BY_TOKENS)
+    for step, wanted in zip(steps_of(tmp_path / "run"), steps_of(by_tokens), strict=True):
+        assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+        assert step["tokens"] == wanted["tokens"]
+
+
+@pytest.mark.more
+def test_epochs_end_where_a_step_by_tokens_does(text: Path, tmp_path: Path) -> None:
+    training = {"seq_len": 64, "batch_tokens": 600, "epochs": 1}
+    train(2, tmp_path / "run", text, settings=SETTINGS | {"training": training, "checkpoint": {}})
+    sequences = WholeDocuments(TokenisedText.load(tmp_path / "run" / "inputs", "train"), 64, 0)
+    steps = steps_of(tmp_path / "run")
+    left = sum(sequences.lengths(0, sequences.num_sequences)) - sum(step["tokens"] for step in steps)
+    assert len(steps) > 1
+    assert 0 <= left <= 600
 
 
 @pytest.mark.parametrize(
@@ -159,6 +254,13 @@ def test_where_nothing_is_named_each_step_is_planned(text: Path, tmp_path: Path)
         ("pipeline", {"microbatches": [[4, [64]]]}, "pipeline.microbatches with data.packing=none"),
         ("memory", {"num_flushes": 2}, "memory.num_flushes=2 with data.packing=none"),
         ("training", {"single_process_steps": 3}, "training.single_process_steps=3 with data.packing=none"),
+        ("pipeline", {"schedule": "some.txt"}, "some.txt with data.packing=none: it is for sequences of one length"),
+        (
+            "training",
+            {"batch_tokens": 128},
+            "training.batch_size=4 and training.batch_tokens=128 both say what a step takes; give one of the two",
+        ),
+        ("data", {"packing": "nnoe"}, "data.packing='nnoe' isn't allowed: input should be 'fixed' or 'none'"),
     ],
 )
 def test_settings_for_one_length_are_refused(section: str, values: dict[str, Any], words: str) -> None:
@@ -170,3 +272,35 @@ def test_settings_for_one_length_are_refused(section: str, values: dict[str, Any
     with pytest.raises(SlipstreamError) as problem:
         parse_config(given | {section: {**given.get(section, {}), **values}})
     assert words in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"data": {"packing": "fixed"}},
+            "training.batch_tokens=200 with data.packing=fixed: it counts the tokens of documents that differ in "
+            "length. Choose data.packing=none, or training.batch_size=3 sequences of training.seq_len=64",
+        ),
+        (
+            {"parallel": {"data": 4}},
+            "training.batch_tokens=200 has no room for a document of training.seq_len=64 tokens for each of "
+            "parallel.data=4 replicas; choose 256 or more",
+        ),
+        ({"training": {"batch_tokens": 63}}, "training.batch_tokens=63 has no room for a document of training.seq_len"),
+        ({"training": {"batch_tokens": 0}}, "training.batch_tokens=0 isn't allowed: input should be greater than 0"),
+    ],
+)
+def test_tokens_of_a_step_that_fit_nothing_are_refused(sections: dict[str, dict[str, Any]], words: str) -> None:
+    given = {**BY_TOKENS, "training": {**BY_TOKENS["training"], "output": "out"}}
+    given["data"] = {**SETTINGS["data"], "corpus": "python-stdlib"}
+    with pytest.raises(SlipstreamError) as problem:
+        parse_config(given | {name: {**given.get(name, {}), **values} for name, values in sections.items()})
+    assert words in str(problem.value)
+
+
+def test_tokens_of_a_step_survive_the_file_that_ranks_read(tmp_path: Path) -> None:
+    given = {**BY_TOKENS, "training": {**BY_TOKENS["training"], "output": "out"}}
+    config = parse_config(given | {"data": {**SETTINGS["data"], "corpus": "python-stdlib"}})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml").training == config.training

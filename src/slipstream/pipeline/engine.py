@@ -54,9 +54,9 @@ class Engine:
         self.family = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
-        self._measured_rates: StageRates | None = None
+        self._given_rates = options.rates
         if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
-            self.plan, self._measured_rates = self._plan_start(self.family, options, num_ranks)
+            self.plan, self._given_rates = self._plan_start(self.family, options, num_ranks)
             options = with_plan(options, self.plan)
             self.family.adopt(options)
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
@@ -200,15 +200,16 @@ class Engine:
         return batch, plan.microbatches
 
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
-        if (self.tuner.is_open or self.plan is not None) and self._rates is not None:
-            return find_step_plan(self.tuner.step_problem(tuple(lengths), self._rates))
+        is_by_cost = self._given_rates is not None or not self.tuner.is_given
+        if is_by_cost and self.rates is not None:
+            return find_step_plan(self.tuner.step_problem(tuple(lengths), self.rates))
         groups = self.family.groups(lengths, self.tuner.schedule.num_microbatches)
         return self.tuner.plan_step(lengths, groups)
 
     @cached_property
-    def _rates(self) -> StageRates | None:
-        """What the stages cost: as it was measured for the plan, else by their multiplications. Used in one thread."""
-        return self.family.rates(self.layout) if self._measured_rates is None else self._measured_rates
+    def rates(self) -> StageRates | None:
+        """What the stages cost: as it was given or measured for the plan, else by their multiplications."""
+        return self.family.rates(self.layout) if self._given_rates is None else self._given_rates
 
     def _check_and_lay_out(self, schedule: Schedule) -> None:
         self.tuner.check(schedule)

@@ -26,7 +26,7 @@ from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
 from slipstream.pipeline.sequences import Lengths, Rows, given_batch
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.slicing import BatchSlicing
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable
 from slipstream.timeline import Timeline
@@ -80,6 +80,8 @@ class Pipeline:
             equal number of the head's rows, and their part of the loss, for a head that weighs several layers (see
             docs/slicing.md). "auto": as planned where schedule, slices and partition are, else whole.
         layers: of an nn.Sequential, the costs of its layers and an example of its inputs.
+        rates: what the stages of a causal LM cost, by which steps on sequences of different lengths are planned: those
+            of another pipeline with the same cut. Default: as measured for a plan made here, else multiplications.
 
     Raises:
         SlipstreamError: what can't be exact or doesn't fit together, on every rank, before anything runs.
@@ -106,11 +108,12 @@ class Pipeline:
         layers: Layers = Layers(),
         microbatches: BatchSlicing | Sequence[SlicedMicrobatch | Sequence[Any]] | None = None,
         vocabulary: Literal["auto", "whole", "spread"] = "auto",
+        rates: StageRates | None = None,
         **old_arguments: Never,
     ) -> None:
         refuse_old_arguments(old_arguments)
         order = schedule, num_microbatches, slices, stages_per_rank, partition, seq_len
-        also = num_ranks, device, microbatches, vocabulary
+        also = num_ranks, device, microbatches, vocabulary, rates
         records = memory, parallel, precision, runtime, layers
         self._engine = Engine(model, PipelineOptions(*order, loss_fn, *records, mesh, *also))
         self.train()
@@ -168,6 +171,12 @@ class Pipeline:
     def plan(self) -> JointPlan | None:
         """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` says what was compared."""
         return self._engine.plan
+
+    @property
+    def rates(self) -> StageRates | None:
+        """What the stages cost, by which steps on sequences of different lengths are planned: in seconds where it was
+        measured, else in multiplications. None for an nn.Sequential."""
+        return self._engine.rates
 
     @property
     def is_tuning(self) -> bool:
@@ -238,8 +247,8 @@ class Pipeline:
         Args:
             inputs: (batch, sequence) token ids, int64; of an nn.Sequential what its first layer takes, rows first. Or a
                 list of (tokens,) tensors, with lists of targets and document_ids: sequences of different lengths, which
-                are packed into `num_microbatches` rows; the longest row has `slices` slices, others accordingly. Of an
-                nn.Sequential with CutTokens each sequence of a list, without rows, is a microbatch.
+                are packed into `num_microbatches` rows of about equal cost; the row that takes longest has `slices`
+                slices, others accordingly. Of an nn.Sequential with CutTokens each sequence is a microbatch.
             targets: (batch, sequence) labels, unshifted as in transformers; -100 counts nowhere. Of an nn.Sequential
                 what the loss function takes, rows first.
             position_ids: (batch, sequence); default: from 0 in every document.

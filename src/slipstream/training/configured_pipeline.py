@@ -42,9 +42,9 @@ def make_mesh_of(config: Config, device: torch.device) -> DeviceMesh | None:
 
 def tuned_settings(config: Config, tuned: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the schedule and the slices that "auto" settled on before a checkpoint was saved, as `make_pipeline`
-    takes them; nothing where the run now has other ranks, stages or microbatches."""
+    takes them; nothing where the run now has other ranks, stages or microbatches, and where each step is planned."""
     pipeline = config.pipeline
-    if tuned is None or not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
+    if tuned is None or "rates" in tuned or not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
         return {}
     schedule = Schedule.parse(tuned["schedule"])
     name = placed_as(pipeline.schedule, pipeline.stages_per_rank)

@@ -1,8 +1,13 @@
-"""The plan of a run whose configuration names no schedule, slices or partition: made, written down, and found again."""
+"""The plan of a run whose configuration names no schedule, slices or partition: made, written down, and found again.
+
+Rows of one length run the plan. For documents of any length it says the cut and what its stages cost, by which each
+step is then planned.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +22,11 @@ from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StartRequest, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
+from slipstream.planner.steps import StageRates
 from slipstream.schedule import AUTOMATIC, Schedule
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_mesh_of
+from slipstream.training.data import BatchSize, Sequences, WholeDocuments
 from slipstream.training.run_folder import RunFolder
 
 # The settings by section that a plan decides, or keeps as they are by default
@@ -57,72 +64,120 @@ def what_prevents_a_plan(config: Config) -> str:
 
 
 def start_settings(
-    config: Config, device: torch.device, progress: Progress, earlier: Mapping[str, Any] | None
+    config: Config,
+    sequences: Sequences,
+    device: torch.device,
+    progress: Progress,
+    earlier: Mapping[str, Any] | None,
+    resumes: bool,
 ) -> dict[str, Any]:
-    """Returns the schedule, slices and partition, and the memory settings, as `make_pipeline` takes them. Collective.
+    """Returns the schedule, slices and partition, the memory settings, and for documents of any length the rates of the
+    stages, as `make_pipeline` takes them. Collective.
 
     They are those of `earlier`, what the checkpoint says that the run resumes from: it neither measures nor searches.
     Else they are planned from measured costs, and written to the run's folder. Nothing where the configuration gives
-    any of them; where the model can't be measured, 1f1b with 8 slices, and a line that says why.
+    any of them; where the model can't be measured, 1f1b with 8 slices, for documents nothing, and a line that says why.
     """
     options = PipelineOptions(**config.pipeline_options())
-    if not is_free(options) or config.pipeline.num_ranks == 1:
+    are_documents = isinstance(sequences, WholeDocuments)
+    if not is_free(replace(options, seq_len=config.training.seq_len)) or config.pipeline.num_ranks == 1:
         return {}
+    otherwise = "steps are planned by multiplications" if are_documents else "the run uses schedule=1f1b with 8 slices"
     if earlier is not None and (found := _found_again(config, earlier)):
         return found
+    if resumes and earlier is None and are_documents:
+        progress.say(f"the checkpoint has no measured costs, so {otherwise}")
+        return {}
     try:
-        plan = _plan(config, options, device, progress)
+        plan, rates = _plan(config, _request(config, sequences), options, device, progress)
     except SlipstreamError as error:
-        progress.say(f"no plan could be made, so the run uses schedule=1f1b with 8 slices: {error}")
-        return dict(_FALLBACK)
+        progress.say(f"no plan could be made, so {otherwise}: {error}")
+        return {} if are_documents else dict(_FALLBACK)
     progress.say(plan.table())
     folder = RunFolder(config.training.output)
     if Ranks.of().leads:
-        _write(config, plan, folder)
+        _write(config, plan, rates if are_documents else None, folder)
     progress.say(f"wrote the plan to {folder.plan}, from which another run can start at once")
     planned = with_plan(options, plan)
-    return {name: getattr(planned, name) for name in ("schedule", "slices", "partition", "memory")}
+    settings = {name: getattr(planned, name) for name in ("schedule", "slices", "partition", "memory")}
+    return settings | ({"slices": len(plan.slices), "rates": rates} if are_documents else {})
 
 
-def _plan(config: Config, options: PipelineOptions, device: torch.device, progress: Progress) -> JointPlan:
-    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
-    ranks = Ranks.of(make_mesh_of(config, device))
-    anatomy = ranks.decided(lambda: find_anatomy(model_config))
-    num_ranks = config.pipeline.num_ranks
-    rows = config.training.batch_size // config.parallel.data
+def _request(config: Config, sequences: Sequences) -> StartRequest:
+    """Returns what is planned for: rows of one length, or the cut for documents of the typical length."""
+    pipeline, training, replicas = config.pipeline, config.training, config.parallel.data
     request = StartRequest(
-        seq_len=config.training.seq_len,
-        microbatch_size=-(-rows // config.pipeline.num_microbatches),
-        num_microbatches=config.pipeline.num_microbatches,
-        num_ranks=num_ranks,
-        dtype=_DTYPES.get(config.training.precision, "float32"),
+        seq_len=training.seq_len,
+        microbatch_size=-(-(training.batch_size // replicas) // pipeline.num_microbatches),
+        num_microbatches=pipeline.num_microbatches,
+        num_ranks=pipeline.num_ranks,
+        dtype=_DTYPES.get(training.precision, "float32"),
         memory_limit=config.memory.limit,
-        vocabulary=ranks.decided(
-            lambda: planned_vocabulary(model_config, anatomy, num_ranks, config.parallel.tensor, options)
-        ),
-        tied=bool(anatomy.tied),
         parallel=config.parallel,
     )
+    if not isinstance(sequences, WholeDocuments):
+        return request
+    step = request.granularity
+    typical = max(1, round(sequences.typical_length / step)) * step
+    tokens = BatchSize(training.batch_size, training.batch_tokens).mean(sequences) * sequences.mean_length / replicas
+    # More only fill the pipeline further, which changes no cut but takes long to search.
+    number = min(max(1, round(tokens / typical)), 2 * pipeline.num_ranks)
+    return replace(
+        request,
+        seq_len=min(typical, training.seq_len),
+        microbatch_size=1,
+        num_microbatches=max(number, pipeline.num_microbatches),
+        longest=training.seq_len,
+    )
+
+
+def _plan(
+    config: Config, request: StartRequest, options: PipelineOptions, device: torch.device, progress: Progress
+) -> tuple[JointPlan, StageRates]:
+    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
+    ranks, num_ranks = Ranks.of(make_mesh_of(config, device)), config.pipeline.num_ranks
+    anatomy = ranks.decided(lambda: find_anatomy(model_config))
+    vocabulary = ranks.decided(
+        lambda: planned_vocabulary(model_config, anatomy, num_ranks, config.parallel.tensor, options)
+    )
+    request = replace(request, vocabulary=vocabulary, tied=bool(anatomy.tied))
     with progress.waiting("planning: measuring what the model's parts cost, then searching"):
-        plan, _ = plan_start(model_config, request, ranks, device, progress.say)
-    return plan
+        return plan_start(model_config, request, ranks, device, progress.say)
+
+
+def facts_of_documents(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what a checkpoint keeps of `start_settings` for documents of any length; None where it has no rates."""
+    if "rates" not in settings:
+        return None
+    return {
+        "schedule": str(settings["schedule"]),
+        "slices": settings["slices"],
+        "partition": settings["partition"],
+        "recompute": settings["memory"].recompute,
+        "rates": settings["rates"].to_json(),
+    }
 
 
 def _found_again(config: Config, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what an earlier run chose; nothing where this run has other ranks, microbatches or sequences."""
     schedule = Schedule.parse(earlier["schedule"])
-    pipeline = config.pipeline
-    counts = schedule.num_ranks, schedule.num_microbatches, sum(earlier["slices"])
-    if counts != (pipeline.num_ranks, pipeline.num_microbatches, config.training.seq_len):
+    pipeline, rates = config.pipeline, earlier.get("rates")
+    if schedule.num_ranks != pipeline.num_ranks or (rates is None) != (config.data.packing == "fixed"):
         return {}
+    if rates is None:
+        counts = schedule.num_microbatches, sum(earlier["slices"])
+        if counts != (pipeline.num_microbatches, config.training.seq_len):
+            return {}
     # Older checkpoints say neither: their layers were balanced, and kept all activations.
     chosen = {"partition": earlier.get("partition", "auto"), "slices": earlier["slices"]}
     memory = config.memory.model_copy(update={"recompute": earlier.get("recompute", "none")})
-    return {"schedule": schedule, "memory": memory, **chosen}
+    measured = {} if rates is None else {"rates": StageRates.from_json(rates)}
+    return {"schedule": schedule, "memory": memory, **chosen, **measured}
 
 
-def _write(config: Config, plan: JointPlan, folder: RunFolder) -> None:
-    """Writes the plan as a training configuration, without the text to train on and the folder for results."""
+def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: RunFolder) -> None:
+    """Writes the plan as a training configuration, without the text to train on and the folder for results; for
+    documents of any length with the rates of its stages."""
     folder.planned_schedule.write_text(f"{plan.schedule}\n", encoding="utf-8")
     training = config.training
     settings = {
@@ -131,19 +186,26 @@ def _write(config: Config, plan: JointPlan, folder: RunFolder) -> None:
             "num_ranks": config.pipeline.num_ranks,
             "num_microbatches": config.pipeline.num_microbatches,
             "schedule": folder.planned_schedule.name,
-            "slices": list(plan.slices),
+            "slices": list(plan.slices) if rates is None else len(plan.slices),
             "partition": list(plan.partition),
             "vocabulary": plan.head,
         },
         "memory": {"recompute": "full" if plan.recompute else "none"},
         "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True)},
-        "training": {
-            "seq_len": training.seq_len,
-            "batch_size": training.batch_size,
-            "precision": training.precision,
-        },
+        "training": {"seq_len": training.seq_len, **_batch(config), "precision": training.precision},
         "plan": {"predicted": {name: float(f"{getattr(plan, name):.6g}") for name in ("seconds", "bound", "ideal")}},
     }
+    if rates is not None:
+        settings["data"] = {"packing": config.data.packing}
+        settings["plan"]["rates"] = rates.to_json()
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)
     train = f"slipstream train {folder.plan} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10"
     folder.plan.write_text(f"# Written by `slipstream train`.\n# {train}\n{text}", encoding="utf-8")
+
+
+def _batch(config: Config) -> dict[str, int]:
+    """Returns what a step takes, as it was given."""
+    training = config.training
+    if training.batch_tokens is not None:
+        return {"batch_tokens": training.batch_tokens}
+    return {"batch_size": training.batch_size}

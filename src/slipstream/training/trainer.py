@@ -17,6 +17,7 @@ from slipstream.training.checkpoint import Checkpoints, RunState, SavedCheckpoin
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
 from slipstream.training.data import (
+    BatchSize,
     TokenBatch,
     TokenisedText,
     WholeDocuments,
@@ -25,7 +26,7 @@ from slipstream.training.data import (
     unigram_entropy,
 )
 from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord
-from slipstream.training.planned_start import start_settings
+from slipstream.training.planned_start import facts_of_documents, start_settings
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export, write_sample
 from slipstream.training.training_step import autocast, make_optimizer, make_scheduler, train_step
@@ -46,21 +47,28 @@ class Trainer:
         if section.every:
             self._checkpoints.prepare()
         saved = None if section.resume == "no" else self._checkpoints.find(section.resume)
-        earlier = saved.facts["tuned"] if saved else None
-        settings = start_settings(config, device, progress, earlier) or tuned_settings(config, earlier)
-        self._pipe = make_pipeline(config, device, **settings)
         train = TokenisedText.load(self._folder.inputs, "train")
         self._sequences = sequences_of(train, config.data.packing, training.seq_len, training.seed)
-        steps_by_epochs = int((training.epochs or 0) * self._sequences.num_sequences) // training.batch_size
-        self._num_steps = training.steps or max(1, steps_by_epochs)
+        self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
+        earlier = saved.facts["tuned"] if saved else None
+        planned = start_settings(config, self._sequences, device, progress, earlier, resumes=saved is not None)
+        self._pipe = make_pipeline(config, device, **(planned or tuned_settings(config, earlier)))
+        visits = int((training.epochs or 0) * self._sequences.num_sequences)
+        self._num_steps = training.steps or max(1, len([*self._batch_size.batches(self._sequences, visits)]))
         self._optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
         self._scheduler = make_scheduler(self._optimizer, config.optimizer, self._num_steps)
         self._loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
-        self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences)
+        kept = facts_of_documents(planned)
+        self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, kept)
         if saved is not None:
             self._restore(saved)
         self._reporter = Reporter(
-            config, self._pipe, device, progress, self._sequences.mean_length, resumed_after=self._state.step
+            config,
+            self._pipe,
+            device,
+            progress,
+            sequence=(self._sequences.mean_length, self._batch_size.mean(self._sequences)),
+            resumed_after=self._state.step,
         )
 
     def run(self) -> None:
@@ -111,7 +119,8 @@ class Trainer:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""
         training, state, is_trial = self._config.training, self._state, self._is_tuning
         began = time.perf_counter()
-        batch = self._mine(state.num_samples)
+        size = self._batch_size.at(self._sequences, state.num_samples)
+        batch = self._mine(state.num_samples, size)
         data_seconds = time.perf_counter() - began
         result = train_step(
             self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, self._checkpoints.keep
@@ -122,25 +131,26 @@ class Trainer:
                 f"optimizer.lr (now {self._config.optimizer.lr}), lengthen optimizer.warmup_steps, or clip with "
                 "optimizer.clip_norm"
             )
-        state.step, state.num_samples = step, state.num_samples + training.batch_size
+        state.step, state.num_samples = step, state.num_samples + size
         timeline = self._pipe.timeline()
         return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial), timeline
 
-    def _mine(self, first: int) -> TokenBatch:
-        """Returns this replica's part of the batch that begins at `first`; the batch after it can be planned for."""
-        part = self._config.training.batch_size, self._pipe.replica, self._pipe.num_replicas
+    def _mine(self, first: int, size: int) -> TokenBatch:
+        """Returns this replica's part of a batch; the batch after it can be planned for."""
+        part, after = (self._pipe.replica, self._pipe.num_replicas), first + size
         if isinstance(self._sequences, WholeDocuments):
-            for begin in (first, first + part[0]):
-                self._pipe.prepare(self._sequences.lengths(begin, *part))
-        return self._sequences.batch(first, *part)
+            for each in ((first, size), (after, self._batch_size.at(self._sequences, after))):
+                self._pipe.prepare(self._sequences.lengths(*each, *part))
+        return self._sequences.batch(first, size, *part)
 
     def _validate(self, step: int) -> None:
         """Measures loss and perplexity on the held-out text. Collective."""
         training, pipe = self._config.training, self._pipe
         text = TokenisedText.load(self._folder.inputs, "validation")
         sequences = sequences_of(text, self._config.data.packing, training.seq_len, seed=None)
-        total, count, size = 0.0, 0, training.batch_size
-        for first in spread_batches(sequences.num_sequences, size, training.eval_batches):
+        total, count = 0.0, 0
+        batches = [*self._batch_size.batches(sequences, sequences.num_sequences)]
+        for first, size in spread_batches(batches, training.eval_batches):
             mine = sequences.batch(first, size, pipe.replica, pipe.num_replicas)
             with autocast(self._config, self._device):
                 loss = pipe.evaluate(mine.input_ids, mine.labels, document_ids=mine.document_ids)

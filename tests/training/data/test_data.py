@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.data import PackedSequences, TokenisedText, WholeDocuments, spread_batches, unigram_entropy
+from slipstream.training.data import (
+    BatchSize,
+    PackedSequences,
+    TokenisedText,
+    WholeDocuments,
+    spread_batches,
+    unigram_entropy,
+)
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
@@ -74,8 +81,9 @@ def test_batches_depend_on_the_index_alone_and_epochs_differ() -> None:
 def test_batches_of_one_epoch_are_full_and_limited() -> None:
     packed = PackedSequences(numbered([50]), 5, seed=None)
     assert packed.batch(3, 3).input_ids.shape == (3, 5)
-    assert spread_batches(packed.num_sequences, 3) == [0, 3, 6]
-    assert spread_batches(packed.num_sequences, 1, limit=3) == [0, 3, 6]
+    threes, ones = ([*BatchSize(size).batches(packed, packed.num_sequences)] for size in (3, 1))
+    assert spread_batches(threes) == [(0, 3), (3, 3), (6, 3)]
+    assert spread_batches(ones, limit=3) == [(0, 1), (3, 1), (6, 1)]
 
 
 @given(lengths=lengths, seq_len=st.integers(2, 9), seed=st.integers(0, 3), size=st.sampled_from([2, 4]))
@@ -98,10 +106,44 @@ def test_whole_documents_come_once_an_epoch_cut_where_they_are_too_long(
     both = sorted(each.tolist() for each in whole.batch(3, size).input_ids)
     again = WholeDocuments(text, seq_len, seed)  # a run that is resumed
     shares = [again.batch(3, size, replica, 2).input_ids for replica in range(2)]
-    assert [len(share) for share in shares] == [size // 2] * 2
+    assert all(shares)
     assert sorted(each.tolist() for share in shares for each in share) == both
     assert [len(each) for each in shares[1]] == again.lengths(3, size, 1, 2)
     assert abs(sum(map(len, shares[0])) - sum(map(len, shares[1]))) <= seq_len
+
+
+@given(lengths=lengths, seed=st.integers(0, 3), tokens=st.integers(9, 60), replicas=st.integers(1, 3))
+def test_a_step_takes_as_many_documents_as_fit(lengths: list[int], seed: int, tokens: int, replicas: int) -> None:
+    """In their order, none left out, and on replicas about as many tokens each."""
+    if max(lengths) < 2:
+        return
+    tokens = max(tokens, 9 * replicas)
+    whole, size = WholeDocuments(numbered(lengths), 9, seed), BatchSize(1, tokens)
+    found = [*size.batches(whole, 3 * whole.num_sequences)]
+    assert [first for first, _ in found] == [*accumulate((number for _, number in found), initial=0)][:-1]
+    for first, number in found:
+        taken = whole.lengths(first, number + 1)
+        assert sum(taken[:-1]) <= tokens < sum(taken)
+        shares = [whole.lengths(first, number, replica, replicas) for replica in range(replicas)]
+        assert sorted(length for share in shares for length in share) == sorted(taken[:-1])
+        totals = [sum(share) for share in shares]
+        assert min(totals) > 0
+        assert max(totals) - min(totals) <= max(taken[:-1])
+    left = 3 * whole.num_sequences - sum(number for _, number in found)
+    assert left < size.at(whole, 3 * whole.num_sequences - left)
+    again = WholeDocuments(numbered(lengths), 9, seed)  # a run that is resumed
+    for first, number in found[::-1]:
+        assert size.at(again, first) == number
+
+
+def test_the_typical_length_is_that_of_the_sequence_in_which_a_token_is() -> None:
+    whole = WholeDocuments(numbered([2, 8]), 9, None)
+    assert (whole.mean_length, whole.typical_length) == (5, 6.8)
+
+
+def test_replicas_have_equal_tokens_where_one_document_is_as_long_as_the_others() -> None:
+    whole = WholeDocuments(numbered([9, 3, 3, 3]), 9, None)
+    assert [whole.lengths(0, 4, replica, 2) for replica in (0, 1)] == [[9], [3, 3, 3]]
 
 
 def test_too_little_text_for_one_sequence() -> None:

@@ -61,6 +61,8 @@ class SequenceFamily:
         self._cut, self._is_sliced = find_cut(self._layers), False
         if options.vocabulary == "spread":
             raise SlipstreamError("vocabulary='spread': an nn.Sequential has no head that is known. Leave it out.")
+        if options.rates is not None:
+            raise SlipstreamError("rates=...: of an nn.Sequential each sequence is a microbatch. Leave it out.")
         self._check_count(options.slices if options.microbatches is None else "of microbatches")
         self.compiled = tuple(compiled_modules(model))
         model.to(torch_dtype(options.precision.dtype))

@@ -46,6 +46,7 @@ class StartRequest:
         vocabulary: whether the head is to be whole or spread over the ranks. "auto": whichever is faster.
         parallel: how ranks that share layers share them.
         tied: whether the head's weight embeds too.
+        longest: tokens of the longest sequence for which costs are wanted. None: `seq_len`.
     """
 
     seq_len: int
@@ -57,21 +58,22 @@ class StartRequest:
     vocabulary: Vocabulary = "whole"
     parallel: Parallelism = Parallelism()
     tied: bool = False
+    longest: int | None = None
 
     @property
     def granularity(self) -> int:
         """The number of tokens at whose multiples slices begin."""
-        return granularity_for(self.seq_len)
+        return granularity_for(self.longest or self.seq_len)
 
     @property
     def profile(self) -> ProfileSettings:
         """What is measured for the plan."""
-        step = self.granularity
+        seq_len, step = self.longest or self.seq_len, self.granularity
         return ProfileSettings(
-            seq_len=self.seq_len,
+            seq_len=seq_len,
             microbatch_size=self.microbatch_size,
             dtype=self.dtype,
-            longest_slice=max(step, self.seq_len // 2 // step * step),
+            longest_slice=max(step, seq_len // 2 // step * step),
             granularity=step,
             repeats=_REPEATS,
             budget=_BUDGET,
@@ -118,7 +120,7 @@ def plan_start(
     def found() -> tuple[JointPlan, StageRates]:
         plan = find_vocabulary_plan(problem, request.vocabulary, told.searched)
         costs: UnitCosts = UnitsWithoutHead(units) if plan.head == "spread" else units
-        return plan, fit_rates(costs, plan.partition, units.longest_slice, request.seq_len, request.granularity)
+        return plan, fit_rates(costs, plan.partition, units.longest_slice, request.profile.seq_len, request.granularity)
 
     chosen: tuple[JointPlan, StageRates] = ranks.decided(found)
     return chosen

@@ -56,9 +56,15 @@ class Tuner:
                 options.memory.limit,
             )
             self.schedule = in_flushes(self._freedom.first(counts or self._count), num_flushes)
-        self._num_flushes, self._is_given = num_flushes, isinstance(schedule, Schedule)
+        self._num_flushes, self._num_microbatches = num_flushes, options.num_microbatches
+        self.is_given = isinstance(schedule, Schedule)  # what each rank runs in which order
         self._ragged: dict[tuple[int, ...], Schedule] = {}  # for other numbers of slices than the schedule's
         _check_fits(self.schedule, num_ranks, compiled)
+        if options.rates is not None and options.rates.num_stages != self.schedule.num_stages:
+            raise SlipstreamError(
+                f"rates of {options.rates.num_stages} stages for a pipeline of {self.schedule.num_stages}. Give those "
+                "of one with the same stages, or leave them out."
+            )
         self._compiled = tuple(compiled)
         self._splits = not compiled and options.memory.recompute != "segments" and options.memory.limit is None
         self._is_settled = False
@@ -139,20 +145,24 @@ class Tuner:
         self._is_resting = True
 
     def step_problem(self, lengths: tuple[int, ...], rates: StageRates) -> StepProblem:
-        """Returns what is to be found for sequences of these lengths. Raises SlipstreamError for settings that are for
-        rows of one length."""
+        """Returns what is to be found for sequences of these lengths: what was given by a name or as a number is kept.
+
+        Fewer sequences than microbatches were given are a microbatch each. Raises SlipstreamError for settings that are
+        for rows of one length.
+        """
         self._check_lengths_may_differ(is_planned=True)
-        number = self.schedule.num_microbatches
-        is_free = self._is_given or (self._reslices and number == 1)
+        num_slices = None if self.is_given or self._reslices else self._count
+        is_free = num_slices is None and self._num_microbatches == 1
         return StepProblem(
             lengths=lengths,
             placement=self.schedule.placement,
             rates=rates,
-            schedule=None if self._is_given or self._reorders else self._freedom.name,
-            num_microbatches=None if is_free else number,
-            num_slices=None if self._is_given or self._reslices else self._count,
-            split=self._splits,  # with a limit none is: between I and W a rank holds more than is counted
-            granularity=granularity_for(max(lengths)),
+            schedule=None if self.is_given or self._reorders else self._freedom.name,
+            num_microbatches=None if is_free else min(self._num_microbatches, len(lengths)),
+            num_slices=num_slices,
+            # With a limit none is: between I and W a rank holds more than is counted.
+            split=self._splits and (self.is_given or self.is_open),
+            granularity=min(granularity_for(max(lengths)), max(1, max(lengths) // (num_slices or 1))),
         )
 
     def plan_step(self, lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> StepPlan:
@@ -164,7 +174,7 @@ class Tuner:
         self._check_lengths_may_differ()
         rows = [sum(lengths[number] for number in group) for group in groups]
         counts = self.schedule.slice_counts
-        if not self._is_given:
+        if not self.is_given:
             longest = -(-max(rows) // self._count)
             counts = tuple(-(-row // longest) for row in rows)
         if len(counts) != len(rows):
@@ -188,7 +198,7 @@ class Tuner:
         searched = {"schedule='auto'": self._reorders, "slices='auto'": self._reslices}
         wrong = {"microbatches=...": bool(self._given)} | ({} if is_planned else searched)
         wrong["memory.num_flushes"] = self._num_flushes > 1
-        wrong["slices=[...]"] = not self._is_given and not isinstance(self.slices, int)
+        wrong["slices=[...]"] = not self.is_given and not isinstance(self.slices, int)
         for setting in filter(wrong.get, wrong):
             raise SlipstreamError(
                 f"{setting} with sequences of different lengths: it is for rows of one length. Give the schedule by "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.costs import AttentionWindow
+from slipstream.errors import SlipstreamError
+from slipstream.planner.costs import OPS, AttentionWindow
 from slipstream.schedule import Op
 
 
@@ -43,6 +45,34 @@ class StageRates:
     @property
     def num_stages(self) -> int:
         return len(self.activation_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the rates as JSON and YAML hold them: `from_json` finds the same numbers, to the bit."""
+        return {
+            "seconds": {op.value: rates.tolist() for op, rates in self.seconds.items()},
+            "activation_bytes": self.activation_bytes.tolist(),
+            "message_bytes": self.message_bytes,
+            "latency": self.latency,
+            "bandwidth": self.bandwidth,
+            "windows": [asdict(window) for window in self.windows],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Returns the rates that `to_json` wrote. Raises SlipstreamError where something is missing or has another
+        shape."""
+        try:
+            windows = tuple(AttentionWindow(**window) for window in values["windows"])
+            seconds = {Op(name): np.array(rates, float) for name, rates in values["seconds"].items()}
+            held = np.array(values["activation_bytes"], float)
+            numbers = {name: values[name] for name in ("message_bytes", "latency", "bandwidth")}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SlipstreamError(f"the rates of stages can't be read ({error!r}): plan anew.") from None
+        shapes = {"activation_bytes": held.shape} | {f"seconds.{op.value}": each.shape for op, each in seconds.items()}
+        wanted = {name: (len(held), 2 + (name != "activation_bytes") * len(windows)) for name in shapes}
+        if shapes != wanted or seconds.keys() != set(OPS):
+            raise SlipstreamError(f"the rates of stages have the shapes {shapes}, not {wanted}, of {OPS}: plan anew.")
+        return cls(seconds, held, **numbers, windows=windows)
 
     def work(self, tokens: Ints, scores: Floats) -> Floats:
         """Returns the seconds of F and B on all stages of so many tokens and scores, (n,) and (n, windows), without

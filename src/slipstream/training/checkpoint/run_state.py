@@ -49,7 +49,16 @@ def _state_of(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, 
 class RunState:
     """The progress of a run, apart from its tensors."""
 
-    def __init__(self, pipe: Pipeline, scheduler: LambdaLR, loss_scale: LossScale, sequences: Sequences) -> None:
+    def __init__(
+        self,
+        pipe: Pipeline,
+        scheduler: LambdaLR,
+        loss_scale: LossScale,
+        sequences: Sequences,
+        planned: dict[str, Any] | None = None,
+    ) -> None:
+        """`planned` is kept of a plan by which steps on documents of any length are planned."""
+        self._planned = planned
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
         tokens = sequences.text.tokens
         text = {"num_tokens": len(tokens), "crc32": zlib.crc32(tokens.data)}  # computed once: it reads all of it
@@ -62,7 +71,6 @@ class RunState:
         """Returns what a checkpoint keeps next to the tensors, as JSON can hold it."""
         pipe = self._pipe
         seed, num_steps = pipe.random_state
-        slices = pipe.slices(self._sequences.seq_len)
         return {
             "step": self.step,
             "num_samples": self.num_samples,
@@ -71,15 +79,18 @@ class RunState:
             "random_state": {"seed": seed, "num_steps": num_steps},
             "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
             "loss_scale": dict(self._loss_scale.state_dict()),
-            "tuned": {"schedule": str(pipe.order), "slices": slices, **_cut(pipe)} if self._is_settled else None,
+            "tuned": self._planned or self._settled(),
             "mesh": {axis: group.size for axis, group in pipe.axes.items()},
             "versions": versions(),
         }
 
-    @property
-    def _is_settled(self) -> bool:
-        """Whether the next steps run as the last one did; of sequences that differ in length each is planned anew."""
-        return not self._pipe.is_tuning and self._sequences.packing == "fixed"
+    def _settled(self) -> dict[str, Any] | None:
+        """Returns what runs, where the next steps run as the last one did. None while "auto" tries, and where sequences
+        differ in length, of which each step is planned anew."""
+        pipe = self._pipe
+        if pipe.is_tuning or self._sequences.packing == "none":
+            return None
+        return {"schedule": str(pipe.order), "slices": pipe.slices(self._sequences.seq_len), **_cut(pipe)}
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Takes over the facts of a checkpoint whose tensors are loaded.

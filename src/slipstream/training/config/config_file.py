@@ -54,6 +54,8 @@ def dump_config(config: Config) -> str:
     left_out = ("microbatches",) if config.pipeline.microbatches is None else ("num_microbatches", "slices")
     for name in left_out:
         del values["pipeline"][name]
+    if config.training.batch_tokens is not None:
+        del values["training"]["batch_size"]
     return yaml.safe_dump(values, sort_keys=False)
 
 

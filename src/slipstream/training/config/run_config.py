@@ -13,6 +13,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.options import Memory, Precision, Record, Runtime
 from slipstream.pipeline.microbatches import check_microbatches, given_microbatches
+from slipstream.planner.steps import StageRates
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 from slipstream.training.config import sections
 
@@ -55,7 +56,10 @@ class Config(Record):
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
-        _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
+        if self.training.batch_tokens is None:
+            _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
+        else:
+            _check_batch_tokens(self.training.batch_tokens, self)
         try:
             self._check_pipeline()
         except ValueError as error:
@@ -76,7 +80,7 @@ class Config(Record):
         if self.data.packing == "none":
             _check_unpacked(self)
         _check_partition(pipeline)
-        _check_schedule(pipeline, self.memory.num_flushes)
+        _check_schedule(pipeline, self.memory.num_flushes, places_only=self._given_rates() is not None)
 
     def pipeline_options(self) -> dict[str, Any]:
         """Returns the arguments of the Pipeline that the configuration gives."""
@@ -87,13 +91,23 @@ class Config(Record):
         return {
             **given,
             "schedule": named_schedule(self.pipeline),
-            # Of sequences of any length the cut is by weights alone, and no plan is made for rows of one.
+            # Of sequences of any length the cut is by weights alone, unless a plan is made for the typical one.
             "seq_len": self.training.seq_len if self.data.packing == "fixed" else None,
+            "rates": self._given_rates(),
             "memory": self.memory,
             "parallel": self.parallel,
             "precision": _PRECISIONS.get(self.training.precision, Precision(dtype="float32")),
             "runtime": self.runtime,
         }
+
+    def _given_rates(self) -> StageRates | None:
+        """Returns what the stages cost, where the configuration is a plan for documents of any length."""
+        if self.plan.rates is None or self.data.packing == "fixed" or not self.pipeline.schedule.endswith(".txt"):
+            return None
+        try:
+            return StageRates.from_json(self.plan.rates)
+        except SlipstreamError as error:
+            raise ValueError(f"plan.rates: {error}") from None
 
     @property
     def num_processes(self) -> int:
@@ -122,11 +136,30 @@ def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
         )
 
 
+def _check_batch_tokens(batch_tokens: int, config: Config) -> None:
+    """Raises ValueError where a step takes no documents of any length, or may have none for a replica."""
+    least, replicas = config.training.seq_len * config.parallel.data, config.parallel.data
+    if config.data.packing != "none":
+        packing, each = config.data.packing, config.training.seq_len
+        raise ValueError(
+            f"training.batch_tokens={batch_tokens} with data.packing={packing}: it counts the tokens of documents that "
+            f"differ in length. Choose data.packing=none, or training.batch_size={max(1, batch_tokens // each)} "
+            f"sequences of training.seq_len={each}"
+        )
+    if batch_tokens < least:
+        of_each = "" if replicas == 1 else f" for each of parallel.data={replicas} replicas"
+        raise ValueError(
+            f"training.batch_tokens={batch_tokens} has no room for a document of "
+            f"training.seq_len={config.training.seq_len} tokens{of_each}; choose {least} or more, or a smaller "
+            "training.seq_len, at which longer documents are cut"
+        )
+
+
 def _check_unpacked(config: Config) -> None:
     """Raises ValueError for settings of sequences that have one length."""
     pipeline, flushes, compared = config.pipeline, config.memory.num_flushes, config.training.single_process_steps
     is_for_one_length = {
-        f"pipeline.schedule={pipeline.schedule}": pipeline.schedule.endswith(".txt"),
+        f"pipeline.schedule={pipeline.schedule}": pipeline.schedule.endswith(".txt") and config.plan.rates is None,
         f"pipeline.slices={pipeline.slices}": isinstance(pipeline.slices, list),
         "pipeline.microbatches": pipeline.microbatches is not None,
         f"memory.num_flushes={flushes}": flushes != 1,
@@ -147,8 +180,11 @@ def _check_microbatches(microbatches: object, num_rows: int, seq_len: int) -> No
         raise ValueError(f"pipeline.{error}") from None
 
 
-def _check_schedule(pipeline: sections.PipelineSection, num_flushes: int) -> None:
-    """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order."""
+def _check_schedule(pipeline: sections.PipelineSection, num_flushes: int, places_only: bool) -> None:
+    """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order.
+
+    Of a plan for documents of any length the schedule only says where stages are: it has its own microbatches.
+    """
     if pipeline.num_microbatches % num_flushes:
         raise ValueError(
             f"pipeline.num_microbatches={pipeline.num_microbatches} don't divide into memory.num_flushes={num_flushes}"
@@ -156,7 +192,7 @@ def _check_schedule(pipeline: sections.PipelineSection, num_flushes: int) -> Non
     try:
         schedule = named_schedule(pipeline)
         if isinstance(schedule, Schedule):
-            _check_counts(schedule, pipeline, num_flushes)
+            _check_counts(schedule, pipeline, num_flushes, places_only)
         else:
             check_name(schedule, besides=AUTOMATIC)
             stages = pipeline.stages_per_rank
@@ -178,16 +214,16 @@ def named_schedule(pipeline: sections.PipelineSection) -> str | Schedule:
     return schedule
 
 
-def _check_counts(schedule: Schedule, pipeline: sections.PipelineSection, num_flushes: int) -> None:
+def _check_counts(schedule: Schedule, pipeline: sections.PipelineSection, num_flushes: int, places_only: bool) -> None:
     slices = pipeline.slices
     counts: dict[str, tuple[int | str, int | str]]
     counts = {"pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks), "memory.num_flushes": (1, num_flushes)}
-    if pipeline.microbatches is None and not schedule.is_ragged:
+    if pipeline.microbatches is None and not schedule.is_ragged and not places_only:
         counts |= {
             "pipeline.num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
             "pipeline.slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
         }
-    elif [len(lengths) for _, lengths in pipeline.microbatches or ()] != [*schedule.slice_counts]:
+    elif not places_only and [len(lengths) for _, lengths in pipeline.microbatches or ()] != [*schedule.slice_counts]:
         raise ValueError(
             f"pipeline.schedule={pipeline.schedule} has microbatches of {[*schedule.slice_counts]} slices; give "
             "pipeline.microbatches with as many slices"

@@ -55,8 +55,8 @@ class DataSection(Record):
     """The column that holds the documents."""
     packing: Literal["fixed", "none"] = "fixed"
     """fixed: documents follow each other in sequences of `training.seq_len` tokens. none: each document is a sequence,
-    and one of more than `training.seq_len` tokens is cut there; steps then differ in their tokens. Documents of a step
-    that share a microbatch don't see each other."""
+    and one of more than `training.seq_len` tokens is cut there; a step has `training.batch_size` or
+    `training.batch_tokens` of them. Documents of a step that share a microbatch don't see each other."""
     tokenizer: str | None = None
     """A folder or hub name. Default: the one of `model.path`; without one, a BPE is trained on the text."""
     vocab_size: PositiveInt | None = None
@@ -146,7 +146,10 @@ class TrainingSection(Record):
     seq_len: PositiveInt
     """Tokens of a sequence; with `data.packing: none`, the most."""
     batch_size: PositiveInt = 1
-    """Sequences of a step, over all microbatches."""
+    """Sequences of a step, over all microbatches and replicas."""
+    batch_tokens: PositiveInt | None = None
+    """With `data.packing: none`, in place of `batch_size`: the most tokens of a step, over all replicas. A step takes
+    as many whole documents, in their order, as fit."""
     steps: PositiveInt | None = None
     """Steps of the optimizer; or give `epochs`."""
     epochs: PositiveFloat | None = None
@@ -174,6 +177,15 @@ class TrainingSection(Record):
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either training.steps or training.epochs, not both or none")
+        return self
+
+    @model_validator(mode="after")
+    def _one_batch(self) -> Self:
+        if self.batch_tokens is not None and "batch_size" in self.model_fields_set:
+            raise ValueError(
+                f"training.batch_size={self.batch_size} and training.batch_tokens={self.batch_tokens} both say what a "
+                "step takes; give one of the two"
+            )
         return self
 
 
@@ -212,7 +224,9 @@ class SampleSection(Record):
 
 
 class PlanSection(Record):
-    """The predictions of `slipstream plan`, in a file that it wrote; training doesn't read it."""
+    """What a plan file says besides its settings."""
 
     predicted: dict[str, Any] = Field(default={})
-    """On what it was planned, how long a step takes, what it holds, with which versions."""
+    """On what it was planned, how long a step takes, what it holds, with which versions; training doesn't read it."""
+    rates: dict[str, Any] | None = None
+    """With `data.packing: none`: what the stages cost, as it was measured, by which each step is planned."""

@@ -153,13 +153,6 @@ class PackedSequences:
         self._starts, self._epoch = np.cumsum(lengths) - lengths, epoch
 
 
-def spread_batches(num_sequences: int, size: int, limit: int | None = None) -> list[int]:
-    """Returns the first sequence of each full batch of an epoch, or of `limit` of them, spread evenly over it."""
-    num_batches = num_sequences // size
-    count = min(limit or num_batches, num_batches)
-    return [index * num_batches // count * size for index in range(count)]
-
-
 def unigram_entropy(tokens: Array) -> float:
     """Returns the nats per token of the best model that knows only how often each token occurs: -Σ p log p."""
     counts = np.bincount(tokens)

@@ -40,26 +40,37 @@ class WholeDocuments:
         """The mean tokens of a sequence."""
         return float(self._lengths.mean())
 
+    @property
+    def typical_length(self) -> float:
+        """The mean tokens of the sequences in which tokens are: long ones count by their tokens."""
+        return float((self._lengths**2).sum() / self._lengths.sum())
+
+    def num_fitting(self, first: int, num_tokens: int) -> int:
+        """Returns how many sequences from `first` on have together at most `num_tokens` tokens; at least one."""
+        left, index = num_tokens - self._length(first), first + 1
+        while (left := left - self._length(index)) >= 0:
+            index += 1
+        return index - first
+
     def lengths(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> list[int]:
         """Returns the tokens of each sequence of `batch`."""
-        return [int(self._lengths[piece]) for piece in self._share(first, size, replica, num_replicas)]
+        return [self._length(index) for index in self._share(first, size, replica, num_replicas)]
 
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
         """Returns one replica's part of sequences `first` to `first + size - 1`; those past the last one belong to the
-        next epoch. Replicas have equally many, and about as many tokens."""
-        pieces = self._share(first, size, replica, num_replicas)
+        next epoch. Replicas have about as many tokens, and each a sequence at least."""
+        pieces = [self._piece(index) for index in self._share(first, size, replica, num_replicas)]
         ends = ((int(self._begins[piece]), int(self._begins[piece] + self._lengths[piece])) for piece in pieces)
         input_ids = [torch.from_numpy(self.text.tokens[begin:end].astype(np.int64)) for begin, end in ends]
         return TokenBatch(input_ids, [each.clone() for each in input_ids], None)
 
-    def _share(self, first: int, size: int, replica: int, num_replicas: int) -> Sequence[int]:
-        pieces = [self._piece(index) for index in range(first, first + size)]
-        if num_replicas == 1:
-            return pieces
-        longest_first = sorted(pieces, key=lambda piece: -self._lengths[piece])
-        rounds = [longest_first[begin : begin + num_replicas] for begin in range(0, size, num_replicas)]
-        # Replicas choose in turns, the last of one round first in the next.
-        return [each[::-1][replica] if number % 2 else each[replica] for number, each in enumerate(rounds)]
+    def _share(self, first: int, size: int, replica: int, num_replicas: int) -> list[int]:
+        """Returns the sequences of a replica, in their order."""
+        lengths = [self._length(index) for index in range(first, first + size)]
+        return [first + place for place in _dealt(lengths, num_replicas)[replica]]
+
+    def _length(self, index: int) -> int:
+        return int(self._lengths[self._piece(index)])
 
     def _piece(self, index: int) -> int:
         epoch, position = divmod(index, self.num_sequences)
@@ -68,6 +79,17 @@ class WholeDocuments:
             if self.seed is not None:
                 self._visits = np.random.default_rng([self.seed, epoch]).permutation(self._visits)
         return int(self._visits[position])
+
+
+def _dealt(lengths: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Returns the places of each replica's sequences: the longest first, each to whom has the fewest tokens (Graham
+    1969)."""
+    tokens, shares = [0] * num_replicas, [list[int]() for _ in range(num_replicas)]
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        replica = tokens.index(min(tokens))
+        tokens[replica] += lengths[place]
+        shares[replica].append(place)
+    return [sorted(share) for share in shares]
 
 
 def _cut(offsets: Array, seq_len: int) -> tuple[Array, Array]:

@@ -32,18 +32,27 @@ class Reporter:
         pipe: Pipeline,
         device: torch.device,
         progress: Progress,
-        mean_length: float,
+        sequence: tuple[float, float],
         resumed_after: int = 0,
     ) -> None:
-        """Finds the devices' peak and opens the trackers. Sequences have `mean_length` tokens; `resumed_after` is 0
-        where the run begins. Collective."""
+        """Finds the devices' peak and opens the trackers. Collective.
+
+        Args:
+            config: of the run.
+            pipe: this rank's part of the pipeline.
+            device: this rank's.
+            progress: where lines are shown.
+            sequence: the mean tokens of a sequence, and the mean number of sequences of a step.
+            resumed_after: the steps before; 0 where the run begins.
+        """
         self._config, self._pipe, self._progress = config, pipe, progress
         self._world = RankGroup(dist.group.WORLD)
         self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
         self._figures: FlopsMeter | None = None  # where the model's operations can't be counted
         training, peak = config.training, find_peak(device, compute_dtype(config))
         try:
-            self._figures = FlopsMeter(pipe.config, round(mean_length), training.batch_size, self._world.size, peak)
+            length, number = map(round, sequence)
+            self._figures = FlopsMeter(pipe.config, length, number, self._world.size, peak)
         except SlipstreamError as error:
             progress.say(f"FLOPs are not shown: {error}")
         self._trackers: list[Tracker] = []  # none on ranks other than the first

@@ -61,11 +61,15 @@ def split_text(config: Config, text: data.TokenisedText) -> tuple[data.Tokenised
 def _check_validation(config: Config, text: data.TokenisedText) -> None:
     """Raises SlipstreamError where the held-out text is less than a batch."""
     training, unit = config.training, "tokens"
-    given, needed = len(text.tokens), training.seq_len * training.batch_size
+    given, needed = len(text.tokens), training.batch_tokens or training.seq_len * training.batch_size
+    is_enough = given >= needed
     if config.data.packing == "none" and given:
-        unit, needed = "sequences", training.batch_size
-        given = data.WholeDocuments(text, training.seq_len, None).num_sequences
-    if given < needed:
+        sequences = data.WholeDocuments(text, training.seq_len, None)
+        batches = data.BatchSize(training.batch_size, training.batch_tokens)
+        is_enough = any(batches.batches(sequences, sequences.num_sequences))
+        if training.batch_tokens is None:
+            unit, given, needed = "sequences", sequences.num_sequences, training.batch_size
+    if not is_enough:
         raise SlipstreamError(
             f"the held-out text has {given} {unit}, less than one batch of {needed}; give more text, "
             f"a larger data.validation_fraction (now {config.data.validation_fraction}), or --training.eval_every=0"
