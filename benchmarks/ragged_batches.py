@@ -69,12 +69,6 @@ def packed(batch: Batch, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows, rows, numbers.view(-1, length)
 
 
-def typical_length(batches: list[Batch]) -> int:
-    """Returns the mean tokens of the documents in which tokens are, as a training plans its cut for."""
-    lengths = [len(document) for batch in batches for document in batch]
-    return max(1, round(sum(length**2 for length in lengths) / sum(lengths) / 64)) * 64
-
-
 def attended(batches: list[Batch], way: str) -> list[int]:
     """Returns the lengths of what attends to itself: documents, padded rows, or parts of documents in packed rows."""
     if way.startswith("documents"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream import Pipeline, Runtime
+from slipstream import Pipeline, Runtime, SlipstreamError
+from slipstream.planner.steps import StageRates
 from slipstream.schedule import validate
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
@@ -69,3 +72,48 @@ def test_rows_of_one_length_are_still_learned_from() -> None:
     rows = torch.stack([inputs[0], inputs[0]])
     pipe.step(rows, rows)
     assert pipe.is_tuning
+
+
+def test_rates_of_another_pipeline_plan_the_same_steps() -> None:
+    """Also after JSON, as plan files and checkpoints keep them."""
+    lengths = [3, 40, 4, 2, 38, 5]
+    inputs, _ = batch_of(lengths, 0)
+    pipe = planned("llama, tied")
+    pipe.step(inputs, inputs)
+    assert pipe.rates is not None
+    seconds = {op: each * [1e4, 1, 1] for op, each in pipe.rates.seconds.items()}
+    dear = replace(pipe.rates, seconds=seconds, message_bytes=0.1, latency=1 / 3, bandwidth=1e9 / 7)
+    kept = StageRates.from_json(json.loads(json.dumps(dear.to_json())))
+    assert (kept.message_bytes, kept.latency, kept.bandwidth, kept.windows) == (0.1, 1 / 3, 1e9 / 7, dear.windows)
+    for rates in (dear, kept):
+        other = planned("llama, tied", schedule="1f1b", rates=rates)
+        other.step(inputs, inputs)
+        # A slice costs so much more than its tokens that each microbatch is one.
+        assert {len(each.slices) for each in other.last_step.microbatches} == {1}
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"windows": None}, "the rates of stages can't be read (TypeError"),
+        ({"seconds": {"F": [[1, 2, 3]]}}, "the rates of stages have the shapes"),
+        ({"activation_bytes": [[1.0]]}, "the rates of stages have the shapes"),
+        ({"seconds": {"X": [[1, 2, 3]]}}, "the rates of stages can't be read (ValueError"),
+    ],
+)
+def test_damaged_rates_are_refused(damage: dict[str, Any], words: str) -> None:
+    rates = planned("llama, tied").rates
+    assert rates is not None
+    with pytest.raises(SlipstreamError) as problem:
+        StageRates.from_json(rates.to_json() | damage)
+    assert words in str(problem.value)
+
+
+def test_rates_that_are_for_other_stages_are_refused() -> None:
+    rates = planned("llama, tied").rates
+    with pytest.raises(
+        SlipstreamError, match=r"rates of 2 stages for a pipeline of 4\. Give those of one with the same"
+    ):
+        planned("llama, tied", stages_per_rank=2, rates=rates)
+    with pytest.raises(SlipstreamError, match=r"rates=\.\.\.: of an nn\.Sequential each sequence is a microbatch"):
+        Pipeline(torch.nn.Sequential(torch.nn.Embedding(9, 4)), rates=rates)

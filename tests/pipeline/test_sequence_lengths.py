@@ -183,6 +183,8 @@ def ids(*lengths: int) -> list[Tensor]:
     ("options", "inputs", "given", "words"),
     [
         ({}, ids(4, 0), {}, "inputs[1] is an empty sequence. Leave it out."),
+        ({}, [], {}, "inputs are a list without a sequence: give at least one, or leave the step out."),
+        ({}, ids(1, 1), {}, "no label of this batch counts: all are -100"),
         ({}, ids(4, LENGTH + 1), {}, f"the length of inputs[1]={LENGTH + 1} is more than the model's {LENGTH} positio"),
         ({}, ids(4, 3), {"targets": ids(4, 4)}, "targets[1] is (4,) int64; expected int64 of the sequence's 3 tokens"),
         ({}, ids(4, 3), {"targets": ids(4)}, "targets are 1 sequences, inputs 2"),

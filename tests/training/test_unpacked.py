@@ -9,6 +9,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,6 +20,7 @@ from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op, Schedule
 from slipstream.training.config.config_file import dump_config, load_config, parse_config
 from slipstream.training.data import TokenisedText, WholeDocuments
+from slipstream.training.preflight.text_preparation import split_text
 from support.forked import COMMAND, launch
 
 SETTINGS: dict[str, Any] = {
@@ -258,7 +260,7 @@ def test_epochs_end_where_a_step_by_tokens_does(text: Path, tmp_path: Path) -> N
         (
             "training",
             {"batch_tokens": 128},
-            "training.batch_size=4 and training.batch_tokens=128 both say what a step takes; give one of the two",
+            "training.batch_size=4 and training.batch_tokens=128 both say what a step takes; give one of the two, and",
         ),
         ("data", {"packing": "nnoe"}, "data.packing='nnoe' isn't allowed: input should be 'fixed' or 'none'"),
     ],
@@ -304,3 +306,30 @@ def test_tokens_of_a_step_survive_the_file_that_ranks_read(tmp_path: Path) -> No
     config = parse_config(given | {"data": {**SETTINGS["data"], "corpus": "python-stdlib"}})
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml").training == config.training
+
+
+def test_null_takes_back_what_a_file_gives() -> None:
+    for given, null in ((BY_TOKENS, {"batch_tokens": None, "batch_size": 4}), (SETTINGS, {"batch_size": None})):
+        training = {**given["training"], "output": "out"} | ({"batch_tokens": 200} if given is SETTINGS else {}) | null
+        values = {**given, "training": training, "data": {**SETTINGS["data"], "corpus": "python-stdlib"}}
+        found = parse_config(values).training
+        assert (found.batch_tokens is None) == (given is BY_TOKENS)
+
+
+def test_a_held_out_text_of_less_than_a_step_is_refused() -> None:
+    given = {**BY_TOKENS, "training": {**BY_TOKENS["training"], "output": "out"}}
+    config = parse_config(given | {"data": {**SETTINGS["data"], "corpus": "python-stdlib"}})
+    text = TokenisedText.join([np.arange(60, dtype=np.int32)] * 10)
+    with pytest.raises(
+        SlipstreamError, match="the held-out text has 120 tokens, less than one batch of 200; give more"
+    ):
+        split_text(config, text)
+
+
+def test_a_plan_file_with_damaged_rates_is_refused() -> None:
+    file = {"pipeline": {"schedule": "plan.txt"}, "plan": {"predicted": {"seconds": 1.0}, "rates": {"seconds": {}}}}
+    given = {**BY_TOKENS, **file, "training": {**BY_TOKENS["training"], "output": "out"}}
+    with pytest.raises(SlipstreamError) as problem:
+        parse_config(given | {"data": {**SETTINGS["data"], "corpus": "python-stdlib"}})
+    assert "plan.rates: the rates of stages can't be read" in str(problem.value)
+    assert "to plan for these: --pipeline.schedule=auto" in str(problem.value)

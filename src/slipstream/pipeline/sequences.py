@@ -45,6 +45,8 @@ class Sequences:
         """
         given = {"inputs": inputs, "targets": targets, "document_ids": document_ids}
         lists = {name: _listed(name, each, lengths) for name, each in given.items() if each is not None}
+        if not lists["inputs"]:
+            raise SlipstreamError("inputs are a list without a sequence: give at least one, or leave the step out.")
         for name, each in lists.items():
             if len(each) != len(lists["inputs"]):
                 raise SlipstreamError(f"{name} are {len(each)} sequences, inputs {len(lists['inputs'])}: give as many.")

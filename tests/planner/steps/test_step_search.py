@@ -97,6 +97,15 @@ def test_no_order_beats_the_bound(problem: StepProblem) -> None:
     assert lower_bound(problem, step) <= exact * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("placement", [(0,), (0, 1), (0, 1, 2, 3)])
+def test_a_single_slice_takes_as_long_as_its_bound(placement: tuple[int, ...]) -> None:
+    """It passes all stages forward and back, with the links between them."""
+    costs = rates(len(placement), bandwidth=100.0)
+    problem = StepProblem((700,), placement, costs, num_microbatches=1, num_slices=1, split=False)
+    plan = find_step_plan(problem)
+    assert lower_bound(problem, sliced(problem, plan)) == pytest.approx(plan.seconds, rel=1e-9)
+
+
 @examples(8)
 @given(problems(), st.randoms(use_true_random=False))
 def test_the_graph_states_the_rules_of_order(problem: StepProblem, random: object) -> None:

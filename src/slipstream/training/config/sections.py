@@ -179,12 +179,20 @@ class TrainingSection(Record):
             raise ValueError("give either training.steps or training.epochs, not both or none")
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_back_the_batch_size(cls, values: Any) -> Any:
+        """Lets null on the command line take back what a file gives, as for `batch_tokens`."""
+        if isinstance(values, dict) and values.get("batch_size", 1) is None:
+            return {name: value for name, value in values.items() if name != "batch_size"}
+        return values
+
     @model_validator(mode="after")
     def _one_batch(self) -> Self:
         if self.batch_tokens is not None and "batch_size" in self.model_fields_set:
             raise ValueError(
                 f"training.batch_size={self.batch_size} and training.batch_tokens={self.batch_tokens} both say what a "
-                "step takes; give one of the two"
+                "step takes; give one of the two, and null for the other where a file has both"
             )
         return self
 
