@@ -54,7 +54,7 @@ class Engine:
         self.family = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
-        self._given_rates = options.rates
+        self._given_rates: StageRates | None = options.rates
         if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
             self.plan, self._given_rates = self._plan_start(self.family, options, num_ranks)
             options = with_plan(options, self.plan)
