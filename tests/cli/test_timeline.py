@@ -171,7 +171,7 @@ def test_an_impossible_order_ends_with_code_2_the_grid_the_rule_and_both_actions
 PROFILE = Path(__file__).parents[2] / "examples" / "profiles" / "xeon-two-processes.json"
 
 
-def test_a_profile_gives_the_costs_of_any_cut() -> None:
+def test_a_profile_gives_the_costs_of_any_cut(tmp_path: Path) -> None:
     profile = load_profile(PROFILE)
     num_layers, seq_len = len(profile.kinds), profile.seq_len
     first, last = seq_len // 64 * 32, seq_len - seq_len // 64 * 32
@@ -181,7 +181,9 @@ def test_a_profile_gives_the_costs_of_any_cut() -> None:
     given = f"--partition={','.join(map(str, cut))}", f"--lengths={first},{last}"
     lines = shown("interleaved-1f1b", "--ranks=2", "--slices=2", f"--profile={PROFILE}", *given)
     assert any(f": {expected:.4g} s, " in line for line in lines)
-    shown("1f1b", "--ranks=2", "--slices=2", f"--profile={PROFILE}")
+    picture = tmp_path / "timeline.svg"
+    shown("1f1b", "--ranks=2", "--slices=2", f"--profile={PROFILE}", f"--output={picture}")
+    assert "(microbatches)" not in picture.read_text(encoding="utf-8")
 
 
 def test_cuts_that_a_profile_has_no_costs_of() -> None:

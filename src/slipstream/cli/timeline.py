@@ -103,7 +103,7 @@ def timeline(
         shown = (_simulate_again(schedule, shown), *shown)
     elif against is not None:
         shown += _find(against, make, cost)
-    _show(shown, output)
+    _show(shown, output, in_bytes=model is not None or profile is not None)
 
 
 def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule], TableCost]) -> tuple[Timeline, ...]:
@@ -215,14 +215,14 @@ def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
     return simulate(measured[0].schedule, MeasuredCost(measured[0]))
 
 
-def _show(shown: tuple[Timeline, ...], output: Path | None) -> None:
+def _show(shown: tuple[Timeline, ...], output: Path | None, in_bytes: bool) -> None:
     from slipstream.timeline import draw_timelines, save_trace
     from slipstream.units import duration_unit
 
     if output is not None and output.suffix == ".json":
         save_trace(output, *shown)
     elif output is not None:
-        counted = not any(timeline.measured for timeline in shown)
+        counted = not (in_bytes or any(timeline.measured for timeline in shown))
         draw_timelines(output, *shown, memory_unit="microbatches" if counted else "B")
     columns = shutil.get_terminal_size((160, 24)).columns
     longest = max(timeline.makespan for timeline in shown)
