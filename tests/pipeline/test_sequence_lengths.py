@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
 from slipstream.pipeline.memory import memory_limit
-from slipstream.pipeline.sequences import consecutive_groups
+from slipstream.pipeline.sequences import Sequences, consecutive_groups
 from support.architectures import BOUND, LENGTH, gradient_error, gradients, tokens
 from support.examples import examples
 from support.options import grouped
@@ -121,6 +121,18 @@ def test_documents_within_a_sequence_are_kept_apart() -> None:
         pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), **options)
         assert abs(pipe.step(inputs, labels, document_ids=documents) - loss) < BOUND
         assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=5), st.randoms())
+def test_no_document_of_a_row_runs_on_into_the_next_sequence(documents: list[list[int]], random: Any) -> None:
+    """Whatever numbers they have, and in whatever order sequences share a row."""
+    ids = [torch.tensor(each) for each in documents]
+    group = random.sample(range(len(ids)), len(ids))
+    (row,) = Sequences(ids, ids, ids).packed([group])
+    runs = [torch.unique_consecutive(each, return_counts=True)[1].tolist() for each in (ids[n] for n in group)]
+    assert row.document_ids is not None
+    found = torch.unique_consecutive(row.document_ids[0], return_counts=True)[1].tolist()
+    assert found == [count for each in runs for count in each]
 
 
 def test_a_schedule_that_was_given_cuts_each_microbatch_into_its_slices() -> None:

@@ -106,6 +106,15 @@ def test_a_single_slice_takes_as_long_as_its_bound(placement: tuple[int, ...]) -
     assert lower_bound(problem, sliced(problem, plan)) == pytest.approx(plan.seconds, rel=1e-9)
 
 
+def test_a_backward_counts_as_long_as_it_takes_split_where_that_is_less() -> None:
+    costs = rates(1)
+    quick = StageRates({**costs.seconds, Op.W: costs.seconds[Op.W] / 2}, costs.activation_bytes, 4.0, 5.0)
+    problem = StepProblem((700,), (0,), quick, num_microbatches=1, num_slices=1)
+    plan = find_step_plan(problem)
+    assert Op.W in plan.schedule.ops
+    assert lower_bound(problem, sliced(problem, plan)) == pytest.approx(plan.seconds, rel=1e-9)
+
+
 @examples(8)
 @given(problems(), st.randoms(use_true_random=False))
 def test_the_graph_states_the_rules_of_order(problem: StepProblem, random: object) -> None:
