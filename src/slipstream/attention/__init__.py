@@ -1,6 +1,8 @@
 """Exact causal attention over token slices: one autograd function and the context store it works on."""
 
 from slipstream.attention.attention_backend import AttentionSite
-from slipstream.attention.context_store import ContextError, ContextStore, StoredSlice
+from slipstream.attention.carried_states import CarriedStates
+from slipstream.attention.context_error import ContextError
+from slipstream.attention.context_store import ContextStore, StoredSlice
 from slipstream.attention.key_ranges import KeyRanges
 from slipstream.attention.slice_attention import attend

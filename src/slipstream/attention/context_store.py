@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.attention.carried_states import CarriedStates
+from slipstream.attention.context_error import ContextError
 from slipstream.attention.key_ranges import KeyRanges
 
 AttentionResult = tuple[Tensor, Tensor]  # output (B, H, T, Dv) and log-sum-exp (B, H, T) of one slice
@@ -22,11 +24,6 @@ class SharedState(Protocol):
     def close(self) -> None:
         """Ends the microbatch. Raises ContextError where something is left in it."""
         ...
-
-
-class ContextError(RuntimeError):
-    """Raised where the slices of a microbatch run in an order that their attention doesn't allow: a schedule's
-    mistake."""
 
 
 @dataclass
@@ -67,17 +64,19 @@ class ContextStore:
         # by call, in the order of their first use and including freed ones: the keys [first, end) that each slice read
         self.reads: dict[Hashable, list[tuple[int, int]]] = {}
         self.shared: SharedState | None = None  # set by the code that runs the slices
+        self.carried = CarriedStates()
         self.is_replaying = False
         self._wrapper: AttentionWrapper | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers. Carried states don't count: each is left by a slice and freed by its backward."""
         return sum(buffer.nbytes for context in self._contexts.values() for buffer in context.buffers)
 
     def free(self) -> None:
         """Drops all buffers; needed where no backward does it."""
         self._contexts.clear()
+        self.carried.free()
         shared, self.shared = self.shared, None
         if shared is not None:
             shared.close()

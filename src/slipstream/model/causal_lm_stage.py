@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.model.hooks import attention_interface
-from slipstream.model.hooks.layer_arguments import first_output, with_hidden_states
+from slipstream.model.hooks.layer_arguments import first_output, with_first_output, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.slice_cache import SliceCache
@@ -145,7 +145,7 @@ class CausalLMStage:
             context.tensor_rank = self._shared.rank
             self._shared.begin(token_slice.input_ids.shape[1])
         # a whole microbatch runs as in training without slices, where models are given no cache
-        past = {"past_key_values": SliceCache(token_slice.start)} if token_slice.is_cut else {}
+        past = {"past_key_values": SliceCache(context)} if token_slice.is_cut else {}
         # layers seed their own dropout: afterwards the caller's random state is as before
         with active_forward(context), torch.random.fork_rng(enabled=self._is_random):
             self._enter(-1)
@@ -237,11 +237,17 @@ class CausalLMStage:
         here = self.layers_here or range(self.num_layers)[ends]
         if not self.is_first:
             layers[here[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
+        layers[here[-1]].register_forward_hook(self._leave_states)
         layers[here[-1]].register_forward_hook(partial(self._enter, self.num_layers) if self.is_last else self._keep)
 
     def _receive(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Gives the first owned layer what the stage before sent, instead of the placeholders' output."""
         return with_hidden_states(args, kwargs, current_slice().hidden)
+
+    def _leave_states(self, _layer: nn.Module, _args: Any, output: Any) -> Any:
+        """Leaves what the layers carry to the next slice."""
+        context = current_slice()
+        return with_first_output(output, context.leave_states(first_output(output))) if context.states else None
 
     def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         current_slice().output = first_output(output)

@@ -28,5 +28,10 @@ def first_output(output: Any) -> Tensor:
     return found
 
 
+def with_first_output(output: Any, hidden: Tensor) -> Any:
+    """Returns what a layer returned with `hidden` in place of the hidden states."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
 def _keyword(kwargs: dict[str, Any]) -> str:
     return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))

@@ -1,32 +1,44 @@
-"""The cache that layers are given with a token slice: it says where the slice begins, and stores nothing.
+"""The cache that layers are given with a token slice: it says where the slice begins, and carries their states.
 
 transformers generates text in pieces, and a piece learns from the cache how many tokens came before it. Some layers
 take positions from there and not from `position_ids`: Llama 4 scales its queries by them where it has no rotary
 embedding, and BART looks its position embeddings up. Keys and values are in the context store, so the cache returns
-those of the slice as they come. Whatever else a layer asks it for is state that slices don't carry.
+those of the slice as they come.
+
+Others continue from what the tokens before left there: the last inputs of a convolution, or a recurrent state (Mamba 2,
+the gated delta rule). These go from slice to slice, with their gradients in the other direction. Whatever else a layer
+asks for is state that slices don't carry.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.token_slice import current_slice
+from slipstream.model.hooks.token_slice import SliceContext, current_slice
 
-_CONVOLUTION = "the window of a convolution"
-_RECURRENCE = "a recurrent state"
 _INDEXER = "an indexer's keys, which select what a query sees (sparse attention)"
 _STATES = {  # what a layer asks its part of the cache for -> the state that it carries from token to token
-    "conv_states": _CONVOLUTION,
-    "recurrent_states": _RECURRENCE,
+    "conv_states": "the window of a convolution",
+    "recurrent_states": "a recurrent state",
     "update_indexer": _INDEXER,
     "update_index": _INDEXER,
     "indexer_keys": _INDEXER,
     "update_compressor": "compressed keys and values",
 }
+
+
+class CarriedState(NamedTuple):
+    """What carries a state: one of a layer's convolutions or recurrences."""
+
+    layer: int
+    kind: str
+    number: int  # among those of its kind
 
 
 class SliceCache(Cache):  # type: ignore[misc]
@@ -37,8 +49,9 @@ class SliceCache(Cache):  # type: ignore[misc]
     is_linear: tuple[bool, ...] = ()
     is_dummy: tuple[bool, ...] = ()
 
-    def __init__(self, start: int) -> None:
-        self.start = start  # without super().__init__(), which makes a list of layers
+    def __init__(self, context: SliceContext) -> None:
+        self._context = context  # without super().__init__(), which makes a list of layers
+        self.start = context.token_slice.start
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns the number of tokens before the slice."""
@@ -56,20 +69,50 @@ class SliceCache(Cache):  # type: ignore[misc]
         """Returns the slice's keys and values (b, heads, T, d), which `sliced_attention` adds to the store."""
         return key_states, value_states
 
-    def get_conv_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises SlipstreamError: a slice's first tokens would need the last ones before it."""
-        refuse_state(_CONVOLUTION)
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the last inputs (b, channels, kernel - 1) of a convolution before the slice, None at the start."""
+        return self._context.state(CarriedState(layer_idx, "convolution", state_idx))
 
-    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises SlipstreamError: a slice would need the state after the one before it."""
-        refuse_state(_RECURRENCE)
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Returns the slice's inputs (b, channels, T) with those of `get_conv_state` before them, and keeps the last.
+
+        A kernel of k tokens needs k - 1 before the slice; what a sequence's first tokens lack are zeros, as in the
+        convolution's own padding.
+        """
+        call = CarriedState(layer_idx, "convolution", state_idx)
+        if conv_kernel_size is None:
+            refuse_state("the window of a convolution of unknown length")
+        window = self._context.state(call)
+        inputs = conv_states if window is None else torch.cat([window, conv_states], dim=-1)
+        missing = max(0, conv_kernel_size - 1 - inputs.shape[-1])
+        padded = pad(inputs, (missing, 0)) if missing else inputs
+        self._context.change_state(call, padded[..., padded.shape[-1] - (conv_kernel_size - 1) :])
+        return inputs
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the state after the slice before, None at the start of a sequence."""
+        return self._context.state(CarriedState(layer_idx, "recurrence", state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Keeps the state after the slice."""
+        self._context.change_state(CarriedState(layer_idx, "recurrence", state_idx), recurrent_states)
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Returns whether there are tokens before the slice."""
+        return self.start > 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Returns True: a slice of one token, too, keeps a new window and changes none in place."""
+        return True
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises SlipstreamError: a slice's queries would choose among its own keys."""
         refuse_state(_INDEXER)
-
-    update_conv_state = get_conv_state
-    update_recurrent_state = has_previous_state = get_recurrent_state
 
     @property
     def layers(self) -> _NoLayers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from slipstream.attention import ContextStore, KeyRanges
+from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.mask_tables import MaskTables, NotCausalError
 
 
@@ -60,6 +61,8 @@ class SliceContext:
     parts_of_layer: int = 0  # how often its tensor ranks began or ceased to compute different things
     num_masks: int = 0
     calls: Counter[nn.Module] = field(default_factory=Counter)
+    states: dict[Hashable, Tensor] = field(default_factory=dict)  # read or changed by the slice's layers, as they are
+    changed_states: set[Hashable] = field(default_factory=set)
     output: Tensor | None = None  # the last owned layer's
 
     def next_call(self, module: nn.Module) -> tuple[nn.Module, int]:
@@ -77,6 +80,28 @@ class SliceContext:
         self.num_masks += 1
         tokens = self.token_slice
         return self.tables.ranges(self.num_masks - 1, tokens.start, tokens.end, tokens.length, tokens.document_start)
+
+    def state(self, call: Hashable) -> Tensor | None:
+        """Returns the state that `call` carries; None where a sequence begins."""
+        if call not in self.states:
+            left = self.store.carried.read(call, self.token_slice.start)
+            if left is None:
+                return None
+            self.states[call] = left
+        return self.states[call]
+
+    def change_state(self, call: Hashable, state: Tensor) -> None:
+        """Replaces the state that `call` carries."""
+        self.states[call] = state
+        self.changed_states.add(call)
+
+    def leave_states(self, output: Tensor) -> Tensor:
+        """Leaves the states to the next slice; returns the stage's last hidden states, whose gradient begins theirs."""
+        for call in self.states.keys() - self.changed_states:
+            raise SlipstreamError(f"{call!r} is read and not written again, so what to carry on is unknown")
+        if self.store.is_replaying:
+            return output
+        return self.store.carried.leave(self.states, self.token_slice.start, self.token_slice.end, output)
 
     def attention_seed(self) -> int:
         """Returns the seed of the next attention dropout."""

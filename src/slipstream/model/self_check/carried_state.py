@@ -6,26 +6,32 @@ its own, can't be sliced at any size. So this holds where the self-check is swit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.attention import ContextStore, KeyRanges
 from slipstream.errors import SlipstreamError
 from slipstream.model.causal_lm_stage import CausalLMStage
+from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy, toy_failure
 from slipstream.model.model_cutting import copy_with_shared_weights
-from slipstream.model.self_check.toy_runs import TokenCuts
+from slipstream.model.self_check.toy_runs import TokenCuts, sliced_outputs, whole_outputs
 from slipstream.model.toy import toy_model, toy_tokens
-from slipstream.model.toy_comparison import full_precision, recorded_attention
+from slipstream.model.toy_comparison import full_precision, recorded_attention, relative_errors
 
-_TWO_SLICES = TokenCuts((0, 5, 12), (0, 12))
+TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
+_SLICES = TokenCuts((0, 5, 12), (0, 12))
 
 
-def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> None:
-    """Runs a toy of the architecture once whole and once in two slices, forwards only. Not collective.
+def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> frozenset[int]:
+    """Runs a toy of the architecture once whole and once in slices, forwards only. Not collective.
 
-    Raises SlipstreamError, naming the layer and the state, where slices can't be exact whatever the sizes are.
+    Returns the toy's layers that carry a state from slice to slice. Raises SlipstreamError, naming the layer and the
+    state, where slices can't be exact whatever the sizes are.
     """
     if getattr(config, "output_router_logits", False):  # of mixtures of experts: not a sum over tokens
         reason = "output_router_logits=True adds a load-balancing loss over the whole batch, which slices don't sum to"
@@ -33,12 +39,11 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
     anatomy = anatomy or find_anatomy(config)
     try:
         with torch.no_grad(), full_precision():
-            model, tokens = toy_model(config), toy_tokens(config, _TWO_SLICES.length)
-            reason = _without_attention(model, anatomy, tokens) or _state_in_cache(model, anatomy, tokens)
+            return _ToyInSlices(toy_model(config), anatomy, toy_tokens(config, _SLICES.length)).carrying()
+    except SlipstreamError as error:
+        raise refusal(config, str(error)) from error
     except Exception as error:  # the model's own code
         raise refusal(config, toy_failure(error)) from error
-    if reason:
-        raise refusal(config, reason)
 
 
 def refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
@@ -49,32 +54,51 @@ def refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
     )
 
 
-def _without_attention(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: torch.Tensor) -> str:
-    """Says which layer never attends through the interface; empty if all do."""
-    with recorded_attention() as attending:
-        model(input_ids=tokens, use_cache=False)
-    layers = enumerate(anatomy.layers_of(model))
-    found = (
-        f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, so "
-        "what it needs from earlier tokens (other attention, a recurrent state) can't be provided"
-        for index, layer in layers
-        if not set(layer.modules()) & set(attending)
-    )
-    return next(found, "")
+class _ToyInSlices:
+    """A toy's forward in slices, next to the whole one."""
 
+    def __init__(self, model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> None:
+        self._layers = anatomy.layers_of(model)
+        with recorded_attention() as attending:
+            self._whole = whole_outputs(model, anatomy, tokens)
+        self._attending = set(attending)
+        owned = LayerRange(0, len(self._layers))
+        self._stage = CausalLMStage(copy_with_shared_weights(model), anatomy, owned, torch.device("cpu"))
+        self._anatomy, self._tokens = anatomy, tokens
 
-def _state_in_cache(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: torch.Tensor) -> str:
-    """Says which state a layer asks the cache for, or that it reads the mask; empty if it does neither."""
-    store = ContextStore(_TWO_SLICES.length)
-    whole = LayerRange(0, len(anatomy.layers_of(model)))
-    try:
-        stage = CausalLMStage(copy_with_shared_weights(model), anatomy, whole, torch.device("cpu"))
-        for piece in _TWO_SLICES.token_slices(tokens):
-            stage.forward(piece, None, store)
-    except SlipstreamError as error:
-        return str(error)
-    except Exception as error:  # the model's own code
-        if KeyRanges.__name__ not in str(error):
-            raise
-        return "its own code reads the attention mask, as an indexer does that selects keys (sparse attention)"
-    return ""
+    def carrying(self) -> frozenset[int]:
+        """Returns the layers that carry a state; raises SlipstreamError for what slices can't carry."""
+        store, outputs = ContextStore(_SLICES.length), {}
+        reads_mask = ""
+        try:
+            outputs = sliced_outputs(self._stage, self._anatomy, _SLICES.token_slices(self._tokens), store)
+        except Exception as error:  # the model's own code
+            if isinstance(error, SlipstreamError) or KeyRanges.__name__ not in str(error):
+                raise
+            reads_mask = "its own code reads the attention mask, as an indexer does that selects keys (sparse attention)"
+        carrying = frozenset(call.layer for call in store.carried.calls if isinstance(call, CarriedState))
+        self._check_attention(carrying)
+        if reads_mask:
+            raise SlipstreamError(reads_mask)
+        if carrying:
+            self._check_continued(outputs)
+        return carrying
+
+    def _check_attention(self, carrying: frozenset[int]) -> None:
+        """Raises SlipstreamError for a layer that neither attends through the interface nor carries a state."""
+        for index, layer in enumerate(self._layers):
+            if index not in carrying and not set(layer.modules()) & self._attending:
+                raise SlipstreamError(
+                    f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, "
+                    "so what it needs from earlier tokens (other attention, a recurrent state) can't be provided"
+                )
+
+    def _check_continued(self, outputs: Mapping[str, Tensor]) -> None:
+        """Raises SlipstreamError for the first layer whose slices don't continue from its state."""
+        for index, layer in enumerate(self._layers):
+            name = f"layer {index}"
+            if relative_errors({name: outputs[name]}, {name: self._whole[name]})[name] > TOLERANCE:
+                raise SlipstreamError(
+                    f"{name} ({type(layer).__name__}) carries a state from token to token, but doesn't continue from "
+                    "it over several tokens"
+                )

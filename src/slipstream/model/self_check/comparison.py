@@ -18,13 +18,12 @@ from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
-from slipstream.model.self_check.carried_state import check_carried_state, refusal
+from slipstream.model.self_check.carried_state import TOLERANCE, check_carried_state, refusal
 from slipstream.model.self_check.toy_runs import INPUT, TokenCuts, cut_in_two, run_sliced, run_whole
 from slipstream.model.toy import TOY_LENGTH, perturb_parameters, reference_model, toy_config, toy_tokens
 from slipstream.model.toy_comparison import full_precision, relative_errors
 from slipstream.model.toy_numbers import TokenNumber, shrink_number, token_numbers
 
-TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
 _WHOLE = (0, TOY_LENGTH)
 _SLICINGS = (  # unequal slices; the first ends below every threshold of the toy
     TokenCuts((0, 5, 20, 41, TOY_LENGTH), _WHOLE),

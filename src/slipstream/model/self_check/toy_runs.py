@@ -83,6 +83,26 @@ def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cut
     return ToyRun(_joined(outputs), gradients)
 
 
+def whole_outputs(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> dict[str, Tensor]:
+    """Returns the layers' outputs without stages and slices."""
+    outputs: _Slices = defaultdict(list)
+    layers = anatomy.layers_of(model)
+    with _recording(layers, range(len(layers)), outputs):
+        model(input_ids=tokens, use_cache=False)
+    return _joined(outputs)
+
+
+def sliced_outputs(
+    stage: CausalLMStage, anatomy: ModelAnatomy, pieces: list[TokenSlice], store: ContextStore
+) -> dict[str, Tensor]:
+    """Returns the outputs of the layers of a stage that has them all, run slice by slice."""
+    outputs: _Slices = defaultdict(list)
+    with _recording(anatomy.layers_of(stage.model), stage.layers_here, outputs):
+        for piece in pieces:
+            stage.forward(piece, None, store)
+    return _joined(outputs)
+
+
 def cut_in_two(model: PreTrainedModel, anatomy: ModelAnatomy) -> list[CausalLMStage]:
     """Returns two stages over the model's own weights, or one where it has one layer."""
     num_layers = len(anatomy.layers_of(model))
