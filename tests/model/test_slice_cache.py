@@ -13,15 +13,13 @@ from transformers import (
     BartConfig,
     BloomConfig,
     DeepseekV32Config,
-    FalconH1Config,
     GPTJConfig,
-    Lfm2Config,
+    JambaConfig,
     Llama4TextConfig,
     MambaConfig,
     MiniMaxM3VLTextConfig,
     PretrainedConfig,
     PreTrainedModel,
-    Qwen3NextConfig,
 )
 
 from slipstream import Pipeline, Runtime, SlipstreamError
@@ -139,7 +137,10 @@ _LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "n_r
 _LAYERS = {"num_key_value_heads": 2, "head_dim": 16}
 _STATES: dict[str, tuple[PretrainedConfig, str]] = {
     "bloom": (BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), "BloomBlock.*never attends"),
-    "mamba": (MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "MambaBlock.*never attends"),
+    "mamba": (
+        MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
+        "MambaBlock.*carries a state.*doesn't continue from it over several tokens",
+    ),
     "minimax_m3": (
         MiniMaxM3VLTextConfig(
             **_SIZES, **_LAYERS, rotary_dim=8, layer_types=["full_attention", "minimax_m3_sparse"] * 2, index_n_heads=2
@@ -147,18 +148,13 @@ _STATES: dict[str, tuple[PretrainedConfig, str]] = {
         "layer 1 carries an indexer's keys.*sparse attention",
     ),
     "deepseek_v32": (DeepseekV32Config(**_SIZES, **_LATENT), "reads the attention mask.*sparse attention"),
-    "qwen3_next": (Qwen3NextConfig(**_SIZES, **_LAYERS), "layer 0 .*never attends"),
+    "jamba": (
+        JambaConfig(**_SIZES, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
+        "JambaMambaDecoderLayer.*doesn't continue from it",
+    ),
     "gptj": (
         GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
         "attention from a list of its own, not from transformers' AttentionInterface",
-    ),
-    "lfm2": (
-        Lfm2Config(**_SIZES, num_key_value_heads=2, layer_types=["full_attention", "conv"] * 2),
-        "layer 1 .*never attends",
-    ),
-    "falcon_h1": (
-        FalconH1Config(**_SIZES, num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_state=8),
-        "layer 0 carries the window of a convolution",
     ),
 }
 

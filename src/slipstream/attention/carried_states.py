@@ -59,6 +59,10 @@ class CarriedStates:
         found: Tensor = beginning(torch.empty(0, requires_grad=True), state.value, partial(_add_gradient, state))
         return found
 
+    def keep(self, call: Hashable, token: int, value: Tensor, has_gradient: bool) -> None:
+        """Keeps the state with which the slice from `token` on begins."""
+        self._states[call, token] = _State(value, has_gradient)
+
     def leave(self, states: Mapping[Hashable, Tensor], first: int, end: int, output: Tensor) -> Tensor:
         """Keeps the states with which the slice [first, end) ends, for the next one.
 
@@ -67,7 +71,7 @@ class CarriedStates:
         """
         for call, value in states.items():
             # a copy, since it may be a view of something as long as the slice
-            self._states[call, end] = _State(value.detach().clone(), value.requires_grad)
+            self.keep(call, end, value.detach().clone(), value.requires_grad)
         if not torch.is_grad_enabled():
             for call in states:
                 self._states.pop((call, first), None)

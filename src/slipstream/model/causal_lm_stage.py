@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -14,8 +16,10 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.model.hooks import attention_interface
+from slipstream.model.hooks.document_resets import CACHE_NAMES, recorded_carriers, reset_at_documents
 from slipstream.model.hooks.layer_arguments import first_output, with_first_output, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
+from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.slice_cache import SliceCache
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
@@ -98,7 +102,7 @@ class CausalLMStage:
             model.set_submodule(head.embedding, embedding)
             self._embedded = TensorSpec(torch.Size((embedding.embedding_dim,)), embedding.weight.dtype)
         fix_length_dependent_rope(model)
-        self._shared = shared
+        self._shared, self._device = shared, device
         if shared is not None:
             # dropout differs from where the ranks begin to compute different things, to where they compute the same
             shared.install(model, partial(self._seed_part, "own", shared.rank), self._leave_own)
@@ -110,10 +114,13 @@ class CausalLMStage:
         self.hidden_dtype = next(chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())).dtype
         self.tables = MaskTables(device)
         self._uses_randomness = uses_randomness(model)
+        parameters = inspect.signature(type(model).forward).parameters
+        self._cache_name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
+        self._carriers: list[nn.Module] | None = None  # of states; None: not known yet
         layers = anatomy.layers_of(model)
         self.layers = [layers[index] for index in self.layers_here]
         self._watch(layers, anatomy.halves)
-        self._learn_masks(device)
+        self._run_token(1, records_masks=True)  # records the model's mask functions, before documents wrap them
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the unsplit model's names, tied weights once under the canonical name."""
@@ -145,9 +152,13 @@ class CausalLMStage:
             context.tensor_rank = self._shared.rank
             self._shared.begin(token_slice.input_ids.shape[1])
         # a whole microbatch runs as in training without slices, where models are given no cache
-        past = {"past_key_values": SliceCache(context)} if token_slice.is_cut else {}
+        carriers = [] if token_slice.document_start is None else self.find_carriers()
+        needs_cache = token_slice.is_cut or bool(carriers)
+        past = {self._cache_name: SliceCache(context)} if needs_cache else {}
         # layers seed their own dropout: afterwards the caller's random state is as before
-        with active_forward(context), torch.random.fork_rng(enabled=self._is_random):
+        layers = dict(zip(self.layers_here, self.layers, strict=True))
+        lone_tokens = as_several_tokens(context, layers) if past and has_lone_tokens(token_slice) else nullcontext()
+        with active_forward(context), lone_tokens, torch.random.fork_rng(enabled=self._is_random):
             self._enter(-1)
             output = self.model(
                 input_ids=token_slice.input_ids,
@@ -163,6 +174,19 @@ class CausalLMStage:
             return output.logits  # type: ignore[no-any-return]
         assert context.output is not None, f"the last of {self.owned} did not run"
         return context.output
+
+    def find_carriers(self) -> list[nn.Module]:
+        """Returns the modules that carry states, which from now on are reset where a document begins.
+
+        Runs a token that is not alone for that, the first time.
+        """
+        if self._carriers is None:
+            self._carriers = []
+            with recorded_carriers(self.layers) as self._carriers:
+                self._run_token(2)
+            for module in self._carriers:
+                reset_at_documents(module)
+        return self._carriers
 
     def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Any:
         """Runs `forward`, with tuples for what travels between stages; the last stage returns the head's outputs."""
@@ -252,16 +276,16 @@ class CausalLMStage:
     def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         current_slice().output = first_output(output)
 
-    def _learn_masks(self, device: torch.device) -> None:
-        """Runs one token through the stage to record the model's mask functions, before documents wrap them."""
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        token_slice = TokenSlice(zero, zero, None, start=0, length=1, max_position=0)
+    def _run_token(self, length: int, records_masks: bool = False) -> None:
+        """Runs the first token of a sequence of `length` tokens."""
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        token_slice = TokenSlice(zero, zero, None, start=0, length=length, max_position=length - 1)
         spec = next(iter(self.receives(token_slice)), self.hidden(token_slice))
-        hidden = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+        hidden = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            self.forward(token_slice, hidden, ContextStore(1), records_masks=True)
+            self.forward(token_slice, hidden, ContextStore(length), records_masks)
         self.model.train(was_training)
 
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_range import LayerHalf, ModelEnd
 from slipstream.model.toy import toy_model, toy_tokens
-from slipstream.model.toy_comparison import REFERENCE_ATTENTION
+from slipstream.model.toy_comparison import REFERENCE_ATTENTION, full_precision
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
         layer.register_forward_hook(lambda *given: outputs.append(given[-1]))
     for name, module in outside.items():
         module.register_forward_pre_hook(lambda *_, name=name: calls[name].add(len(entered)))
-    with torch.no_grad():
+    with torch.no_grad(), full_precision():
         model(input_ids=toy_tokens(config), use_cache=False)
     num_layers = len(model.get_submodule(layers))
     if len(entered) != num_layers:

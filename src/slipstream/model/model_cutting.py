@@ -133,6 +133,8 @@ class PassThrough(Placeholder):
     def __init__(self, original: nn.Module, tuple_length: int = 0) -> None:
         super().__init__(original)
         self.tuple_length = tuple_length
+        if isinstance(getattr(original, "weight", None), Tensor):
+            self.weight = torch.empty(0)  # Mamba's models read its dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = self._instead_of(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import gcd
 
 import torch
 from torch import nn
@@ -28,6 +29,9 @@ _MOST = {  # sizes that change no code path: largest toy value -> names
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
+_STATE_SPACE_HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
+_STATE_SPACE_HEAD_SIZES = ("mamba_d_head", "mamba_headdim", "mamba_head_dim", "head_dim")
+_STATE_SPACE_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
 _LAYER_INDICES = ("moe_layers", "mlp_only_layers")  # numbers of layers, perhaps as many as there are layers
 
@@ -40,6 +44,7 @@ def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> Pretra
     whole = copy.deepcopy(config)
     toy = whole.get_text_config()
     _shrink_heads(toy)
+    _shrink_state_spaces(toy)
     for most, names in _MOST.items():
         for name in names:
             if isinstance(size := getattr(toy, name, None), int):
@@ -121,6 +126,20 @@ def _shrink_heads(toy: PretrainedConfig) -> None:
     if hasattr(toy, "word_embed_proj_dim"):
         toy.word_embed_proj_dim = getattr(toy, width)
     setattr(toy, heads, _NUM_HEADS)
+
+
+def _shrink_state_spaces(toy: PretrainedConfig) -> None:
+    """Keeps as many of Mamba 2's heads, whose width is a multiple of the model's, as fit its smaller width."""
+    expand, width = _first(toy, ("mamba_expand", "expand")), _first(toy, _WIDTHS)
+    heads, size = _first(toy, _STATE_SPACE_HEADS), _first(toy, _STATE_SPACE_HEAD_SIZES)
+    if expand is None or width is None or heads is None or size is None or getattr(toy, "mamba_d_ssm", None):
+        return
+    num_heads = max(1, getattr(toy, expand) * getattr(toy, width) // getattr(toy, size))
+    setattr(toy, heads, num_heads)
+    setattr(toy, size, getattr(toy, expand) * getattr(toy, width) // num_heads)
+    groups = _first(toy, _STATE_SPACE_GROUPS)
+    if groups is not None:
+        setattr(toy, groups, gcd(getattr(toy, groups), num_heads))
 
 
 def _shrink_layers(toy: PretrainedConfig) -> None:

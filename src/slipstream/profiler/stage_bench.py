@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from statistics import mean
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from slipstream.attention import ContextStore, StoredSlice
+from slipstream.attention import CarriedStates, ContextStore, StoredSlice
 from slipstream.model import IGNORED, CausalLMStage, causal_cross_entropy, storage_bytes, storage_ids
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.saving import defer_weight_gradients
@@ -31,11 +31,31 @@ class PrefilledStore(ContextStore):
 
     def __init__(self, length: int) -> None:
         super().__init__(length + 1)
+        self.carried = PrefilledStates()
 
     def rewind(self, context: int) -> None:
         """Forgets the slices that ran, except one that covers the first `context` tokens."""
         for each in self._contexts.values():
             each.slices = {0: StoredSlice(end=context, first=0)} if context else {}
+
+
+class PrefilledStates(CarriedStates):
+    """The states that were left last, with which a slice begins wherever it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[Hashable, Tensor] = {}
+
+    def read(self, call: Hashable, token: int) -> Tensor | None:
+        """See `CarriedStates`."""
+        if token:
+            self.keep(call, token, self._last[call], has_gradient=torch.is_grad_enabled())
+        return super().read(call, token)
+
+    def leave(self, states: Mapping[Hashable, Tensor], first: int, end: int, output: Tensor) -> Tensor:
+        """See `CarriedStates`."""
+        self._last |= {call: state.detach().clone() for call, state in states.items()}
+        return super().leave(states, first, end, output)
 
 
 class StageBench:

@@ -102,6 +102,14 @@ class SliceCache(Cache):  # type: ignore[misc]
         self._context.change_state(CarriedState(layer_idx, "recurrence", state_idx), recurrent_states)
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Returns MiniMax's sum of keys times values after the slice before, None at the start of a sequence."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keeps it after the slice."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Returns whether there are tokens before the slice."""
         return self.start > 0

@@ -63,6 +63,7 @@ class SliceContext:
     calls: Counter[nn.Module] = field(default_factory=Counter)
     states: dict[Hashable, Tensor] = field(default_factory=dict)  # read or changed by the slice's layers, as they are
     changed_states: set[Hashable] = field(default_factory=set)
+    fresh_rows: Tensor | None = None  # (b,) whose states are reset, as a document begins; None: nobody's
     output: Tensor | None = None  # the last owned layer's
 
     def next_call(self, module: nn.Module) -> tuple[nn.Module, int]:
@@ -82,12 +83,15 @@ class SliceContext:
         return self.tables.ranges(self.num_masks - 1, tokens.start, tokens.end, tokens.length, tokens.document_start)
 
     def state(self, call: Hashable) -> Tensor | None:
-        """Returns the state that `call` carries; None where a sequence begins."""
+        """Returns the state that `call` carries, (b, ...), zeros for fresh rows; None where all rows begin."""
         if call not in self.states:
             left = self.store.carried.read(call, self.token_slice.start)
             if left is None:
                 return None
             self.states[call] = left
+        if self.fresh_rows is not None:
+            rows = self.fresh_rows.view(-1, *[1] * (self.states[call].dim() - 1))
+            self.states[call] = self.states[call].masked_fill(rows, 0)
         return self.states[call]
 
     def change_state(self, call: Hashable, state: Tensor) -> None:

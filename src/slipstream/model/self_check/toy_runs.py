@@ -121,6 +121,8 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
         stage.model.zero_grad()
         for tied in stage.tied:
             tied.parameter.grad = None
+        if len(cuts.documents) > 2:
+            stage.find_carriers()  # before anything is recorded
     for piece in cuts.token_slices(tokens):
         hidden: Tensor | None = None
         ends: list[tuple[Tensor | None, Tensor]] = []

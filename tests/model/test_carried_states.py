@@ -1,0 +1,118 @@
+"""Convolutions and recurrences continue from slice to slice, with the gradients of the unsplit model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream import Pipeline
+from slipstream.model import causal_cross_entropy
+from slipstream.model.toy import perturb_parameters
+from support.architectures import (
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+from support.hybrids import HYBRIDS, LENGTH
+from support.options import grouped
+from support.parameters import first_of
+
+SLICES = [5, 1, 46, 44]  # the second alone in its slice
+
+
+def unsplit(name: str) -> PreTrainedModel:
+    model = build(HYBRIDS[name])
+    perturb_parameters(model)
+    return model
+
+
+def error_of(name: str, model: PreTrainedModel | None = None, **settings: Any) -> float:
+    """The largest relative error of a step's gradients."""
+    model = model or unsplit(name)
+    whole, inputs = copy.deepcopy(model), tokens(length=LENGTH)
+    with no_rounding_inside():
+        expected = unsplit_step(whole, inputs, labels_of(inputs))
+        pipe = Pipeline(model, **grouped(**{"slices": SLICES, "num_microbatches": 2, "num_ranks": 2, **settings}))
+        loss = pipe.step(inputs, labels_of(inputs))
+        assert abs(loss - expected) < BOUND * expected
+        assert abs(pipe.evaluate(inputs, labels_of(inputs)) - expected) < BOUND * expected
+    return gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
+
+
+@pytest.mark.parametrize("name", first_of(HYBRIDS, 2))
+def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
+    assert error_of(name) < BOUND
+
+
+def test_a_state_without_its_gradient_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.attention.carried_states._add_gradient", lambda *_: None)
+    assert error_of("lfm2", self_check=False) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    first_of(
+        [
+            {"schedule": "zb-h1", "recompute": "full"},
+            {"recompute": "selective", "offload": 0.5},
+            {"recompute": 1, "num_ranks": 1},
+            {"schedule": "zb-v", "stages_per_rank": 2},
+            {"slices": 3, "num_microbatches": 1, "schedule": "gpipe", "offload": 1.0},
+        ],
+        2,
+    ),
+)
+@pytest.mark.parametrize("name", first_of(["qwen3_next", "lfm2", "bamba", "minimax"]))
+def test_with_split_backwards_recomputation_and_offload(name: str, settings: dict[str, Any]) -> None:
+    assert error_of(name, self_check=False, **settings) < BOUND
+
+
+def test_frozen_layers_carry_states_without_gradients() -> None:
+    model = unsplit("qwen3_next")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "layers.0" not in name and "embed" not in name
+    assert error_of("qwen3_next", model) < BOUND
+
+
+def documents(*rows: tuple[int, ...]) -> Tensor:
+    """The number of each token's document, given the documents' lengths in each row."""
+    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+
+
+@pytest.mark.parametrize("slices", [SLICES, [LENGTH]], ids=["slices", "whole"])
+@pytest.mark.parametrize("name", first_of(["qwen3_next", "lfm2", "bamba", "nemotron_h", "minimax"], 1))
+def test_a_state_is_reset_where_a_document_begins(name: str, slices: list[int]) -> None:
+    """Once at a slice's first token, in one row within a slice, for one token, and twice in a slice."""
+    model, inputs, rows = unsplit(name), tokens(length=LENGTH), [(6, 20, 70), (40, 1, 11, 44)]
+    whole, count = copy.deepcopy(model), sum(LENGTH - len(row) for row in rows)
+    with no_rounding_inside():
+        for row, lengths in zip(inputs, rows, strict=True):
+            for document in row.split(lengths):
+                logits = whole(input_ids=document[None], use_cache=False).logits
+                (causal_cross_entropy(logits[:, :-1], document[None, 1:])[0] / count).backward()
+        pipe = Pipeline(model, slices=slices, num_ranks=2)
+        pipe.step(inputs, inputs, document_ids=documents(*rows))
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+
+
+def test_sequences_of_different_lengths() -> None:
+    model, lengths = unsplit("qwen3_next"), [30, 7, 52, 1, 18]
+    sequences = [row[:length] for row, length in zip(tokens(len(lengths), max(lengths)), lengths, strict=True)]
+    whole, count = copy.deepcopy(model), sum(lengths) - len(lengths)
+    with no_rounding_inside():
+        for each in sequences:
+            logits = whole(input_ids=each[None], use_cache=False).logits
+            (causal_cross_entropy(logits[:, :-1], each[None, 1:])[0] / count).backward()
+        pipe = Pipeline(model, slices=3, num_microbatches=2, num_ranks=2)
+        pipe.step(sequences, sequences)
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND

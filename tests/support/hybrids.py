@@ -1,0 +1,78 @@
+"""Small configs of architectures whose layers carry states from token to token, a feature each."""
+
+from __future__ import annotations
+
+from transformers import (
+    BambaConfig,
+    FalconH1Config,
+    Lfm2Config,
+    Mamba2Config,
+    MiniMaxConfig,
+    NemotronHConfig,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+
+from support.architectures import VOCABULARY
+
+LENGTH = 96
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+_KINDS = ["linear_attention", "full_attention"] * 2
+_DELTA_RULE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+
+HYBRIDS: dict[str, PretrainedConfig] = {
+    "qwen3_next": Qwen3NextConfig(
+        **_SIZES, **_DELTA_RULE, **_EXPERTS, shared_expert_intermediate_size=16, layer_types=_KINDS
+    ),
+    "qwen3_5_text": Qwen3_5TextConfig(**_SIZES, **_DELTA_RULE, layer_types=_KINDS),
+    "lfm2": Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"] * 2),
+    "bamba": BambaConfig(**_SIZES, **_STATE_SPACE, attn_layer_indices=[1, 3]),
+    "falcon_h1": FalconH1Config(**_SIZES, **_STATE_SPACE, mamba_d_ssm=64),
+    "nemotron_h": NemotronHConfig(
+        **_SIZES | {"num_hidden_layers": None},
+        layers_block_type=["mamba", "moe", "attention", "mlp", "mamba"],
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+    ),
+    "minimax": MiniMaxConfig(**_SIZES, head_dim=16, block_size=16, layer_types=_KINDS, num_local_experts=4),
+    "mamba2": Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        pad_token_id=None,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+}
