@@ -23,14 +23,17 @@ from support.architectures import (
     gradient_error,
     gradients,
     labels_of,
+    no_rounding_inside,
     tokens,
     unsplit_step,
 )
 from support.examples import examples
+from support.hybrids import HYBRIDS
 from support.options import grouped
 
 LENGTH = 24
-MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}
+ATTENDING = ("llama, tied", "gpt2", "mistral, window of 7")
+MODELS = {name: build((ARCHITECTURES | HYBRIDS)[name]) for name in (*ATTENDING, "qwen3_5_text")}
 
 
 @st.composite
@@ -76,10 +79,11 @@ def cuts(draw: st.DrawFn, num_slices: int) -> list[int]:
 
 
 @st.composite
-def partitions(draw: st.DrawFn, num_stages: int, num_layers: int) -> list[float]:
-    """Whole and half layers to every stage."""
-    bounds = sorted(draw(st.sets(st.integers(1, 2 * num_layers - 1), min_size=num_stages - 1, max_size=num_stages - 1)))
-    return [(b - a) / 2 for a, b in zip([0, *bounds], [*bounds, 2 * num_layers], strict=True)]
+def partitions(draw: st.DrawFn, num_stages: int, num_layers: int, parts: int = 2) -> list[float]:
+    """Layers, of `parts` parts each, to every stage."""
+    whole, cuts = parts * num_layers, num_stages - 1
+    bounds = sorted(draw(st.sets(st.integers(1, whole - 1), min_size=cuts, max_size=cuts)))
+    return [(b - a) / parts for a, b in zip([0, *bounds], [*bounds, whole], strict=True)]
 
 
 def run_unsplit(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -97,14 +101,14 @@ def cut_settings(schedule: Schedule, data: st.DataObject) -> dict[str, Any]:
     return {"microbatches": [(len(part), data.draw(cuts(count))) for part, count in pairs]}
 
 
-def check(name: str, data: st.DataObject) -> None:
+def check(name: str, data: st.DataObject, parts: int = 2) -> None:
     schedule = data.draw(schedules())
     settings = cut_settings(schedule, data)
     inputs = tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99)))
     labels = labels_of(inputs)
     recompute = data.draw(st.sampled_from(["full", "selective", 1]))
     model = copy.deepcopy(MODELS[name])
-    partition = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers))
+    partition = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers, parts))
     settings |= {"schedule": schedule, "partition": partition, "recompute": recompute}
     pipe = Pipeline(model, **grouped(self_check=False, **settings))
     pipe.step(inputs, labels)
@@ -112,11 +116,19 @@ def check(name: str, data: st.DataObject) -> None:
     assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ATTENDING)
 @examples(25)
 @given(data=st.data())
 def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
     check(name, data)
+
+
+@examples(25)
+@given(data=st.data())
+def test_carried_states(data: st.DataObject) -> None:
+    """Layers that carry a state are whole."""
+    with no_rounding_inside():
+        check("qwen3_5_text", data, parts=1)
 
 
 @pytest.mark.grid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -151,14 +151,9 @@ class CausalLMStage:
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
             self._shared.begin(token_slice.input_ids.shape[1])
-        # a whole microbatch runs as in training without slices, where models are given no cache
-        carriers = [] if token_slice.document_start is None else self.find_carriers()
-        needs_cache = token_slice.is_cut or bool(carriers)
-        past = {self._cache_name: SliceCache(context)} if needs_cache else {}
+        past, as_trained = self._past(context)
         # layers seed their own dropout: afterwards the caller's random state is as before
-        layers = dict(zip(self.layers_here, self.layers, strict=True))
-        lone_tokens = as_several_tokens(context, layers) if past and has_lone_tokens(token_slice) else nullcontext()
-        with active_forward(context), lone_tokens, torch.random.fork_rng(enabled=self._is_random):
+        with active_forward(context), as_trained, torch.random.fork_rng(enabled=self._is_random):
             self._enter(-1)
             output = self.model(
                 input_ids=token_slice.input_ids,
@@ -174,6 +169,17 @@ class CausalLMStage:
             return output.logits  # type: ignore[no-any-return]
         assert context.output is not None, f"the last of {self.owned} did not run"
         return context.output
+
+    def _past(self, context: SliceContext) -> tuple[dict[str, SliceCache], AbstractContextManager[None]]:
+        """Returns the cache as the model's argument, and what keeps the model from generating text with it."""
+        tokens = context.token_slice
+        carriers = [] if tokens.document_start is None else self.find_carriers()
+        if not tokens.is_cut and not carriers:
+            return {}, nullcontext()  # a whole microbatch runs as in training without slices: models are given no cache
+        layers = dict(zip(self.layers_here, self.layers, strict=True))
+        is_lone = tokens.input_ids.shape[1] == 1 or (carriers and has_lone_tokens(tokens))
+        as_trained = as_several_tokens(context, layers) if is_lone else nullcontext()
+        return {self._cache_name: SliceCache(context)}, as_trained
 
     def find_carriers(self) -> list[nn.Module]:
         """Returns the modules that carry states, which from now on are reset where a document begins.

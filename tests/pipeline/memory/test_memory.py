@@ -12,6 +12,7 @@ from slipstream import Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import LiveMemory, memory_meter, tensors_alive
 from slipstream.simulator import MemoryKind, memory_of
 from support.architectures import ARCHITECTURES, labels_of, tokens
+from support.hybrids import HYBRIDS
 from support.forked import launch
 from support.options import grouped
 from support.paths import WORKERS
@@ -100,11 +101,13 @@ SETTINGS: list[dict[str, Any]] = [
             pytest.param("gpt2", each, marks=[pytest.mark.grid if n % 3 != 1 else pytest.mark.more])
             for n, each in enumerate(SETTINGS)
         ),
+        *(pytest.param("qwen3_5_text", each, marks=pytest.mark.more) for each in SETTINGS[1:]),
     ],
     ids=str,
 )
 def test_one_rank(name: str, settings: dict[str, Any]) -> None:
-    pipe = Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, **grouped(self_check=False, **settings))
+    config = (ARCHITECTURES | HYBRIDS)[name]
+    pipe = Pipeline.from_config(config, num_microbatches=2, **grouped(self_check=False, **settings))
     simulated, measured = peaks(pipe)
     assert abs(simulated - measured) < 1024
 

@@ -223,7 +223,7 @@ class CausalLMFamily:
 
     def _checked(self, batch: SplitBatch) -> SplitBatch:
         """Returns the batch. Raises SlipstreamError where its slices or its documents can't be exact."""
-        if any(len(slices) > 1 for slices in batch.slices):
+        if any(len(slices) > 1 or slices[0].document_start is not None for slices in batch.slices):
             self._check_cut()
         for first, *_ in batch.slices:
             if self._self_check is not None and first.document_start is not None:
@@ -231,7 +231,7 @@ class CausalLMFamily:
         return batch
 
     def _check_cut(self) -> None:
-        """Raises SlipstreamError where a layer carries state that slices don't, self-check or not."""
+        """Raises SlipstreamError where a layer carries state that slices and documents don't, self-check or not."""
         if not self._may_cut:
             check_carried_state(self.config, self._anatomy)
             self._may_cut = True
