@@ -182,16 +182,13 @@ class CausalLMStage:
         return {self._cache_name: SliceCache(context)}, as_trained
 
     def find_carriers(self) -> list[nn.Module]:
-        """Returns the modules that carry states, which from now on are reset where a document begins.
-
-        Runs a token that is not alone for that, the first time.
-        """
+        """Returns the modules that carry states, which are reset at documents from now on; runs a token for it once."""
         if self._carriers is None:
-            self._carriers = []
-            with recorded_carriers(self.layers) as self._carriers:
+            with recorded_carriers(self.layers) as found:
                 self._run_token(2)
-            for module in self._carriers:
+            for module in found:
                 reset_at_documents(module)
+            self._carriers = found
         return self._carriers
 
     def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Any:
