@@ -43,7 +43,7 @@ def test_gradients_are_those_of_the_whole_recurrence() -> None:
 
 def test_a_forward_before_the_one_it_continues() -> None:
     states, decay = CarriedStates(), torch.tensor(0.9)
-    with pytest.raises(ContextError, match="from token 3 on needs the state of 'a'.*first run the slice before"):
+    with pytest.raises(ContextError, match=r"from token 3 on needs the state of 'a'.*first run the slice before"):
         run(states, inputs(), decay, 3, 4)
 
 
@@ -58,7 +58,7 @@ def test_a_forward_after_the_backward_that_frees_its_state() -> None:
     states, decay = CarriedStates(), torch.tensor(0.9, dtype=torch.float64)
     outputs = [run(states, inputs(), decay, *cut) for cut in CUTS]
     outputs[2].sum().backward()
-    with pytest.raises(ContextError, match="from token 4 on .*any more"):
+    with pytest.raises(ContextError, match=r"from token 4 on .*any more"):
         run(states, inputs(), decay, 4, 9)
 
 

@@ -42,6 +42,11 @@ class CarriedStates:
         """What carries a state: the calls that left one for a slice whose backward hasn't begun."""
         return {call for call, _ in self._states}
 
+    @property
+    def values(self) -> list[Tensor]:
+        """The states that are kept."""
+        return [state.value for state in self._states.values() if state.value is not None]
+
     def read(self, call: Hashable, token: int) -> Tensor | None:
         """Returns the state with which a slice begins, connected to its gradient; None at the sequence's start."""
         if token == 0:

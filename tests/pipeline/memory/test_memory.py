@@ -12,8 +12,8 @@ from slipstream import Pipeline, Runtime
 from slipstream.pipeline.memory.live_memory import LiveMemory, memory_meter, tensors_alive
 from slipstream.simulator import MemoryKind, memory_of
 from support.architectures import ARCHITECTURES, labels_of, tokens
-from support.hybrids import HYBRIDS
 from support.forked import launch
+from support.hybrids import HYBRIDS
 from support.options import grouped
 from support.paths import WORKERS
 

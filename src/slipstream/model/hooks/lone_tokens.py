@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from torch.overrides import TorchFunctionMode
 
 from slipstream.model.hooks.document_resets import document_begins
@@ -32,7 +34,7 @@ def has_lone_tokens(tokens: TokenSlice) -> bool:
     begins = document_begins(tokens)
     cuts = [] if begins is None else begins.any(0).nonzero().flatten().tolist()
     places = sorted({0, *cuts, tokens.input_ids.shape[1]})
-    return any(b - a == 1 for a, b in zip(places, places[1:], strict=False))
+    return any(b - a == 1 for a, b in pairwise(places))
 
 
 @contextmanager
@@ -56,12 +58,13 @@ def _scan_one_token(
     state: Tensor,  # (b, heads, d, n)
     hidden_states: Tensor,  # (b, heads, d)
     dt: Tensor,  # (b, heads, d), equal along d, as are A, D and dt_bias along all but heads
-    A: Tensor,  # noqa: N803  (heads, d, n)
-    B: Tensor,  # noqa: N803  (b, groups, n)
-    C: Tensor,  # noqa: N803  (b, groups, n)
-    D: Tensor,  # noqa: N803  (heads, d)
+    A: Tensor,  # (heads, d, n)
+    B: Tensor,  # (b, groups, n)
+    C: Tensor,  # (b, groups, n)
+    D: Tensor,  # (heads, d)
     *,
     dt_bias: Tensor,  # (heads, d)
+    z: Tensor | None = None,  # (b, heads, d), of the gate
     **_: Any,
 ) -> Tensor:
     """Computes Mamba 2's step for one token as a scan over one token (Dao & Gu 2024, section 6): (b, heads, d)."""
@@ -84,7 +87,7 @@ def _scan_one_token(
         dt_limit=mixer.time_step_limit,
     )
     state.copy_(after)
-    return output[:, 0]
+    return output[:, 0] if z is None else output[:, 0] * silu(z)
 
 
 class _AssignedStates(TorchFunctionMode):

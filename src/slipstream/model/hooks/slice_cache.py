@@ -95,9 +95,7 @@ class SliceCache(Cache):  # type: ignore[misc]
         """Returns the state after the slice before, None at the start of a sequence."""
         return self._context.state(CarriedState(layer_idx, "recurrence", state_idx))
 
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Keeps the state after the slice."""
         self._context.change_state(CarriedState(layer_idx, "recurrence", state_idx), recurrent_states)
         return recurrent_states

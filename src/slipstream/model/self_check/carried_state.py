@@ -20,7 +20,7 @@ from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy, toy_failure
 from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.self_check.toy_runs import TokenCuts, sliced_outputs, whole_outputs
-from slipstream.model.toy import toy_model, toy_tokens
+from slipstream.model.toy import perturb_parameters, toy_model, toy_tokens
 from slipstream.model.toy_comparison import full_precision, recorded_attention, relative_errors
 
 TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
@@ -39,7 +39,9 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
     anatomy = anatomy or find_anatomy(config)
     try:
         with torch.no_grad(), full_precision():
-            return _ToyInSlices(toy_model(config), anatomy, toy_tokens(config, _SLICES.length)).carrying()
+            model = toy_model(config)
+            perturb_parameters(model)  # so that states count
+            return _ToyInSlices(model, anatomy, toy_tokens(config, _SLICES.length)).carrying()
     except SlipstreamError as error:
         raise refusal(config, str(error)) from error
     except Exception as error:  # the model's own code
@@ -62,15 +64,15 @@ class _ToyInSlices:
         with recorded_attention() as attending:
             self._whole = whole_outputs(model, anatomy, tokens)
         self._attending = set(attending)
-        owned = LayerRange(0, len(self._layers))
-        self._stage = CausalLMStage(copy_with_shared_weights(model), anatomy, owned, torch.device("cpu"))
-        self._anatomy, self._tokens = anatomy, tokens
+        self._model, self._anatomy, self._tokens = model, anatomy, tokens
 
     def carrying(self) -> frozenset[int]:
         """Returns the layers that carry a state; raises SlipstreamError for what slices can't carry."""
         store, outputs, failed = ContextStore(_SLICES.length), {}, None
         try:
-            outputs = sliced_outputs(self._stage, self._anatomy, _SLICES.token_slices(self._tokens), store)
+            owned, model = LayerRange(0, len(self._layers)), copy_with_shared_weights(self._model)
+            stage = CausalLMStage(model, self._anatomy, owned, torch.device("cpu"))
+            outputs = sliced_outputs(stage, self._anatomy, _SLICES.token_slices(self._tokens), store)
         except SlipstreamError:
             raise
         except Exception as error:  # the model's own code

@@ -38,7 +38,7 @@ class SavedActivations:
             return nullcontext()
         g, m, i = key = key_of(action)
         stage, piece, targets = self._stages[g], self._state.batch.slices[m][i], self._state.batch.targets[m][i]
-        shared = self._storages[g] | storage_ids((*piece.tensors, targets))
+        shared = self._storages[g] | storage_ids((*piece.tensors, targets, *store.carried.values))
         what = self._recompute if recomputed else None
         replay = SliceReplay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)
         self._state.replays[key] = replay

@@ -33,6 +33,8 @@ from slipstream.planner.costs import AttentionWindow
 from slipstream.planner.partition import partition_layers
 from slipstream.schedule import AUTOMATIC, Schedule
 
+_WITHOUT_SCORES = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers by transformers' names
+
 WORTH_CUTTING = 0.97  # layers are cut in half where the slowest rank's cost falls to this share or below
 
 
@@ -221,10 +223,12 @@ class WeighedModel:
         """The multiplications of a token with what follows the layers."""
         return sum(self._multiplications(self._module.get_submodule(name)) for name in self.anatomy.after)
 
-    @property
-    def score_products(self) -> float:
-        """The multiplications of a token with a key and a value that it sees, in one layer."""
+    def score_products(self, layer: int) -> float:
+        """The multiplications of a token with a key and a value that it sees, in a layer; 0 where it has none."""
         text = self._text
+        kinds = getattr(text, "layer_types", None)
+        if not hasattr(text, "num_attention_heads") or (kinds is not None and kinds[layer] in _WITHOUT_SCORES):
+            return 0.0
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return float(2 * text.num_attention_heads * width)
 
@@ -242,7 +246,7 @@ class WeighedModel:
         keys = length / 2
         if window is not None and window < length:
             keys = window - window**2 / (2 * length)
-        return self.score_products * keys
+        return self.score_products(layer) * keys
 
     def _multiplications(self, module: nn.Module) -> float:
         """Returns a token's multiplications: one per element of a matrix; of experts (3-D), those it is sent to."""

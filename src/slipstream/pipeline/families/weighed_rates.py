@@ -34,7 +34,7 @@ def weighed_rates(model: WeighedModel, halves: Sequence[LayerPart], layers: Sequ
     scores = np.zeros((len(layers), len(windows)))
     for stage, each in enumerate(layers):
         for layer in range(int(each.start + 0.5), int(each.stop + 0.5)):  # whose first half, with attention, it has
-            scores[stage, windows.index(model.window(layer))] += model.score_products
+            scores[stage, windows.index(model.window(layer))] += model.score_products(layer)
     linear = np.concatenate([_FIXED * products, products], axis=1)
     forward, inputs, weights = (np.concatenate([linear, times * scores], axis=1) for times in (1.0, _AGAIN, 0.0))
     seconds = {Op.F: forward, Op.B: inputs + weights, Op.I: inputs, Op.W: weights}
