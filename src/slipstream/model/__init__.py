@@ -1,6 +1,6 @@
 """Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
-from slipstream.model.causal_lm_stage import CausalLMStage, TiedWeight, uses_randomness
+from slipstream.model.causal_lm_stage import CausalLMStage, uses_randomness
 from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy
 from slipstream.model.fused_kernels import check_compiler, fuse_kernels
 from slipstream.model.layer_halves import find_halves
@@ -20,3 +20,4 @@ from slipstream.model.model_loading import meta_model, model_for_timing, pretrai
 from slipstream.model.self_check import TOLERANCE, SelfCheck, check_carried_state, check_sliceable
 from slipstream.model.storages import SavedStorages, model_storages, storage_bytes, storage_id, storage_ids
 from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages
+from slipstream.model.vocabulary.tied_weight import TiedWeight

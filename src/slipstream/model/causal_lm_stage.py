@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -30,22 +29,9 @@ from slipstream.model.saving.weight_gradients import add_weight_gradients_in_pla
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.model.vocabulary.head_rows import SpreadHead
 from slipstream.model.vocabulary.tied_rows import SpreadEmbedding
+from slipstream.model.vocabulary.tied_weight import separate_head
 
 _SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
-
-
-@dataclass(frozen=True)
-class TiedWeight:
-    """A weight that embeds on the first stage and is the head on the last (rule 11).
-
-    `parameter` has the canonical name and collects the embedding's gradient; `head` shares its storage and collects the
-    head's, so that the two can be added in one fixed order whatever the number of stages. A stage that does not compute
-    one of the two has no gradient for it.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    head: nn.Parameter | None  # on the last stage
 
 
 class TensorParallelLayers(Protocol):
@@ -109,7 +95,7 @@ class CausalLMStage:
         add_weight_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
         self._tied_heads = {name for name, _ in anatomy.tied}
-        self.tied = [] if self.embeds_by_parts else _separate_head(model, anatomy, self.is_last)
+        self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self.hidden_dtype = next(chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())).dtype
         self.tables = MaskTables(device)
@@ -290,22 +276,6 @@ class CausalLMStage:
         with torch.no_grad():
             self.forward(token_slice, hidden, ContextStore(length), records_masks)
         self.model.train(was_training)
-
-
-def _separate_head(model: PreTrainedModel, anatomy: ModelAnatomy, is_last: bool) -> list[TiedWeight]:
-    """Gives the head a separate accumulator, so that embedding and head gradients add in a fixed order."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tied = []
-    for head_name, name in anatomy.tied:
-        if name not in parameters:
-            continue  # neither the embedding nor the head is on this stage
-        head = None
-        if is_last:
-            head = nn.Parameter(parameters[name].detach(), requires_grad=parameters[name].requires_grad)
-            module, _, attribute = head_name.rpartition(".")
-            setattr(model.get_submodule(module), attribute, head)
-        tied.append(TiedWeight(name, parameters[name], head))
-    return tied
 
 
 def uses_randomness(model: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from slipstream.attention import ContextStore
-from slipstream.model.causal_lm_stage import TiedWeight
 from slipstream.model.hooks.token_slice import active_forward
 from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
 from slipstream.model.sequential.batch_norm import MiniBatchStatistics
@@ -23,6 +22,7 @@ from slipstream.model.sequential.shape_trace import LayerBoundary, ShapeTrace, S
 from slipstream.model.sequential.shared_tensors import SharedTensors
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages
+from slipstream.model.vocabulary.tied_weight import TiedWeight
 
 Skips = dict[str, Tensor]  # stashed and not yet popped, by name
 
