@@ -85,6 +85,18 @@ def test_activation_bytes_of_a_layer_by_hand() -> None:
         assert two.activation_bytes(tokens) == tokens * (stage + 2 * layer)
 
 
+def test_the_bytes_of_a_layers_actions() -> None:
+    """Its input and output are messages, and all is in proportion to the tokens."""
+    (one,) = benches(llama(), SETTINGS, [range(1, 2)])
+    found = one.action_bytes(16)
+    messages = 2 * 4 * 16 * 32
+    assert found.kept == one.activation_bytes(16) - messages
+    twice = one.action_bytes(32)
+    assert (twice.kept, twice.deferred) == (2 * found.kept, 2 * found.deferred)
+    assert found.deferred > -found.kept
+    assert all(0 <= found.peaks[op] <= twice.peaks[op] for op in OPS)
+
+
 def test_context_bytes_are_keys_values_and_their_gradients() -> None:
     settings = ProfileSettings(seq_len=64, microbatch_size=3, dtype="bfloat16")
     (bench,) = benches(llama(), settings, [range(1, 3)])

@@ -15,6 +15,13 @@ from slipstream.model import IGNORED, Tensors
 from slipstream.model.hooks import TokenSlice
 from slipstream.schedule import SlicedMicrobatch
 
+_BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
+
+
+def token_bytes(num_tokens: int) -> int:
+    """Returns an upper bound of the bytes of a batch of token ids, cut and uncut."""
+    return _BATCH_TENSORS * torch.int64.itemsize * num_tokens
+
 
 @dataclass(frozen=True)
 class WholeBatch:

@@ -25,7 +25,7 @@ from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.execution import Executor, run_together
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
-from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
+from slipstream.pipeline.memory import MemoryLimit, RehearsedStep, both_backwards, rows_to_rehearse
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.sequences import Sequences
@@ -33,7 +33,7 @@ from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.step_planning import StepPlanning
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.steps import StageRates, StepPlan, find_step_plan
+from slipstream.planner.steps import StageRates, StepMemory, StepPlan, find_plan_within, find_step_plan
 from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
 from slipstream.timeline import Timeline
 
@@ -105,6 +105,8 @@ class Engine:
         length = 0
         microbatches: Sequence[SlicedMicrobatch]
         if isinstance(whole, Sequences):
+            if self._memory_limit.is_set and self._memory_limit.rows is None and not self._counts_by_shape:
+                self._rehearse_rows()
             batch, microbatches = self._split_sequences(whole, plan)
             if self._memory_limit.is_set:
                 step = self._rehearsed(batch, microbatches, torch.cat(whole.token_ids)[None])
@@ -202,9 +204,47 @@ class Engine:
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
         is_by_cost = self._given_rates is not None or not self.tuner.is_given
         if is_by_cost and self.rates is not None:
-            return find_step_plan(self.tuner.step_problem(tuple(lengths), self.rates))
+            problem = self.tuner.step_problem(tuple(lengths), self.rates)
+            rows, limit = self._memory_limit.rows, self._memory_limit.limit
+            if rows is None or limit is None:
+                return find_step_plan(problem)
+            held = rows.activation_bytes(len(problem.placement))
+            problem = replace(problem, rates=replace(problem.rates, activation_bytes=held))
+            return find_plan_within(problem, StepMemory(limit, rows.state_bytes(problem.placement), self._held_with))
         groups = self.family.groups(lengths, self.tuner.schedule.num_microbatches)
         return self.tuner.plan_step(lengths, groups)
+
+    def _held_with(self, plan: StepPlan) -> list[float]:
+        """Returns the bytes that every rank would hold with a step's plan."""
+        return self._memory_limit.held_in(self._laid_out(plan.schedule).training, plan.slices)
+
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
+        if not self._memory_limit.is_set or self._memory_limit.rows is not None:
+            self.step_planning.prepare(lengths)
+
+    @property
+    def _counts_by_shape(self) -> bool:
+        """Whether what rows hold doesn't follow from others."""
+        return bool(self.layout.offload) or self.layout.spreads_vocabulary
+
+    def _rehearse_rows(self) -> None:
+        """Rehearses a few short rows, so that what any rows hold is known; not of a model whose rows can't be cut.
+        Collective."""
+        assert isinstance(self.family, CausalLMFamily)  # sequences of layers have no memory limit
+        steps = []
+        for slices in rows_to_rehearse(getattr(self.family.config.get_text_config(), "max_position_embeddings", None)):
+            order = both_backwards(self.layout.order.placement, len(slices), self.tuner.splits)
+            layout = _with_order(self.layout, order)
+            token_ids = torch.zeros((1, sum(slices)), dtype=torch.int64, device=self.device)
+            microbatches = [SlicedMicrobatch(1, slices)]
+            try:
+                batch = self.family.split(WholeBatch.of(self.device, token_ids, token_ids), microbatches, 0)
+            except SlipstreamError:
+                return
+            for each in (layout, replace(layout, recompute=None)) if layout.recompute else (layout,):
+                steps.append((slices, self._rehearsed(batch, microbatches, token_ids, each)))
+        self._memory_limit.rehearse_rows(steps)
 
     @cached_property
     def rates(self) -> StageRates | None:
@@ -237,11 +277,16 @@ class Engine:
         return self._rehearsed(batch, chosen, whole.inputs[0])
 
     def _rehearsed(
-        self, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch], token_ids: Tensor
+        self,
+        batch: SplitBatch,
+        microbatches: Sequence[SlicedMicrobatch],
+        token_ids: Tensor,
+        layout: StageLayout | None = None,
     ) -> RehearsedStep:
+        layout = layout or self.layout
         return RehearsedStep(
-            schedule=self.layout.training,
-            recompute=self.layout.recompute,
+            schedule=layout.training,
+            recompute=layout.recompute,
             stages=self.stages,
             parameters=self.parameters,
             loss_function=self._loss_function,

@@ -272,8 +272,9 @@ class Pipeline:
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step on sequences of these lengths, in tokens, and returns at once; `step` on such sequences
-        then finds its plan. Call it before the step before, on every rank; where it isn't called, `step` plans."""
-        self._engine.step_planning.prepare([int(length) for length in lengths])
+        then finds its plan. Call it before the step before, on every rank; where it isn't called, and with a memory
+        limit before the first step, `step` plans."""
+        self._engine.prepare([int(length) for length in lengths])
 
     def evaluate(
         self,

@@ -65,6 +65,9 @@ class CostCache:
         if changed:
             say(f"costs are measured again: those in {self.path} are from {', '.join(changed)}")
             return None
+        if not profile.has_action_bytes:
+            say(f"costs are measured again: those in {self.path} lack the bytes of actions")
+            return None
         return profile
 
     def keep(self, profile: Profile, say: Callable[[str], None]) -> None:

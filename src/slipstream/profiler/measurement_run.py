@@ -84,6 +84,7 @@ class MeasurementRun:
             activation_bytes=tuple((length, bench.activation_bytes(length)) for length in lengths),
             context_bytes=context_bytes,
             context_gradient_bytes=gradient_bytes,
+            actions=tuple((length, bench.action_bytes(length)) for length in lengths),
             num_parameters=sum(parameter.numel() for _, parameter in bench.stage.named_parameters()),
         )
 

@@ -16,7 +16,8 @@ from slipstream.model import IGNORED, CausalLMStage, causal_cross_entropy, stora
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.saving import defer_weight_gradients
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy
-from slipstream.planner.costs import AttentionWindow, find_windows
+from slipstream.planner.costs import ActionBytes, AttentionWindow, find_windows
+from slipstream.profiler.live_memory import MemoryMeter, memory_meter, tensors_alive
 from slipstream.schedule import Op
 
 _PIECE = 1024  # tokens of each step while the context is filled, so that the head's logits stay small
@@ -112,6 +113,31 @@ class StageBench:
         twin = self._saved(length)  # alive until the second slice is counted
         return storage_bytes(self._saved(length), apart_from=storage_ids([*others, *twin]))
 
+    def action_bytes(self, length: int) -> ActionBytes:
+        """Returns the bytes of F, B, I and W of the sequence's last slice, which has the longest context."""
+        self.run(length, self.seq_len - length)  # makes weight gradients, and what is cached
+        with memory_meter(self._device, tensors_alive()) as memory:
+            kept, peaks, backward = self._forward_bytes(length, memory)
+            peaks[Op.B] = _changed(memory, backward)[1]
+            _, _, backward = self._forward_bytes(length, memory)
+            with defer_weight_gradients() as work:
+                deferred, peaks[Op.I] = _changed(memory, backward)
+            peaks[Op.W] = _changed(memory, lambda: [add() for add in work])[1]
+        return ActionBytes(kept, deferred, peaks)
+
+    def _forward_bytes(self, length: int, memory: MemoryMeter) -> tuple[int, dict[Op, float], Callable[[], None]]:
+        """Returns what F keeps besides its input and output, the most above that, and its backward."""
+        context = self.seq_len - length
+        self._store.rewind(context)
+        hidden = self._input(length)
+        outputs: list[Tensor] = []
+        made, peak = _changed(memory, lambda: outputs.append(self._compute(length, context, hidden)))
+        kept = made - outputs[0].nbytes
+        gradient = self._gradient(outputs[0])
+        if hidden is not None:
+            hidden.grad = torch.zeros_like(hidden)  # a message: made before, and added to
+        return kept, {Op.F: peak - kept}, partial(torch.autograd.backward, outputs[0], gradient)
+
     def context_bytes(self) -> tuple[int, int]:
         """Returns the bytes per token of the keys and values, and of their gradients."""
         self._store.free()
@@ -202,6 +228,14 @@ class StageBench:
             self._computing += time.process_time() - began
             self._wall += seconds
         return seconds
+
+
+def _changed(memory: MemoryMeter, work: Callable[[], object]) -> tuple[int, int]:
+    """Returns the bytes that are alive after the work, and the most during it, above those before."""
+    before = memory.num_bytes
+    memory.restart_peak()
+    work()
+    return memory.num_bytes - before, memory.peak - before
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:

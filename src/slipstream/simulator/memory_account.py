@@ -133,6 +133,7 @@ class _Account:
         self.held[MemoryKind.OPTIMIZER] = sum(self.table.optimizer.get(stage, 0) for stage in self.stages)
         self.held[MemoryKind.MESSAGES] = pool_bytes(schedule, rank, tables, windows)
         self.ran: set[tuple[int, Op]] = set()  # backwards of which a stage has run one
+        self.made: defaultdict[int, float] = defaultdict(float)  # weight gradients of a stage
         self.left: dict[tuple[int, int], int] = {}  # backwards to come, of a stage and microbatch that has context
         self.saved: defaultdict[tuple[StageSlice, int], float] = defaultdict(float)  # and microbatch, after I
 
@@ -155,13 +156,18 @@ class _Account:
         return Moment(action, during, sum(self.held.values()))
 
     def _peak(self, action: Action, unit: StageSlice, footprint: Footprint) -> float:
-        """Returns the peak over what is held; a stage's first B, I, W or VW makes gradients that later ones add to."""
-        key = action.stage, action.op
-        if action.op not in BACKWARDS | {Op.VW} or key in self.ran:
+        """Returns the peak over what is held; a stage's first B, I, W or VW makes gradients that later ones add to.
+
+        B makes all that I and W make.
+        """
+        key = stage, op = action.stage, action.op
+        if op not in BACKWARDS | {Op.VW} or key in self.ran or (op is not Op.VW and (stage, Op.B) in self.ran):
             return footprint.peak
         self.ran.add(key)
-        self.held[MemoryKind.GRADIENTS] += (made := self.table.gradients.get(key, 0))
-        return self.table.first.get((unit, action.op), footprint.peak + made) - made
+        made = self.table.gradients.get(key, 0)
+        self.held[MemoryKind.GRADIENTS] += (more := made - self.made[stage] if op is Op.B else made)
+        self.made[stage] += 0 if op is Op.VW else more
+        return self.table.first.get((unit, op), footprint.peak + made) - made
 
     def _leave(self, action: Action, unit: StageSlice, leaves: float) -> None:
         """Counts what an action leaves: from F to I as activations, from I to W as the inputs of W.

@@ -21,7 +21,7 @@ from slipstream.parallel import Ranks
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StartRequest, is_free, plan_start, with_plan
-from slipstream.planner.joint import JointPlan
+from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import AUTOMATIC, Schedule
 from slipstream.training.config import Config
@@ -77,6 +77,8 @@ def start_settings(
     They are those of `earlier`, what the checkpoint says that the run resumes from: it neither measures nor searches.
     Else they are planned from measured costs, and written to the run's folder. Nothing where the configuration gives
     any of them; where the model can't be measured, 1f1b with 8 slices, for documents nothing, and a line that says why.
+
+    Raises OutOfMemoryError where nothing fits the memory limit.
     """
     options = PipelineOptions(**config.pipeline_options())
     are_documents = isinstance(sequences, WholeDocuments)
@@ -90,6 +92,8 @@ def start_settings(
         return {}
     try:
         plan, rates = _plan(config, _request(config, sequences), options, device, progress)
+    except OutOfMemoryError:
+        raise
     except SlipstreamError as error:
         progress.say(f"no plan could be made, so {otherwise}: {error}")
         return {} if are_documents else dict(_FALLBACK)

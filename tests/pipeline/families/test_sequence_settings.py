@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream import Layers, Memory, Pipeline, Skip
 from slipstream.model.sequential.recomputed_segments import choose_segments
 from slipstream.pipeline.batch import WholeBatch
-from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
+from slipstream.profiler.live_memory import LiveMemory, tensors_alive
 from support.architectures import BOUND, gradient_error, gradients
 from support.sequences.random_layers import Unsplit, batch, build
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slipstream import Layers, Memory, Pipeline, causal_attention
 from slipstream.attention import ContextError
 from slipstream.model import causal_cross_entropy
-from slipstream.pipeline.memory.live_memory import LiveMemory, tensors_alive
+from slipstream.profiler.live_memory import LiveMemory, tensors_alive
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slipstream import Pipeline, Runtime
-from slipstream.pipeline.memory.live_memory import LiveMemory, memory_meter, tensors_alive
+from slipstream.profiler.live_memory import LiveMemory, memory_meter, tensors_alive
 from slipstream.simulator import MemoryKind, memory_of
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.forked import launch

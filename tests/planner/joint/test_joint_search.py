@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +12,16 @@ from hypothesis import strategies as st
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
+from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
 from slipstream.planner.joint.finals import Finals
+from slipstream.planner.joint.joint_problem import MemoryAccount
 from slipstream.planner.joint.placement_search import PlacementSearch
 from slipstream.planner.joint.placements import placements
 from slipstream.planner.joint.quick_order import QuickOrder
 from slipstream.planner.joint.step_estimate import rank_bounds
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.best_order import find_order
-from slipstream.schedule import Op, validate
+from slipstream.schedule import Op, Schedule, validate
 from slipstream.simulator import simulate
 
 SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.8}
@@ -113,18 +115,59 @@ def test_forwards_run_again_where_nothing_else_fits() -> None:
     plan = find_joint_plan(problem(memory_limit=25_000))
     assert plan.recompute
     assert "computed again" in plan.table()
-    with pytest.raises(SlipstreamError, match=r"memory.limit=3000 bytes.*more ranks"):
-        find_joint_plan(problem(memory_limit=3000))
+
+
+def account(task: JointProblem, more: float) -> MemoryAccount:
+    """Counts what the search does, and some bytes more for each stage and slice of a rank, as messages take."""
+
+    def peaks(partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, again: bool) -> list[float]:
+        units = SlicedUnits(task.costs, slices, again)
+        bounds = _bounds(task, partition)
+        ranks = schedule.placement
+        held = simulate(schedule, units.table(bounds)).peak_memory + np.bincount(ranks, np.diff(bounds) * 1000.0)
+        computed = [max(units.computed_again(bounds)[np.array(ranks) == rank]) for rank in range(task.num_ranks)]
+        total: Floats = held + computed + more * len(slices) * np.bincount(ranks)
+        return [float(each) for each in total]
+
+    return peaks
+
+
+@pytest.mark.parametrize("share", [0.97, pytest.param(0.6, marks=pytest.mark.more)])
+def test_the_account_decides_what_fits(share: float) -> None:
+    """It holds more than the search knows of; backwards are split under a limit, too."""
+    task = problem(num_microbatches=4)
+    counted = account(task, 700.0)
+    free = find_joint_plan(task)
+    limit = share * max(counted(free.partition, free.slices, free.schedule, False))
+    plan = find_joint_plan(problem(num_microbatches=4, memory_limit=limit, account=counted))
+    for each in (plan, *plan.rejected):
+        assert max(counted(each.partition, each.slices, each.schedule, each.recompute)) <= limit
+    assert plan.seconds >= free.bound
+    assert Op.W in plan.schedule.ops
+
+
+def test_what_would_fit_is_said_where_nothing_does() -> None:
+    counted = account(problem(), 700.0)
+    with pytest.raises(
+        OutOfMemoryError, match=r"limit=3000 bytes.*The least that was found is .* on rank \d.*more ranks"
+    ) as why:
+        find_joint_plan(problem(memory_limit=3000, account=counted))
+    least = int(re.findall(r"Give memory.limit=(\d+)", str(why.value))[0])
+    plan = find_joint_plan(problem(memory_limit=least, account=counted))
+    assert max(counted(plan.partition, plan.slices, plan.schedule, plan.recompute)) <= least
 
 
 def _peaks(task: JointProblem, plan: JointPlan) -> list[float]:
     """The bytes of weights and of activations that each rank holds at most."""
-    stages = len(plan.partition)
-    ends = np.cumsum([2 * count for count in plan.partition]).astype(int) + 1
-    bounds = (0, *ends[: stages - 1].tolist(), task.num_units)
+    bounds = _bounds(task, plan.partition)
     timeline = simulate(plan.schedule, SlicedUnits(task.costs, plan.slices).table(bounds))
     state = np.bincount(plan.schedule.placement, np.diff(bounds) * 1000.0)
     return [float(a + b) for a, b in zip(timeline.peak_memory, state, strict=True)]
+
+
+def _bounds(task: JointProblem, partition: tuple[float, ...]) -> tuple[int, ...]:
+    ends = np.cumsum([2 * count for count in partition]).astype(int) + 1
+    return (0, *ends[:-1].tolist(), task.num_units)
 
 
 def test_the_table_says_what_was_compared() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from slipstream.pipeline.tuning import StartRequest
 from slipstream.planner.costs import (
     OPS,
+    ActionBytes,
     AttentionWindow,
     MeasuredLink,
     MeasuredStage,
@@ -81,6 +82,7 @@ def stage_of(stage: range, kinds: list[int], longest: int) -> MeasuredStage:
         context_bytes=0,
         context_gradient_bytes=0,
         num_parameters=1000 * len(kinds),
+        actions=tuple((n, ActionBytes(1000.0 * n, 0.0, dict.fromkeys(OPS, 0.0))) for n in (1, longest)),
     )
 
 

@@ -2,3 +2,4 @@
 
 from slipstream.pipeline.memory.memory_limit import MemoryLimit
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
+from slipstream.pipeline.memory.row_account import both_backwards, rows_to_rehearse

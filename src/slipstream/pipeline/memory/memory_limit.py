@@ -8,44 +8,60 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
+from slipstream.pipeline.batch import token_bytes
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
+from slipstream.pipeline.memory.row_account import RowAccount
 from slipstream.pipeline.tuning import TrialMemory
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 
 _MOST_TABLES = 256  # of different microbatches, as sequences of any lengths make them
 _MOST_STEPS = 1024  # that are known to fit
-_BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
 
 
 class MemoryLimit:
     """Knows what the ranks would hold in a step; what isn't known yet is rehearsed, on all ranks at the same time."""
 
     def __init__(self, limit: float | None, ranks: Ranks) -> None:
-        self._limit, self._ranks = limit, ranks
+        self.limit, self._ranks = limit, ranks
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
+        self.rows: RowAccount | None = None  # of batches whose sequences differ in length
         self._fitting: dict[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
 
     @property
     def is_set(self) -> bool:
         """Whether there is a limit."""
-        return self._limit is not None
+        return self.limit is not None
 
     def check(self, step: RehearsedStep, lengths: Sequence[int] = ()) -> None:
         """Raises SlipstreamError where the step would hold more than the limit, before it runs. Collective.
 
         `lengths` are the tokens of each sequence where they differ: the longest is then named.
         """
-        if self._limit is None:
+        if self.limit is None:
             return
         checked = step.schedule, len(step.token_ids), tuple(step.microbatches)
         if checked not in self._fitting:
-            held = self._memory(step)
+            held = self._memory(step, bool(lengths))
             worst = max(range(len(held)), key=lambda rank: held[rank].peak)
-            if held[worst].peak + _token_bytes(step) > self._limit:
-                raise SlipstreamError(_too_much(step, worst, held[worst], self._limit) + _longest(lengths))
+            if held[worst].peak + _token_bytes(step) > self.limit:
+                raise SlipstreamError(_too_much(step, worst, held[worst], self.limit) + _longest(lengths))
             self._fitting[checked] = None
             _forget_oldest(self._fitting, _MOST_STEPS)
+
+    def rehearse_rows(self, steps: Sequence[tuple[tuple[int, ...], RehearsedStep]]) -> None:
+        """Rehearses rows in some slices, from which those of all others are known. Collective."""
+        found: dict[tuple[int, ...], list[MemoryTable]] = {}
+        for slices, step in steps:
+            found.setdefault(slices, []).extend(self._ranks.pipeline.gather(rehearse(step)))
+        self.rows = RowAccount(tuple((slices, _merged(tables)) for slices, tables in found.items()))
+
+    def held_in(self, schedule: Schedule, slices: Sequence[tuple[int, ...]]) -> list[float]:
+        """Returns the bytes that every rank would hold in a step of rows in these slices, which was planned; raises
+        SlipstreamError where some action was never rehearsed."""
+        assert self.rows is not None
+        ranks = memory_of(schedule, [self.rows.table(each) for each in slices])
+        return [rank.peak + token_bytes(sum(map(sum, slices))) for rank in ranks]
 
     def held_by(self, step: RehearsedStep) -> TrialMemory:
         """Returns the bytes that every rank, and every slice on a stage, would hold in the step. Collective.
@@ -59,13 +75,18 @@ class MemoryLimit:
         peaks = tuple(rank.peak + _token_bytes(step) for rank in held)
         return TrialMemory(peaks, {(unit.stage, unit.slice): _held(unit, table) for unit in units})
 
-    def _memory(self, step: RehearsedStep) -> tuple[RankMemory, ...]:
+    def _memory(self, step: RehearsedStep, has_lengths: bool = False) -> tuple[RankMemory, ...]:
+        if has_lengths and self.rows is not None:
+            known = {each.slices: self.rows.table(each.slices) for each in step.microbatches}
+            of_all = [known[each.slices] for each in step.microbatches]
+            if all(_covers(table, step.schedule, number) for number, table in enumerate(of_all)):
+                return memory_of(step.schedule, of_all)
         alike = len(step.microbatches) == 1
         for number, each in enumerate(step.microbatches):
             table = self._tables.get(_key(each))
             if table is None or not _covers(table, step.schedule, None if alike else number):
-                known = [] if table is None else [table]
-                self._tables[_key(each)] = _merged([*known, *self._ranks.pipeline.gather(rehearse(step, number))])
+                earlier = [] if table is None else [table]
+                self._tables[_key(each)] = _merged([*earlier, *self._ranks.pipeline.gather(rehearse(step, number))])
         tables = [self._tables[_key(each)] for each in step.microbatches]
         _forget_oldest(self._tables, _MOST_TABLES)
         return memory_of(step.schedule, tables[0] if alike else tables)
@@ -90,7 +111,7 @@ def _longest(lengths: Sequence[int]) -> str:
 
 def _token_bytes(step: RehearsedStep) -> int:
     """Returns an upper bound of the bytes of the batch, cut and uncut, which the table leaves out."""
-    return _BATCH_TENSORS * step.token_ids.nbytes
+    return token_bytes(step.token_ids.numel())
 
 
 def _covers(table: MemoryTable, schedule: Schedule, microbatch: int | None) -> bool:

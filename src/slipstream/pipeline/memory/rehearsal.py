@@ -17,11 +17,11 @@ from slipstream.model import CausalLMStage, Tensors, TensorSpec, storage_bytes, 
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, StepState, run_together, vocabulary_specs
-from slipstream.pipeline.memory.live_memory import MemoryMeter, memory_meter, tensors_alive
 from slipstream.pipeline.memory.lone_stage import alone
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
+from slipstream.profiler import MemoryMeter, memory_meter, tensors_alive
 from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 

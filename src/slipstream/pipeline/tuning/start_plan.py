@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.messages import HEADER_BYTES
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks
+from slipstream.pipeline.batch import token_bytes
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.slicings import granularity_for
-from slipstream.planner.costs import StateBytes
+from slipstream.planner.costs import StageParts, StateBytes, memory_table
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
@@ -25,11 +28,13 @@ from slipstream.planner.joint import (
 )
 from slipstream.planner.steps import StageRates, fit_rates
 from slipstream.profiler import ProfileSettings, find_costs, why_layers_stay_whole
+from slipstream.schedule import Schedule, add_recompute
+from slipstream.simulator import memory_of
 
 _BUDGET = 90.0  # seconds of measuring, at most
 _EVERY = 5.0  # seconds between lines about progress
 _REPEATS = 3  # of every point
-_LEFT_FREE = 0.05  # of a memory limit: tokens, rotary tables, and what else a step holds besides what is searched for
+_UNSEEN = 0.01  # of what is counted: what parts that were measured alone hold only together
 
 
 @dataclass(frozen=True)
@@ -111,9 +116,8 @@ def plan_start(
         num_microbatches=request.num_microbatches,
         granularity=request.granularity,
         longest_slice=units.longest_slice,  # shorter than was asked for where time ran out
-        memory_limit=None if request.memory_limit is None else (1 - _LEFT_FREE) * request.memory_limit,
-        # Between I and W a rank holds the gradients of outputs too, which the search doesn't count.
-        split=request.memory_limit is None,
+        memory_limit=request.memory_limit,
+        account=partial(_most_bytes, units, request),
         tied=request.tied,
     )
 
@@ -124,6 +128,25 @@ def plan_start(
 
     chosen: tuple[JointPlan, StageRates] = ranks.decided(found)
     return chosen
+
+
+def _most_bytes(
+    units: ProfileUnits,
+    request: StartRequest,
+    partition: Sequence[float],
+    slices: tuple[int, ...],
+    schedule: Schedule,
+    recompute: bool,
+) -> list[float]:
+    """Returns the most bytes that each rank holds, as they are counted before a step runs."""
+    profile = units.profile
+    if recompute:
+        schedule = add_recompute(schedule)
+    stages = StageParts.of_partition(partition, units.num_layers, units.units_per_layer)
+    table = memory_table(profile, stages, schedule, slices, "full" if recompute else "none", units.state)
+    batch = token_bytes(request.num_microbatches * request.microbatch_size * request.seq_len)
+    ranks = memory_of(schedule, replace(table, header_bytes=HEADER_BYTES))
+    return [(1 + _UNSEEN) * rank.peak + batch for rank in ranks]
 
 
 class _Told:

@@ -66,7 +66,7 @@ class Tuner:
                 "of one with the same stages, or leave them out."
             )
         self._compiled = tuple(compiled)
-        self._splits = not compiled and options.memory.recompute != "segments" and options.memory.limit is None
+        self.splits = not compiled and options.memory.recompute != "segments"  # whether backwards may be split
         self._is_settled = False
         self._is_resting = False
         self.forget()
@@ -160,8 +160,7 @@ class Tuner:
             schedule=None if self.is_given or self._reorders else self._freedom.name,
             num_microbatches=None if is_free else min(self._num_microbatches, len(lengths)),
             num_slices=num_slices,
-            # With a limit none is: between I and W a rank holds more than is counted.
-            split=self._splits and (self.is_given or self.is_open),
+            split=self.splits and (self.is_given or self.is_open),
             granularity=min(granularity_for(max(lengths)), max(1, max(lengths) // (num_slices or 1))),
         )
 

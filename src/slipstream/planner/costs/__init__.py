@@ -1,5 +1,7 @@
 """The costs of layers, slices and messages: described hardware, counted operations, measured profiles."""
 
+from slipstream.planner.costs.action_bytes import ActionBytes
+from slipstream.planner.costs.action_memory import memory_table
 from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.planner.costs.cluster import SHIPPED, Cluster, Device, load_cluster
 from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, HostMemorySpec, ProfileSource, StageCosts

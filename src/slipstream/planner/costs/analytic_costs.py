@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.planner.costs.action_bytes import ActionBytes
 from slipstream.planner.costs.cluster import Cluster, LinkKind
 from slipstream.planner.costs.operation_counts import AttentionCall, ModelCount, OpCount, PartCount, StateBytes
 from slipstream.planner.costs.pipeline_costs import pipeline_costs
@@ -202,6 +203,12 @@ class AnalyticCosts:
             products = sum(number * part.product_bytes for number, part in self.model.counted(layers))
             kept += self.microbatch_size * length * products / self.tensor_parallel
         return kept
+
+    def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
+        """Returns what the actions of a slice keep, and hold while they run."""
+        made = 2 * float(self.message_bytes(length)) + self.logits_gradient_bytes(layers, length)
+        num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
+        return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers)
 
     def context_bytes(self, layers: Stage, length: int) -> float:
         """Returns the keys and values of `length` tokens, kept from a microbatch's first F to its last backward."""

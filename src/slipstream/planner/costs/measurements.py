@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from slipstream.planner.costs.action_bytes import ActionBytes
 from slipstream.planner.costs.time_fit import SlicePoint, TimeFit
 from slipstream.schedule import Op
 
@@ -56,6 +58,7 @@ class MeasuredStage:
     context_bytes: int  # keys and values, per token of the sequence
     context_gradient_bytes: int  # their gradients, per token of the sequence
     num_parameters: int
+    actions: tuple[tuple[int, ActionBytes], ...] = ()  # (slice length, bytes); empty in profiles of older versions
 
     @property
     def parts(self) -> range:
@@ -65,6 +68,16 @@ class MeasuredStage:
     def activation_bytes_at(self, length: Any) -> Any:
         """Returns what a slice's F keeps for its backward, interpolated linearly between the measured lengths."""
         return np.interp(length, *np.transpose(self.activation_bytes))
+
+    def action_bytes_at(self, length: int) -> ActionBytes:
+        """Returns the bytes of the actions on a slice, interpolated linearly between the measured lengths."""
+        lengths, measured = zip(*self.actions, strict=True)
+        at = partial(np.interp, length, lengths)
+        return ActionBytes(
+            kept=float(at([each.kept for each in measured])),
+            deferred=float(at([each.deferred for each in measured])),
+            peaks={op: float(at([each.peaks[op] for each in measured])) for op in measured[0].peaks},
+        )
 
     def errors(self, op: Op, held_out: bool) -> dict[SlicePoint, float]:
         """Returns the fit's relative error at the points held out, or at those it was fitted to."""

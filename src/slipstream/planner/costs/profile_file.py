@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.planner.costs.action_bytes import ActionBytes
 from slipstream.planner.costs.fitted_time import FittedTime
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, ModelIdentity
 from slipstream.planner.costs.pipeline_costs import OPS, pipeline_costs
@@ -137,6 +138,29 @@ class Profile:
     def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
         return float(self.message_bytes(length)) if self.parts_of(layers).start else 0.0  # the first gets tokens
 
+    @property
+    def has_action_bytes(self) -> bool:
+        """Whether the bytes of actions were measured, as older versions did not."""
+        return all(stage.actions for stage in self.stages)
+
+    def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
+        if not self.has_action_bytes:
+            made = 2 * self.message_bytes(length) + self.logits_gradient_bytes(layers, length)
+            num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
+            return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers)
+        measured = [stage.action_bytes_at(length) for stage in self.stages]
+        kept = self._total(layers, [each.kept for each in measured])
+        deferred = self._total(layers, [each.deferred for each in measured])
+        kinds = {self.parts[part] for part in self.parts_of(layers)}
+        single = {
+            self.parts[stage.first]: each
+            for stage, each in zip(self.stages, measured, strict=True)
+            if stage.first == stage.last
+        }
+        peaks = {op: max(single[kind].peaks[op] for kind in kinds) for op in OPS}
+        peaks[Op.I] += max(0.0, deferred)  # what W needs of the parts whose I has run already
+        return ActionBytes(kept, deferred, peaks, max(single[kind].kept + single[kind].peaks[Op.F] for kind in kinds))
+
     def context_bytes(self, layers: Stage, length: int) -> float:
         return length * self._total(layers, [stage.context_bytes for stage in self.stages])
 
@@ -198,7 +222,7 @@ class Profile:
         return [combine(self.parts, self._measured, [float(each) for each in row]) for row in rows]
 
     def _weights(self, layers: Stage) -> list[float]:
-        return combine(self.parts, self._measured, stage_row(self.parts, self.parts_of(layers)))
+        return _combined(self.parts, self._measured, self.parts_of(layers))
 
     def _time(self, numbers: Sequence[float], op: Op) -> FittedTime:
         """Returns the time of a fixed part, and so many parts of each kind."""
@@ -247,6 +271,12 @@ class Profile:
         from pydantic import TypeAdapter
 
         path.write_bytes(TypeAdapter(Profile).dump_json(self, indent=1) + b"\n")
+
+
+@lru_cache(maxsize=4096)
+def _combined(parts: tuple[int, ...], measured: tuple[range, ...], stage: range) -> list[float]:
+    """Returns the weights of the measured stages in a stage."""
+    return combine(parts, measured, stage_row(parts, stage))
 
 
 def _whole(part: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,10 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
+from slipstream.schedule import Schedule
+
+# From the layers of each stage, the slices, the compute actions and whether forwards run again: bytes of each rank.
+MemoryAccount = Callable[[tuple[float, ...], tuple[int, ...], Schedule, bool], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,9 @@ class JointProblem:
         granularity: slices begin at multiples of this many tokens.
         most_slices: the largest number of slices of a sequence, unless `longest_slice` asks for more.
         longest_slice: tokens of the longest slice, of which whole granules count. None: the sequence.
-        memory_limit: bytes of each rank, for weights, gradients, optimizer state and activations. None: no limit.
+        memory_limit: bytes of each rank. None: no limit.
+        account: returns the most bytes that each rank holds with a plan; they decide what fits. None: weights,
+            gradients, optimizer state and activations alone count.
         split: whether backwards may be split into input and weight gradients.
         effort: how many actions list scheduling may place; some 5 million take a second.
         tied: whether the head's weight embeds too, so that the embedding is spread where the head is.
@@ -35,6 +42,7 @@ class JointProblem:
     most_slices: int = 32
     longest_slice: int | None = None
     memory_limit: float | None = None
+    account: MemoryAccount | None = None
     split: bool = True
     effort: float = 1.5e8
     tied: bool = False

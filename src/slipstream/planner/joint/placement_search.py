@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import partition_of
 from slipstream.planner.joint.candidates import Candidate
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.joint_problem import JointProblem
+from slipstream.planner.joint.plan_memory import PlanMemory
 from slipstream.planner.joint.quick_order import QuickOrder
 from slipstream.planner.joint.step_estimate import rank_bounds
 from slipstream.planner.joint.unit_costs import SlicedUnits
@@ -27,6 +29,7 @@ _SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slice
 _STARTS = 5  # improved by local search
 _ORDER_SHARE = 0.1  # of the search's effort, for the best order of a candidate that is left at the end
 _RULES = 6  # of list scheduling, for all but the first candidate of each number of slices
+_TRIES = 3  # to order a candidate within the memory limit, with less and less room
 _EXACT_CUTS = 256  # places to cut for the dynamic program
 
 
@@ -46,11 +49,13 @@ class PlacementSearch:
         self._sliced: dict[tuple[int, ...], SlicedUnits] = {}
         self._quick: dict[int, QuickOrder] = {}
         self._rules: dict[int, tuple[PriorityRule, ...]] = {}  # the best, by the number of slices
+        limit = problem.memory_limit
+        self.memory = None if limit is None else PlanMemory(problem, limit, placement, recompute)
 
     def run(self, limit: float, effort: float) -> float:
         """Improves the starts of the least bounds, and returns the effort that is left."""
         self._effort = effort
-        starts = [*dict.fromkeys(self._starts())]
+        starts = [*dict.fromkeys(self.starts())]
         self.exact = self._exact_slices(starts[0].bounds)
         first: list[Candidate] = [self.exact]
         for candidate in sorted(starts, key=self.rough_bound):
@@ -61,29 +66,50 @@ class PlacementSearch:
             self._descend(candidate)
         return max(0.0, self._effort)
 
-    def plan(self, candidate: Candidate) -> JointPlan:
-        """Returns the candidate with its best order."""
+    def plan(self, candidate: Candidate) -> JointPlan | None:
+        """Returns the candidate with its best order; None where none was found that keeps to the memory limit."""
         schedule = self._ordered(candidate, _ORDER_SHARE * self.problem.effort)
+        return None if schedule is None else self.plan_in(candidate, schedule)
+
+    def plan_in(self, candidate: Candidate, schedule: Schedule) -> JointPlan:
+        """Returns the candidate in an order."""
         return JointPlan(
             schedule=schedule,
             partition=partition_of(candidate.bounds, self.problem.costs.units_per_layer),
             slices=candidate.slices,
             seconds=simulate(schedule, self._table(candidate)).makespan,
-            bound=self.bound(candidate),
-            ideal=self.problem.ideal(self._units(candidate.slices)),
+            bound=step_lower_bound(*self._counts(candidate), self._table(candidate), split=self.problem.split),
+            ideal=self.problem.ideal(self.units(candidate.slices)),
             recompute=self.recompute,
         )
 
     def seconds_in_order(self, candidate: Candidate, effort: float) -> float:
-        """Returns the seconds of a step in an order that is searched for with this effort."""
-        return simulate(self._ordered(candidate, effort), self._table(candidate)).makespan
+        """Returns the seconds of a step in an order that is searched for with this effort; infinite where none was
+        found that keeps to the memory limit."""
+        schedule = self._ordered(candidate, effort)
+        return inf if schedule is None else simulate(schedule, self._table(candidate)).makespan
 
     def bound(self, candidate: Candidate) -> float:
-        """Returns the least seconds of a step in any order."""
-        return step_lower_bound(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
+        """Returns the least seconds of a step in any order; infinite where none keeps to the memory limit."""
+        try:
+            return step_lower_bound(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
+        except SlipstreamError:  # learned since
+            return inf
 
-    def _ordered(self, candidate: Candidate, effort: float) -> Schedule:
-        return find_order(*self._counts(candidate), self._table(candidate), **self._limits(candidate), effort=effort)
+    def _ordered(self, candidate: Candidate, effort: float) -> Schedule | None:
+        """Returns an order that keeps to the memory limit."""
+        for _ in range(1 if self.memory is None else _TRIES):
+            try:
+                found = find_order(
+                    *self._counts(candidate), self._table(candidate), **self._limits(candidate), effort=effort
+                )
+            except SlipstreamError:  # no room for one microbatch
+                break
+            if self.memory is None or self.memory.fits(candidate, found):
+                return found
+        assert self.memory is not None
+        least = self.memory.least(candidate, self.units(candidate.slices))
+        return least if self.memory.fits(candidate, least) else None
 
     def _counts(self, candidate: Candidate) -> tuple[tuple[int, ...], int, int]:
         return self.placement, self.problem.num_microbatches, len(candidate.slices)
@@ -93,7 +119,7 @@ class PlacementSearch:
         return {"memory_limit": None if room is None else room.tolist(), "split": self.problem.split}
 
     def _table(self, candidate: Candidate) -> TableCost:
-        return self._units(candidate.slices).table(candidate.bounds)
+        return self.units(candidate.slices).table(candidate.bounds)
 
     def num_actions(self, candidate: Candidate) -> int:
         """Returns three for each slice of each microbatch on each stage, as many as split backwards make."""
@@ -103,26 +129,19 @@ class PlacementSearch:
         """Returns whether an order is known with which the candidate keeps to the memory limit."""
         return self._simulated(candidate) < inf
 
-    def _units(self, slices: tuple[int, ...]) -> SlicedUnits:
+    def units(self, slices: tuple[int, ...]) -> SlicedUnits:
+        """Returns the units' costs on these slices."""
         if slices not in self._sliced:
             self._sliced[slices] = SlicedUnits(self.problem.costs, slices, self.recompute)
         return self._sliced[slices]
 
     def _room(self, candidate: Candidate) -> Floats | None:
         """Bytes that each rank has for activations."""
-        if self.problem.memory_limit is None:
-            return None
-        held = np.diff(self.problem.state_sums[list(candidate.bounds)])
-        again = np.zeros(self.problem.num_ranks)
-        np.maximum.at(again, self.ranks, self._units(candidate.slices).computed_again(candidate.bounds))
-        units = self._units(candidate.slices)
-        besides = units.message_allowance(self.problem.num_microbatches) + units.workspace_allowance()
-        room: Floats = self.problem.memory_limit - np.bincount(self.ranks, held) - again - besides
-        return room
+        return None if self.memory is None else self.memory.room(candidate, self.units(candidate.slices))
 
     def _rank_bounds(self, candidate: Candidate) -> tuple[float, float]:
         """The largest bound of a rank, and the sum of their squares, which tells even ranks from uneven ones."""
-        units = self._units(candidate.slices)
+        units = self.units(candidate.slices)
         found = rank_bounds(units, candidate.bounds, self.ranks, self.problem.num_microbatches)
         return float(found.max()), float((found**2).sum())
 
@@ -137,7 +156,7 @@ class PlacementSearch:
             if count not in self._quick:
                 counts = self.problem.num_microbatches, count
                 self._quick[count] = QuickOrder(self.placement, *counts, self.problem.split)
-            units, rules = self._units(candidate.slices), self._rules.get(count, ())
+            units, rules = self.units(candidate.slices), self._rules.get(count, ())
             found = self._quick[count].seconds(units, candidate.bounds, self._room(candidate), rules)
             used = len(found) * self.num_actions(candidate)
             self._effort -= used
@@ -149,8 +168,8 @@ class PlacementSearch:
                 self.seconds, self.best = seconds, candidate
         return self.known[candidate]
 
-    def _starts(self) -> Iterator[Candidate]:
-        """Slices of equal time in several numbers, each with its evened cut."""
+    def starts(self) -> Iterator[Candidate]:
+        """Yields slices of equal time in several numbers, each with its evened cut."""
         problem, bounds = self.problem, None
         allowed = problem.slice_counts
         for count in sorted({allowed[0], *_COUNTS} & {*allowed}):
@@ -191,7 +210,7 @@ class PlacementSearch:
 
     def _even_bounds(self, slices: tuple[int, ...]) -> tuple[int, ...]:
         """Stages of equal work, as far as units allow."""
-        total = np.cumsum(self._units(slices).unit_work())
+        total = np.cumsum(self.units(slices).unit_work())
         num_stages, num_units = len(self.placement), self.problem.num_units
         bounds = [0]
         for stage in range(1, num_stages):

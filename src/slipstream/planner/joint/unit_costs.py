@@ -15,9 +15,6 @@ from slipstream.planner.costs import OPS
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
-_MESSAGES = 12  # hidden states of whole sequences
-_WORKSPACE = 2  # times what the largest unit keeps of its largest slice
-
 
 class UnitCosts(Protocol):
     """What each unit of a model costs, for microbatches of one size.
@@ -121,18 +118,6 @@ class SlicedUnits:
     @cached_property
     def _held(self) -> tuple[Floats, Floats]:
         return _prefix(*self.costs.kept_bytes(self._lengths)) if self.recompute else self._whole
-
-    def message_allowance(self, num_microbatches: int) -> float:
-        """Returns bytes that are set aside on each rank for messages: buffers of receives, and sends on their way.
-
-        Only the lowered schedule says how many there are; in those that were looked at, never more than this.
-        """
-        sequences = _MESSAGES if num_microbatches > 1 else _MESSAGES / 2
-        return sequences * float(self.costs.message_bytes(self._lengths).sum())
-
-    def workspace_allowance(self) -> float:
-        """Returns bytes that are set aside for what a backward makes before it frees activations."""
-        return _WORKSPACE * float(np.diff(self._whole[0], axis=0).max())
 
     def unit_work(self) -> Floats:
         """Returns the seconds of a microbatch's forwards and backwards of each unit, whole or split, (units,)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import inf
 
@@ -18,8 +19,9 @@ from slipstream.planner.joint import AnalyticUnits, JointPlan, JointProblem, Pro
 from slipstream.planner.plans import AUTO, Configuration
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
+from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
 from slipstream.planner.search.step_bounds import PlacedPartition
-from slipstream.schedule import split_backwards
+from slipstream.schedule import Schedule, split_backwards
 
 ProgressReport = Callable[[str, int, int], None]
 
@@ -49,8 +51,8 @@ def joint_candidates(space: PlanSpace, start: Configuration, report: ProgressRep
     """Yields what is found on the mesh of `start`, with less and less memory, and adds it to the space.
 
     First without a limit of memory, as it is and then with `start`'s offloading; then, unless that helps, within the
-    device's memory; then the first again with all of `start`'s ways to save memory. Where memory is scarce, weight
-    gradients directly follow input gradients, as in named schedules.
+    device's memory, by the full account of it; then the first again with all of `start`'s ways to save memory. With
+    these, weight gradients directly follow input gradients, as in named schedules.
     """
     allows = space.options.allows
     free = _find(space, start, report, limited=False)
@@ -71,7 +73,7 @@ def _find(space: PlanSpace, start: Configuration, report: ProgressReport, limite
     if limited and space.memory == inf:
         return None
     saves = start.offload > 0 or start.recompute != "none"
-    split = not (limited or saves)  # what weight gradients need stays on the device until they are made
+    split = limited or not saves  # what weight gradients need stays on the device until they are made
     problem = JointProblem(
         costs=_units(space, start),
         seq_len=space.seq_len,
@@ -82,6 +84,7 @@ def _find(space: PlanSpace, start: Configuration, report: ProgressReport, limite
         # a slice is whole on the device while it runs, so where memory is scarce none is longer than those that fit
         longest_slice=max(space.slices(start)) if saves else space.longest,
         memory_limit=space.memory if limited else None,
+        account=partial(_most_bytes, space, start) if limited else None,
         split=split,
         effort=_EFFORT,
     )
@@ -90,6 +93,20 @@ def _find(space: PlanSpace, start: Configuration, report: ProgressReport, limite
     except SlipstreamError:
         return None
     return found if split else _split(found)
+
+
+def _most_bytes(
+    space: PlanSpace,
+    start: Configuration,
+    partition: tuple[float, ...],
+    slices: tuple[int, ...],
+    schedule: Schedule,
+    recompute: bool,
+) -> list[float]:
+    """Returns the most bytes that each rank holds, with the fewest message buffers that may be needed."""
+    plan = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
+    tried = _added(space, start, plan, "full" if recompute else "none", 0.0)
+    return SimulatedConfiguration.of(space, tried).peaks()
 
 
 def _split(plan: JointPlan) -> JointPlan:

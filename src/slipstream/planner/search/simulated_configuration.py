@@ -9,9 +9,8 @@ from itertools import product
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.planner.costs import partition_of
+from slipstream.planner.costs import memory_table, partition_of
 from slipstream.planner.plans import AUTO, Configuration, Prediction
-from slipstream.planner.search.action_memory import memory_table
 from slipstream.planner.search.memory_bound import MemoryBound, least_messages
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.step_bounds import PlacedPartition, StageTimes
@@ -50,7 +49,11 @@ class SimulatedConfiguration:
     @cached_property
     def table(self) -> MemoryTable:
         """The bytes of its actions."""
-        return memory_table(self.space, self.configuration, self.schedule)
+        c, state = self.configuration, self.space.source.state
+        saved = c.recompute, state, c.optimizer_shards
+        return memory_table(
+            self.cut.costs, self.cut.stages, self.schedule, self.times.slices, *saved, alike=self.space.alike
+        )
 
     def fits(self) -> bool:
         """Returns whether all devices and hosts have room, with the fewest message buffers that may be needed."""

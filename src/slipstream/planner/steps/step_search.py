@@ -22,6 +22,10 @@ _LAGS, _HURRIES, _PATIENCES = (0.5, 1.0, 2.0, 0.0), (-1.0, 0.0, 0.25, 0.5, 1.0),
 _NAMED = 5  # as many times as long a schedule that has a name takes to make
 
 
+class NothingFitsError(SlipstreamError):
+    """No plan that was searched fits the memory; the message says why."""
+
+
 def find_step_plan(problem: StepProblem) -> StepPlan:
     """Returns the plan with the shortest simulated step that the search finds. The same problem gives the same plan.
 
@@ -30,7 +34,7 @@ def find_step_plan(problem: StepProblem) -> StepPlan:
     is scheduled by many rules; or each in the order of `problem.schedule`.
 
     Raises:
-        SlipstreamError: where a sequence is too long for a rank's memory: which, and how long it may be.
+        NothingFitsError: where a sequence is too long for a rank's memory: which, and how long it may be.
     """
     return _StepSearch(problem).plan()
 
@@ -82,17 +86,17 @@ class _StepSearch:
         return [rule for rule in every if rule.splitting != "none" or rule.patience == 0]
 
 
-def _nothing_fits(problem: StepProblem) -> SlipstreamError:
+def _nothing_fits(problem: StepProblem) -> NothingFitsError:
     """Says which sequence is too long, or which microbatch too large, for the memory of some rank."""
     number = int(np.argmax(problem.lengths))
     length, most = problem.lengths[number], int(max(problem.most_tokens, 0))
     if length > most:
-        return SlipstreamError(
-            f"sequence {number} of the step has {length} tokens, but the memory limit leaves room for {most} in a "
+        return NothingFitsError(
+            f"inputs[{number}] has {length} tokens, but the memory limit leaves room for {most} in a "
             "microbatch. Cut it, or give more memory, more ranks or memory.recompute='full'."
         )
     name = "" if problem.schedule is None else f" in the order of {problem.schedule!r}"
-    return SlipstreamError(
+    return NothingFitsError(
         f"nothing that was searched for {len(problem.lengths)} sequences of up to {length} tokens (sequence {number}) "
         f"fits the memory limit{name}. Leave the schedule, the microbatches and the slices to the plan, or give fewer "
         "or shorter sequences."

@@ -1,0 +1,53 @@
+"""Steps of sequences of different lengths to plan, drawn at random, and what their stages cost."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from slipstream.planner.steps import StageRates, StepPlan, StepProblem
+from slipstream.planner.steps.sliced_step import SlicedStep
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
+
+SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.9}
+PLACEMENTS = [(0,), (0, 1), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1, 0)]
+
+
+def rates(num_stages: int, fixed: float = 40.0, bandwidth: float | None = None) -> StageRates:
+    """Returns rates of stages of which the last has a head."""
+    each = np.tile([fixed, 1.0, 0.002], (num_stages, 1))
+    each[-1] += [fixed / 2, 0.7, 0.0]
+    held = np.tile([8.0, 100.0], (num_stages, 1))
+    return StageRates({op: share * each for op, share in SHARES.items()}, held, 4.0, 5.0, bandwidth)
+
+
+@st.composite
+def problems(draw: st.DrawFn, limited: bool = False) -> StepProblem:
+    lengths = draw(st.lists(st.integers(1, 1500), min_size=1, max_size=8))
+    placement = draw(st.sampled_from(PLACEMENTS))
+    costs = rates(len(placement), draw(st.sampled_from([0.0, 40.0])), draw(st.sampled_from([None, 100.0])))
+    num_ranks = max(placement) + 1
+    per_rank, more = divmod(len(placement), num_ranks)
+    fitting = [name for name in GENERATORS if per_rank in STAGES_PER_RANK[name] and not more]
+    names = [name for name in fitting if make_schedule(name, num_ranks, 1, 1, per_rank).placement == placement]
+    room = None
+    if limited:
+        busiest = int(np.bincount(placement).max())
+        room = (busiest * (100.0 * max(lengths) + 8.0) * draw(st.floats(1.0, 3.0)),) * num_ranks
+    return StepProblem(
+        lengths=tuple(lengths),
+        placement=placement,
+        rates=costs,
+        room=room,
+        schedule=draw(st.sampled_from([None, *names])) if not limited else None,
+        num_microbatches=draw(st.none() | st.integers(1, len(lengths))) if not limited else None,
+        num_slices=draw(st.none() | st.integers(1, 6)) if not limited else None,
+        packs=draw(st.booleans()),
+        split=draw(st.booleans()),
+        granularity=draw(st.sampled_from([1, 64])),
+        effort=5e3,
+    )
+
+
+def sliced(problem: StepProblem, plan: StepPlan) -> SlicedStep:
+    return SlicedStep.of(problem, plan.groups, plan.slices)
