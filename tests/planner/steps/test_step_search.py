@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from slipstream.planner.order.best_order import step_lower_bound
 from slipstream.planner.order.ordering_problem import OrderingProblem
-from slipstream.planner.steps import StepProblem, find_step_plan
+from slipstream.planner.steps import StageRates, StepProblem, find_step_plan
 from slipstream.planner.steps.step_candidates import candidates, lower_bound
 from slipstream.planner.steps.step_graph import StepGraph
-from slipstream.schedule import validate
+from slipstream.schedule import Op, validate
 from slipstream.simulator import simulate
 from support.examples import examples
 from support.step_problems import problems, rates, sliced
