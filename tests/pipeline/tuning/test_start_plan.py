@@ -13,9 +13,10 @@ from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.pipeline.batch import WholeBatch
-from slipstream.pipeline.tuning import start_plan
-from slipstream.planner.joint import JointPlan
-from slipstream.profiler import measurement_run
+from slipstream.pipeline.tuning import StartRequest, start_plan
+from slipstream.planner.costs import Profile, StateBytes
+from slipstream.planner.joint import JointPlan, ProfileUnits
+from slipstream.profiler import find_costs, measurement_run
 from support.architectures import ARCHITECTURES, build, gradient_error, gradients, llama, tokens, unsplit_step
 
 LENGTH = 64
@@ -96,13 +97,15 @@ def held(pipe: Pipeline, inputs: Tensor) -> float:
     return max(engine._memory_limit.held_by(engine.rehearsed_step(WholeBatch.of(pipe.device, inputs, inputs))).peaks)
 
 
+@pytest.mark.parametrize("vocabulary", ["whole", pytest.param("spread", marks=pytest.mark.more)])
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.02, marks=pytest.mark.more)])
-def test_a_planned_step_keeps_to_the_memory_limit(share: float) -> None:
+def test_a_planned_step_keeps_to_the_memory_limit(share: float, vocabulary: str) -> None:
     """A limit above what the plan without one holds leaves it room; a tighter one needs other slices or stages."""
     inputs = tokens(batch=4, length=LENGTH)
-    limit = share * held(planned(num_microbatches=4), inputs)
-    pipe = planned(num_microbatches=4, memory=Memory(limit=limit))
+    limit = share * held(planned(num_microbatches=4, vocabulary=vocabulary), inputs)
+    pipe = planned(num_microbatches=4, memory=Memory(limit=limit), vocabulary=vocabulary)
     assert pipe.plan is not None
+    assert pipe.plan.head == vocabulary
     assert held(pipe, inputs) <= limit
     pipe.step(inputs, inputs)
 
@@ -134,3 +137,23 @@ def test_forwards_run_again_where_the_limit_asks_for_it_and_else_what_would_do_i
 )
 def test_nothing_is_planned_where_anything_is_given(given: dict[str, object]) -> None:
     assert planned(**given).plan is None
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("vocabulary", ["whole", "spread"])
+def test_what_a_plan_holds_is_known_before_it_runs(vocabulary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is rehearsed, with the parts of a head as without."""
+    measured: list[Profile] = []
+
+    def measure(*arguments: Any) -> Profile:
+        measured.append(find_costs(*arguments))
+        return measured[-1]
+
+    monkeypatch.setattr(start_plan, "find_costs", measure)
+    pipe = planned(num_microbatches=4, vocabulary=vocabulary)
+    units = ProfileUnits(measured[-1], StateBytes.of("float32"))
+    request = StartRequest(LENGTH, 1, 4, 2, "float32")
+    assert pipe.plan is not None
+    plan = pipe.plan.partition, pipe.plan.slices, pipe.plan.schedule, pipe.plan.recompute
+    ratio = max(start_plan._most_bytes(units, request, *plan)) / held(pipe, tokens(batch=4, length=LENGTH))
+    assert 0.95 < ratio < 1.1

@@ -69,6 +69,11 @@ class HeadRows(nn.Module):
         weight, bias = rows(head.weight), None if biased is None else rows(biased)
         return {stage: cls(weight, bias, held, each, head.out_features) for stage, each in ids.items()}
 
+    @property
+    def share(self) -> float:
+        """Its rows' share of those of the process."""
+        return (self._rows.stop - self._rows.start) / len(self.held)
+
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
 

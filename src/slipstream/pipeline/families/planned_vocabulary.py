@@ -23,13 +23,6 @@ def planned_vocabulary(
     """
     if options.vocabulary == "whole":
         return "whole"
-    if options.memory.limit is not None:
-        if options.vocabulary == "spread":
-            raise SlipstreamError(
-                "vocabulary='spread' with memory.limit=... and a plan: its search doesn't count the head's parts. Name "
-                "a schedule, such as 1f1b, or leave one of the two out."
-            )
-        return "whole"
     try:
         planned = replace(options, schedule="1f1b", slices=1)  # the plan's to give
         check_spread(config, anatomy, tensor_ranks, num_ranks, planned)

@@ -57,7 +57,7 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
     runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
     owned = _owned_tensors(step.stages)
     updated = {number: step.parameters.bytes_of(tensors) for number, tensors in owned.items()}
-    return MemoryTable(
+    table = MemoryTable(
         footprints={key: found for run in runs for key, found in run.footprints().items()},
         first={key: peak for run in runs for key, peak in run.first_peaks().items()},
         context={run.like.stage: run.context for run in runs},
@@ -69,6 +69,24 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
         gradients={key: size for run in runs for key, size in run.gradients().items()},
         optimizer={number: ADAMW_STATES * size for number, (_, size) in updated.items()},
     )
+    return _with_divided_head(table, step)
+
+
+def _with_divided_head(table: MemoryTable, step: RehearsedStep) -> MemoryTable:
+    """Returns the table in which each rank has its own rows of a spread head, where ranks of one process share them."""
+    rows = {number: rows for number, stage in step.stages.items() if (rows := stage.vocabulary) is not None}
+    parameters, optimizer = dict(table.parameters), dict(table.optimizer)
+    gradients, first = dict(table.gradients), dict(table.first)
+    for number, head in rows.items():
+        weights = [*head.parameters()]
+        copies, updated = step.parameters.bytes_of(weights)
+        counted = head.share - (number == min(rows))  # the first stage's have all of it so far
+        parameters[number] += counted * (storage_bytes(weights) + copies)
+        optimizer[number] += counted * ADAMW_STATES * updated
+        made = gradients[number, Op.VW] * (1 - head.share)
+        gradients[number, Op.VW] -= made
+        first |= {key: peak - made for key, peak in first.items() if (key[0].stage, key[1]) == (number, Op.VW)}
+    return replace(table, parameters=parameters, optimizer=optimizer, gradients=gradients, first=first)
 
 
 class _Change(NamedTuple):

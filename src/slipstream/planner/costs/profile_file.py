@@ -157,9 +157,10 @@ class Profile:
             for stage, each in zip(self.stages, measured, strict=True)
             if stage.first == stage.last
         }
-        peaks = {op: max(single[kind].peaks[op] for kind in kinds) for op in OPS}
+        peaks = {op: max((single[kind].peaks[op] for kind in kinds), default=0.0) for op in OPS}
         peaks[Op.I] += max(0.0, deferred)  # what W needs of the parts whose I has run already
-        return ActionBytes(kept, deferred, peaks, max(single[kind].kept + single[kind].peaks[Op.F] for kind in kinds))
+        alone = max((single[kind].kept + single[kind].peaks[Op.F] for kind in kinds), default=0.0)
+        return ActionBytes(kept, deferred, peaks, alone)
 
     def context_bytes(self, layers: Stage, length: int) -> float:
         return length * self._total(layers, [stage.context_bytes for stage in self.stages])

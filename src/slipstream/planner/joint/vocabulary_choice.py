@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -10,12 +10,13 @@ from typing import Literal
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import StageParts
 from slipstream.planner.joint.joint_plan import JointPlan
-from slipstream.planner.joint.joint_problem import JointProblem
+from slipstream.planner.joint.joint_problem import JointProblem, MemoryAccount
 from slipstream.planner.joint.joint_search import find_joint_plan
 from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
-from slipstream.schedule import Op, spread_vocabulary
+from slipstream.schedule import Op, Schedule, spread_vocabulary
 from slipstream.simulator import TableCost, result_seconds, simulate
 
 Vocabulary = Literal["auto", "whole", "spread"]
@@ -31,25 +32,43 @@ def find_vocabulary_plan(problem: JointProblem, vocabulary: Vocabulary, on_progr
     """Returns the plan of `find_joint_plan`, with the head whole or spread as is asked for; "auto": whichever is
     faster, where a whole head is heavy and leaves the step far from the ideal one.
 
-    A memory limit is kept with a whole head only. Raises SlipstreamError as `find_joint_plan` does.
+    Raises SlipstreamError as `find_joint_plan` does.
     """
     if vocabulary == "spread":
         return find_spread_plan(problem, on_progress)
-    whole = find_joint_plan(problem, on_progress)
-    if vocabulary == "whole" or not _is_worth_a_search(problem, whole):
+    if vocabulary == "whole":
+        return find_joint_plan(problem, on_progress)
+    try:
+        whole = find_joint_plan(problem, on_progress)
+    except SlipstreamError as nothing_fits:
+        if problem.memory_limit is None:
+            raise
+        return _spread_if_it_fits(problem, on_progress, nothing_fits)
+    if not _is_worth_a_search(problem, whole):
         return whole
-    spread = find_spread_plan(replace(problem, effort=_EFFORT * problem.effort), on_progress)
+    try:
+        spread = find_spread_plan(replace(problem, effort=_EFFORT * problem.effort), on_progress)
+    except SlipstreamError:  # nothing fits the memory limit
+        return whole
     chosen, other = (spread, whole) if spread.seconds < _WORTH * whole.seconds else (whole, spread)
     return replace(chosen, other_head=other)
+
+
+def _spread_if_it_fits(problem: JointProblem, on_progress: Progress, nothing_fits: SlipstreamError) -> JointPlan:
+    try:
+        return find_spread_plan(problem, on_progress)
+    except SlipstreamError:
+        raise nothing_fits from None
 
 
 def find_spread_plan(problem: JointProblem, on_progress: Progress = lambda share: None) -> JointPlan:
     """Returns the plan with the shortest simulated step where every rank has an equal part of the head's rows.
 
     The search is for a model whose head takes no time. Into what it finds, V, L and VW are put where ranks wait
-    (`slipstream.schedule.spread_vocabulary`), and the whole is simulated.
+    (`slipstream.schedule.spread_vocabulary`), and the whole is simulated. A memory limit is kept by the whole.
     """
-    found = find_joint_plan(replace(problem, costs=UnitsWithoutHead(problem.costs)), on_progress)
+    without = replace(problem, costs=UnitsWithoutHead(problem.costs), account=_account_of_parts(problem))
+    found = find_joint_plan(without, on_progress)
     plans = sorted((_spread(problem, plan) for plan in (found, *found.rejected)), key=lambda plan: plan.seconds)
     return replace(plans[0], rejected=tuple(plans[1:]))
 
@@ -62,11 +81,8 @@ def _is_worth_a_search(problem: JointProblem, whole: JointPlan) -> bool:
 
 def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
     """Returns the plan with the head's rows on all ranks, given one for the same model without a head."""
-    cost = spread_costs(problem, plan.partition, plan.slices)
-    ends = plan.schedule.placement[-1], (plan.schedule.placement[-1] + 1) % problem.num_ranks
-    schedule = spread_vocabulary(
-        plan.schedule, cost.seconds, lambda action: result_seconds(cost, action, *ends), embedding=problem.tied
-    )
+    cost = spread_costs(problem, plan.partition, plan.slices, plan.recompute)
+    schedule = _with_parts(problem, plan.schedule, cost)
     timeline = simulate(schedule, cost)
     busiest = max(sum(map(cost.seconds, row)) for row in schedule.actions)
     return replace(
@@ -79,7 +95,31 @@ def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
     )
 
 
-def spread_costs(problem: JointProblem, partition: tuple[float, ...], slices: tuple[int, ...]) -> TableCost:
+def _with_parts(problem: JointProblem, schedule: Schedule, cost: TableCost) -> Schedule:
+    ends = schedule.placement[-1], (schedule.placement[-1] + 1) % schedule.num_ranks
+    return spread_vocabulary(
+        schedule, cost.seconds, lambda action: result_seconds(cost, action, *ends), embedding=problem.tied
+    )
+
+
+def _account_of_parts(problem: JointProblem) -> MemoryAccount | None:
+    """Returns what the ranks hold where the parts of the head are put into an order without them."""
+    whole = problem.account
+    if whole is None:
+        return None
+
+    def account(
+        partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, recompute: bool
+    ) -> Sequence[float]:
+        cost = spread_costs(problem, partition, slices, recompute)
+        return whole(partition, slices, _with_parts(problem, schedule, cost), recompute)
+
+    return account
+
+
+def spread_costs(
+    problem: JointProblem, partition: tuple[float, ...], slices: tuple[int, ...], recompute: bool = False
+) -> TableCost:
     """Returns the simulator's costs of stages without a head, and of every rank's part of its rows.
 
     V computes logits and their gradient for the head's input, as the head's F and I do, and VW their weights'; L adds
@@ -91,7 +131,9 @@ def spread_costs(problem: JointProblem, partition: tuple[float, ...], slices: tu
     """
     costs, last = problem.costs, len(partition) - 1
     parts = StageParts.of_partition(partition, costs.num_layers, costs.units_per_layer)
-    table = SlicedUnits(UnitsWithoutHead(costs), slices).table((*(each.start for each in parts), parts[-1].stop))
+    table = SlicedUnits(UnitsWithoutHead(costs), slices, recompute).table(
+        (*(each.start for each in parts), parts[-1].stop)
+    )
     lengths, contexts = np.array(slices, np.int64), np.array([0, *accumulate(slices)][:-1], np.int64)
     (forward, fixed), (inputs, _), (weights, also_fixed) = (
         costs.seconds(op, lengths, contexts) for op in (Op.F, Op.I, Op.W)

@@ -1,0 +1,90 @@
+"""The bytes of the parts of a spread head: its rows on each rank, and what V, L and VW hold of a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+
+from slipstream.planner.costs.operation_counts import StateBytes
+from slipstream.planner.costs.profile_file import Profile
+from slipstream.planner.costs.stage_basis import StageParts
+from slipstream.schedule import Op, Schedule
+from slipstream.simulator import Footprint, MemoryTable, StageSlice
+
+_WIDE = 4  # bytes of a logit, at least: softmax is computed in float32
+_SMALL = 64  # bytes of a token, for the indices of its target and the like
+_HEADER = 256  # bytes before the tensors of a message of V, and at most of one of L
+_NORM = 3  # hidden states in float32 that the last stage keeps, with the head's input, of what precedes the head
+
+
+def add_head_parts(
+    table: MemoryTable, profile: Profile, schedule: Schedule, slices: tuple[int, ...], state: StateBytes
+) -> MemoryTable:
+    """Returns the table with the parts next to the last stage of each rank, given that of stages without a head."""
+    last, stages, head = schedule.num_stages - 1, schedule.vocabulary_stages, len(profile.parts) - 1
+    rows = -(-profile.model.vocab_size // schedule.num_ranks)
+    numbers = profile.num_parameters(StageParts(head, head + 1)) / schedule.num_ranks
+    made = state.gradients * numbers
+    footprints = {
+        (StageSlice(g, s, *how), op): each
+        for g, (s, length) in product(stages, enumerate(slices))
+        for op, each in _footprints(profile, rows, schedule.num_ranks, length, g == last).items()
+        for how in product({False, Op.R in schedule.ops}, {False, Op.OFFLOAD in schedule.ops})
+    }
+    own = {
+        (unit, op): _with_norm(op, each, profile, slices[unit.slice]) if unit.stage == last else each
+        for (unit, op), each in table.footprints.items()
+    }
+    first: dict[tuple[StageSlice, Op], float] = {
+        (unit, op): each.peak + made for (unit, op), each in footprints.items() if op is Op.VW
+    }
+    return replace(
+        table,
+        footprints={**own, **footprints},
+        first={**table.first, **first},
+        gradients={**table.gradients, **{(g, Op.VW): made for g in stages}},
+        parameters=_added(table.parameters, dict.fromkeys(stages, state.weights * numbers)),
+        optimizer=_added(table.optimizer, dict.fromkeys(stages, state.optimizer * numbers)),
+        vocabulary_bytes={
+            (op, s): _sent(profile, op, length) for op in (Op.V, Op.L) for s, length in enumerate(slices)
+        },
+    )
+
+
+def _with_norm(op: Op, own: Footprint, profile: Profile, length: int) -> Footprint:
+    """Returns the bytes of the last stage's action with what lies between its layers and the head."""
+    more = _NORM * float(profile.message_bytes(length)) * max(1.0, _WIDE / profile.dtype_bytes)
+    if op is Op.F:
+        return Footprint(own.leaves + more, own.peak + more)
+    return replace(own, leaves=own.leaves - more) if op in (Op.B, Op.W) else own
+
+
+def _footprints(profile: Profile, rows: int, num_ranks: int, length: int, is_last: bool) -> dict[Op, Footprint]:
+    """Returns the bytes of the actions; see `slipstream.model.vocabulary.HeadRows` for what they make."""
+    wide = max(_WIDE, profile.dtype_bytes)
+    tokens = profile.microbatch_size * length
+    hidden, number, small = float(profile.message_bytes(length)), float(wide * tokens), float(_SMALL * tokens)
+    wide_hidden = hidden * wide / profile.dtype_bytes
+    probabilities = number * rows
+    narrow = probabilities if profile.dtype_bytes < _WIDE else 0.0  # a copy in the weights' dtype, and one to add up
+    kept = probabilities + 2 * number
+    found = {
+        Op.V: Footprint(kept, max(2 * probabilities, probabilities + narrow + 2 * hidden) + small),
+        Op.VW: Footprint(-kept, 1.5 * narrow + small),
+    }
+    if is_last:  # V's part of the gradient stays here until L, L's sums and the stage's output until VW
+        found[Op.V] = replace(found[Op.V], leaves=kept + 2 * hidden)
+        found[Op.L] = Footprint(number - hidden, 4 * wide_hidden + 6 * num_ranks * number)
+        found[Op.VW] = replace(found[Op.VW], leaves=-kept - hidden - number)
+    return found
+
+
+def _sent(profile: Profile, op: Op, length: int) -> float:
+    """Returns the bytes of a message with V's part of a slice, or L's sums."""
+    number = max(_WIDE, profile.dtype_bytes) * profile.microbatch_size * length
+    return _HEADER + (2 * number + 2 * float(profile.message_bytes(length)) if op is Op.V else number)
+
+
+def _added(there: Mapping[int, float], more: Mapping[int, float]) -> dict[int, float]:
+    return {g: each + more.get(g, 0.0) for g, each in there.items()}
