@@ -93,6 +93,11 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
         ({"pipeline": {"schedule": "auto", "slices": "auto", "partition": "auto"}}, ""),
         ({"data": {**SETTINGS["data"], "packing": "none"}}, ""),
         (
+            {"data": {**SETTINGS["data"], "packing": "none"}, "pipeline": {"slices": 4}},
+            "pipeline.slices=4 is given, so the run plans nothing before its first step: schedule=1f1b, slices=4, "
+            "partition=auto. Leave it out for a plan.",
+        ),
+        (
             {"memory": {"recompute": "full"}},
             "memory.recompute=full is given, so the run plans nothing before its first step: schedule=1f1b, slices=8, "
             "partition=auto. Leave it out for a plan.",

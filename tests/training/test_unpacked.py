@@ -169,6 +169,19 @@ def test_where_nothing_is_named_each_step_is_planned_by_measured_costs(planned: 
 
 
 @pytest.mark.more
+def test_ranks_that_share_layers_plan_each_step_by_what_their_shares_cost(
+    planned: Path, text: Path, tmp_path: Path
+) -> None:
+    ended = train(4, tmp_path / "run", text, "--tp=2", settings=FREE)
+    assert "stages on ranks" in ended.stdout
+    plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
+    assert plan["parallel"]["tensor"] == 2
+    for step, wanted in zip(steps_of(tmp_path / "run"), steps_of(planned), strict=True):
+        assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+        assert step["tokens"] == wanted["tokens"]
+
+
+@pytest.mark.more
 def test_a_resumed_run_plans_the_same_without_measuring(planned: Path, text: Path, tmp_path: Path) -> None:
     copy_checkpoint(planned, tmp_path / "half")
     ended = train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=FREE)

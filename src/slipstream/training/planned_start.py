@@ -42,12 +42,12 @@ def what_prevents_a_plan(config: Config) -> str:
     """Returns a line about the settings that keep the run from planning itself, and what it does instead.
 
     It is empty where the run is planned, where order and slices are both given, so that nothing falls back to a
-    default, for one rank, and for sequences of different lengths, of which each step has its own plan.
+    default, and for one rank.
     """
-    pipeline, has_lengths = config.pipeline, config.data.packing == "none"
+    pipeline = config.pipeline
     gives_slices = not {"slices", "microbatches"}.isdisjoint(pipeline.model_fields_set) and pipeline.slices != "auto"
     is_given = "schedule" in pipeline.model_fields_set and pipeline.schedule not in AUTOMATIC and gives_slices
-    if is_given or pipeline.num_ranks == 1 or has_lengths or is_free(PipelineOptions(**config.pipeline_options())):
+    if is_given or pipeline.num_ranks == 1 or _is_open(config):
         return ""
     sections = {"pipeline": pipeline, "memory": config.memory}
     given = [
@@ -61,6 +61,11 @@ def what_prevents_a_plan(config: Config) -> str:
         f"{' and '.join(given)} {are} given, so the run plans nothing before its first step: schedule="
         f"{pipeline.schedule}, slices={pipeline.slices}, partition={pipeline.partition}. Leave {them} out for a plan."
     )
+
+
+def _is_open(config: Config) -> bool:
+    """Returns whether everything that a plan decides is left to it; documents of any length don't say how long."""
+    return is_free(PipelineOptions(**config.pipeline_options() | {"seq_len": config.training.seq_len}))
 
 
 def start_settings(
@@ -82,7 +87,7 @@ def start_settings(
     """
     options = PipelineOptions(**config.pipeline_options())
     are_documents = isinstance(sequences, WholeDocuments)
-    if not is_free(replace(options, seq_len=config.training.seq_len)) or config.pipeline.num_ranks == 1:
+    if not _is_open(config) or config.pipeline.num_ranks == 1:
         return {}
     otherwise = "steps are planned by multiplications" if are_documents else "the run uses schedule=1f1b with 8 slices"
     if earlier is not None and (found := _found_again(config, earlier)):
