@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from slipstream import Pipeline
 from slipstream.model import causal_cross_entropy
 from slipstream.model.toy import perturb_parameters
+from slipstream.profiler import count_model
 from support.architectures import (
     BOUND,
     build,
@@ -116,3 +117,13 @@ def test_sequences_of_different_lengths() -> None:
         pipe = Pipeline(model, slices=3, num_microbatches=2, num_ranks=2)
         pipe.step(sequences, sequences)
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+
+
+@pytest.mark.more
+def test_costs_are_counted_and_measured_while_it_trains() -> None:
+    config = HYBRIDS["qwen3_5_text"]
+    assert len(count_model(config, LENGTH).layers) == 2
+    settings: dict[str, Any] = {"schedule": "auto", "slices": "auto", "seq_len": LENGTH, "num_ranks": 2}
+    pipe, inputs = Pipeline.from_config(config, num_microbatches=2, **settings), tokens(length=LENGTH)
+    losses = [pipe.step(inputs, inputs) for _ in range(4)]
+    assert max(losses) - min(losses) < 1e-5 * max(losses)

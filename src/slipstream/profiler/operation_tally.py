@@ -67,7 +67,8 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if grouped or func._overloadpacket in flop_registry:
             tally.num_matmuls += 1
             tally.matmul_bytes += num_bytes
-            tally.product_bytes += result.numel() * result.element_size()
+            products = [each for each in tree_leaves(result) if isinstance(each, Tensor)]  # a convolution's gradients
+            tally.product_bytes += sum(each.numel() * each.element_size() for each in products)
         elif any(each.dim() and each.shape[-1] == self._width for each in tensors):
             tally.wide_bytes += num_bytes
         else:

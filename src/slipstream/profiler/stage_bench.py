@@ -182,7 +182,8 @@ class StageBench:
     def _compute(self, length: int, context: int, hidden: Tensor | None) -> Tensor:
         own = slice(context, context + length)
         ids, positions = self._ids[:, own], self._positions[:, own]
-        token_slice = TokenSlice(ids, positions, None, context, self.seq_len, max_position=self.seq_len - 1)
+        longer = self._store.length  # so that no slice is a whole sequence, which layers compute without a state
+        token_slice = TokenSlice(ids, positions, None, context, longer, max_position=self.seq_len - 1)
         output = self.stage.forward(token_slice, hidden, self._store)
         if not self.stage.is_last:
             return output
