@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
@@ -170,7 +171,8 @@ class CausalLMStage:
     def find_carriers(self) -> list[nn.Module]:
         """Returns the modules that carry states, which are reset at documents from now on; runs a token for it once."""
         if self._carriers is None:
-            with recorded_carriers(self.layers) as found:
+            # the slice that finds them may be recorded, for instance to keep its matrix products
+            with recorded_carriers(self.layers) as found, _disable_current_modes():
                 self._run_token(2)
             for module in found:
                 reset_at_documents(module)
