@@ -74,6 +74,7 @@ NAMES = [
     "slicing_frontier",
     "split_backwards",
     "step_lower_bound",
+    "trust_remote_code",
     "validate",
     "write_report",
 ]

@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 COMMAND = [sys.executable, "-m", "typer", "slipstream.cli", "utils", "docs", "--name", "slipstream"]
 PREFACE = """\
 Every command prints this with `--help`. Errors are one message on standard error: what was given, what is allowed, what
-to type. The exit code is 2 for wrong input, 1 where a rank failed, and 130 after Ctrl-C.
+to type. The exit code is 2 for wrong input, 1 where a rank failed or a check did, and 130 after Ctrl-C.
 """
 
 

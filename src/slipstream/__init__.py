@@ -16,6 +16,7 @@ from slipstream.version import __version__ as __version__
 if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError
     from slipstream.model.hf_sequential.planned_sequence import sequence_of
+    from slipstream.model.model_config import trust_remote_code
     from slipstream.model.self_check import check_sliceable
     from slipstream.model.sequential.cut_tokens import CutTokens, causal_attention
     from slipstream.model.sequential.skip_connections import Skip
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from slipstream.timeline.spans import Span, Timeline
 
 __all__ = ["Layers", "Memory", "Parallelism", "Pipeline", "Precision", "Runtime", "SlipstreamError"]
-__all__ += ["CutTokens", "Skip", "causal_attention", "check_sliceable", "sequence_of"]
+__all__ += ["CutTokens", "Skip", "causal_attention", "check_sliceable", "sequence_of", "trust_remote_code"]
 __all__ += ["ParameterShare", "RankGroup", "make_mesh"]
 __all__ += ["Plan", "PlanOptions", "load_cluster", "load_profile", "partition_layers", "plan", "write_report"]
 __all__ += ["slice_batch", "slice_batch_with_flushes", "slice_for_schedule", "slice_for_stages", "slice_tokens"]

@@ -26,7 +26,7 @@ for command in (timeline, check, profile, plan):
 
 
 def main() -> None:
-    """Runs the command. Exits with 0, or with 1 if a rank failed, 2 for bad input, 130 after Ctrl-C.
+    """Runs the command. Exits with 0, or with 1 if a rank or a check failed, 2 for bad input, 130 after Ctrl-C.
 
     An error is the last thing on standard error.
     """

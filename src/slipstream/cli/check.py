@@ -1,25 +1,129 @@
-"""`slipstream check`: checks whether a model can be trained in token slices."""
+"""`slipstream check`: what can be done with a model, and whether it can be trained in token slices."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument
+from typer import Argument, Exit, Option
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slipstream.planning.model_report import ModelReport
+
+_FILE_COLUMNS = 240  # where the output isn't a terminal: no line is broken
 
 
-def check(model: Annotated[str, Argument(help="A model folder, hub name or training configuration (.yaml).")]) -> None:
-    """Compare a sliced and an unsliced toy of MODEL's architecture: every layer and every gradient."""
-    from pathlib import Path
+def check(
+    model: Annotated[
+        str, Argument(help="A model's folder, hub name, config.json, or a training configuration (.yaml).")
+    ],
+    remote_code: Annotated[
+        bool,
+        Option(
+            "--trust-remote-code",
+            help="Run Python code that comes with MODEL. It can do whatever you can: read it first.",
+        ),
+    ] = False,
+) -> None:
+    """Show how MODEL can be split, and compare a sliced and an unsliced toy of its architecture: exact or not, and why.
 
-    from slipstream.model import check_sliceable
-    from slipstream.training.config import ModelSection, load_config
-    from slipstream.training.preflight import load_model_config
+    Exits with 0 if the model can be trained in token slices, and with 1 if it can't.
+    """
+    from rich.console import Console
 
-    is_configuration = model.endswith((".yaml", ".yml"))
-    section = load_config(Path(model)).model if is_configuration else ModelSection(path=model)
-    result = check_sliceable(load_model_config(section))
-    print(
-        f"{result.model_type}: sliced and unsliced agree; largest relative difference "
-        f"{result.output_error:.0e} in outputs, {result.gradient_error:.0e} in gradients "
-        f"({result.num_layers} layers, float64, {result.seconds:.1f} s)"
+    with Console(stderr=True).status("running a toy of the architecture"):
+        from slipstream.planning.model_report import report_on
+        from slipstream.planning.model_source import model_config
+
+        report = report_on(model_config(model, trusts_code=remote_code))
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS
+    if report.kinds:
+        console.print(_layers(report))
+    console.print(_facts(report))
+    if report.refusal:
+        raise Exit(1)
+
+
+def _layers(report: ModelReport) -> Table:
+    """Returns the kinds of layers, which layers are of each, and what they take from earlier tokens."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table("layers", "kind", "take from earlier tokens", box=SIMPLE_HEAD, pad_edge=False)
+    for kind in report.kinds:
+        table.add_row(_ranges(kind.layers), kind.name, _path_text(kind.paths))
+    return table
+
+
+def _path_text(paths: frozenset[str] | None) -> str:
+    if paths is None:
+        return "not compared"
+    names = {"attention": "keys and values (attention over the context store)"}
+    return ", ".join(names.get(path, f"a state that slices carry ({path})") for path in sorted(paths)) or (
+        "nothing: every token alone"
     )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns whole numbers in order as ranges: 0-2, 5."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _facts(report: ModelReport) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, text in _rows(report):
+        table.add_row(name, text)
+    return table
+
+
+def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
+    """Yields what the report says, by its name."""
+    from slipstream.units import count_text
+
+    size = "" if report.num_parameters is None else f", {count_text(report.num_parameters)} parameters"
+    yield "model", f"{report.model_type}{size}"
+    if report.kinds:
+        yield "stages", _stages(report)
+        degrees = ", ".join(map(str, report.tensor_ranks))
+        yield "tensor parallelism", report.no_tensor_parallel or f"{degrees} ranks"
+        yield "tied weights", ", ".join(f"{head} = {embedding}" for head, embedding in report.tied) or "none"
+    yield "loss", _loss(report)
+    if report.max_length:
+        yield "longest sequence", f"{report.max_length:,} tokens"
+    if (found := report.self_check) is not None:
+        packed = "of any length" if found.longest_packed == float("inf") else f"up to {found.longest_packed:,} tokens"
+        yield (
+            "packed documents",
+            packed if found.longest_packed else "refused: positions count from the sequence's start",
+        )
+        yield (
+            "token slices",
+            f"exact: largest relative difference {found.output_error:.0e} in outputs, {found.gradient_error:.0e} in "
+            f"gradients ({found.num_layers} layers, float64, {found.seconds:.1f} s)",
+        )
+    if report.refusal:
+        yield "token slices", f"refused: {report.refusal}"
+
+
+def _stages(report: ModelReport) -> str:
+    whole = f"up to {report.num_layers} of whole layers"
+    return (
+        f"{whole}; {report.whole_layers}" if report.whole_layers else f"{whole}, {2 * report.num_layers} of half layers"
+    )
+
+
+def _loss(report: ModelReport) -> str:
+    from slipstream.model import LabelLoss
+
+    ours = "cross-entropy of each token's logits with the next token"
+    if report.label_loss is LabelLoss.NEXT:
+        return f"{ours}, as transformers computes it"
+    return f"{ours}; transformers' own loss compares with {report.label_loss.value}"

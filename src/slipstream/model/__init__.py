@@ -14,10 +14,25 @@ from slipstream.model.layer_range import (
     are_allowed_layer_counts,
 )
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy
-from slipstream.model.model_config import check_length, check_token_ids, config_from_settings, load_config
+from slipstream.model.model_config import (
+    check_is_causal_lm,
+    check_length,
+    check_token_ids,
+    config_from_settings,
+    load_config,
+    trust_remote_code,
+)
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, parts_of
 from slipstream.model.model_loading import meta_model, model_for_timing, pretrained_model, random_model
-from slipstream.model.self_check import TOLERANCE, SelfCheck, check_carried_state, check_sliceable
+from slipstream.model.self_check import (
+    TOLERANCE,
+    LabelLoss,
+    SelfCheck,
+    check_carried_state,
+    check_causal,
+    check_sliceable,
+    find_label_loss,
+)
 from slipstream.model.storages import SavedStorages, model_storages, storage_bytes, storage_id, storage_ids
 from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages
 from slipstream.model.vocabulary.tied_weight import TiedWeight

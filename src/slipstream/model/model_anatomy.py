@@ -7,17 +7,20 @@ stage, and parts without parameters (rotary tables) to every stage.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_range import LayerHalf, ModelEnd
+from slipstream.model.model_config import check_is_causal_lm
 from slipstream.model.toy import toy_model, toy_tokens
-from slipstream.model.toy_comparison import REFERENCE_ATTENTION, full_precision
+from slipstream.model.toy_comparison import full_precision
+from slipstream.model.toy_failure import toy_failure
 
 
 @dataclass(frozen=True)
@@ -54,24 +57,19 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     Raises SlipstreamError, naming the part, where the architecture doesn't simply run one list of layers, and the
     reason, where its toy can't be run.
     """
+    check_is_causal_lm(config)
     try:
         return _find_anatomy(config)
     except SlipstreamError:
         raise
     except Exception as error:  # the model's own code
-        raise _refusal(config, toy_failure(error)) from error
-
-
-def toy_failure(error: Exception) -> str:
-    """Says why a toy of an architecture couldn't be run."""
-    if isinstance(error, KeyError) and REFERENCE_ATTENTION in str(error):
-        return "it takes its attention from a list of its own, not from transformers' AttentionInterface"
-    return f"a toy of it could not be run ({type(error).__name__}: {error})"
+        raise _refusal(config, toy_failure(config, error)) from error
 
 
 def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
-    model = toy_model(config)
-    layers = find_layers(model)
+    model, tokens = toy_model(config), toy_tokens(config)
+    with full_precision():
+        layers = _find_layers(model, tokens)
     outside = _outside(model, layers)
     calls: dict[str, set[int]] = {name: set() for name in outside}  # after how many layers each is called
     entered: list[nn.Module] = []
@@ -82,7 +80,7 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     for name, module in outside.items():
         module.register_forward_pre_hook(lambda *_, name=name: calls[name].add(len(entered)))
     with torch.no_grad(), full_precision():
-        model(input_ids=toy_tokens(config), use_cache=False)
+        model(input_ids=tokens, use_cache=False)
     num_layers = len(model.get_submodule(layers))
     if len(entered) != num_layers:
         raise _refusal(config, f"its {num_layers} layers are called {len(entered)} times in one forward")
@@ -102,12 +100,21 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     return ModelAnatomy(layers, tuple(before), tuple(after), tuple_length, tied)
 
 
-def find_layers(model: nn.Module) -> str:
-    """Returns the name of the model's list of decoder layers, which is the list with the most parameters."""
+def _find_layers(model: nn.Module, tokens: Tensor) -> str:
+    """Returns the name of the model's list of decoder layers: of the lists that run on tokens, the largest.
+
+    Models of images and text have a list for images, too.
+    """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    if not lists:
+    ran: set[str] = set()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, layers in lists.items():
+            for layer in layers:
+                hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
+        model(input_ids=tokens, use_cache=False)
+    if not ran:
         raise SlipstreamError(f"{type(model).__name__} has no nn.ModuleList of layers, so it can't be cut into stages.")
-    return str(max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters())))
+    return max(sorted(ran), key=lambda name: sum(p.numel() for p in lists[name].parameters()))
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:

@@ -1,4 +1,7 @@
-"""Makes models' configs, and checks inputs against what they say: the longest sequence and the largest token id."""
+"""Makes models' configs, by code of their own where that is trusted, and checks inputs against what they say.
+
+That is the longest sequence and the largest token id.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,75 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from slipstream.errors import SlipstreamError
 
+_CLASSES = ("AutoConfig", "AutoModelForCausalLM")
+
 
 def load_config(path: str) -> PretrainedConfig:
-    """Returns the config of a model folder or hub name; raises SlipstreamError where there is none."""
+    """Returns the config of a model folder or hub name.
+
+    Raises SlipstreamError where there is none, and where the model comes with code of its own that isn't trusted.
+    """
+    settings = _settings(path)
+    code = _custom_code(settings)
+    if code and settings.get("model_type") not in CONFIG_MAPPING:
+        raise SlipstreamError(
+            f"{path!r} comes with Python code of its own ({', '.join(code)}), which transformers would run to make the "
+            "model. That code can do whatever you can on this machine and on every rank: read it first. To allow it, "
+            "set model.trust_remote_code: true in the configuration, --trust-remote-code of `slipstream check`, or "
+            f"call slipstream.trust_remote_code({path!r}) in your own loop."
+        )
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
+    except (OSError, ValueError) as error:
+        raise SlipstreamError(f"{path!r} isn't a model that transformers knows. {error}") from error
+
+
+def trust_remote_code(path: str) -> None:
+    """Runs the Python code that a model's folder, or repository on the hub, comes with, and uses it in this process.
+
+    The code can do whatever the user can. Does nothing for models of transformers, whose own code is used. Raises
+    SlipstreamError where there is neither.
+    """
+    settings = _settings(path)
+    if settings.get("model_type") in CONFIG_MAPPING:
+        return
+    code = _custom_code(settings)
+    if len(code) < len(_CLASSES):
+        raise SlipstreamError(
+            f"{path!r} has no code for a causal LM: the auto_map of its config.json names "
+            f"{', '.join(code) or 'nothing'}, and needs {' and '.join(_CLASSES)}"
+        )
+    config_class, model_class = (get_class_from_dynamic_module(reference, path) for reference in code)
+    config_class.register_for_auto_class()
+    model_class.register_for_auto_class("AutoModelForCausalLM")  # so that an export has the code, too
+    AutoConfig.register(settings["model_type"], config_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+
+
+def _settings(path: str) -> dict[str, Any]:
+    """Returns what a model's config.json says."""
+    try:
+        settings: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
     except (OSError, ValueError) as error:
         known = "a folder with config.json" if Path(path).exists() else "an existing folder or a hub name"
         raise SlipstreamError(f"no model at {path!r}: expected {known}. {error}") from error
+    return settings
+
+
+def _custom_code(settings: Mapping[str, Any]) -> list[str]:
+    """Returns the classes that a model's own files define for it, such as modeling_x.XForCausalLM."""
+    named = settings.get("auto_map") or {}
+    return [str(named[each]) for each in _CLASSES if each in named]
 
 
 def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedConfig:
@@ -30,6 +90,18 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
         return AutoConfig.for_model(**values)
     except Exception as error:  # each architecture checks its settings in its own way
         raise SlipstreamError(f"{name} with model_type={values['model_type']!r} isn't usable: {error}") from error
+
+
+def check_is_causal_lm(config: PretrainedConfig) -> None:
+    """Raises SlipstreamError, which says what it is, for a configuration without a causal LM in transformers."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    kind = "it has no language-model head that predicts the next token"
+    if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        kind = "it is an encoder and a decoder, of which only both together have a head"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        kind = "it is an encoder; slipstream.sequence_of pipelines some of them, without token slices"
+    raise SlipstreamError(f"transformers has no causal LM of model_type {config.model_type!r}: {kind}.")
 
 
 def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:

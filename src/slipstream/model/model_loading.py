@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_range import StagePart
 from slipstream.model.model_anatomy import ModelAnatomy
+from slipstream.model.model_config import check_is_causal_lm
 from slipstream.model.model_cutting import keep_layers
 from slipstream.model.storages import storage_id, storage_ids
 from slipstream.model.toy import quiet_transformers
@@ -155,8 +156,7 @@ def pretrained_model(
 def _partial_class(config: PretrainedConfig, anatomy: ModelAnatomy, owned: Collection[StagePart]) -> Any:
     """Returns a subclass of the config's causal LM that removes all but `owned` after construction, before weights are
     read."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise SlipstreamError(f"model_type {config.model_type!r} has no causal LM in transformers.")
+    check_is_causal_lm(config)
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     whole = found[0] if isinstance(found, tuple) else found
 

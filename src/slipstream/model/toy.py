@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import gcd
 
 import torch
 from torch import nn
@@ -13,27 +12,17 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from slipstream.model.toy_comparison import REFERENCE_ATTENTION
-from slipstream.model.toy_numbers import shrink_number, token_numbers
+from slipstream.model.toy_sizes import (
+    shrink_layers,
+    shrink_number,
+    shrink_other_parts,
+    shrink_widths,
+    take_layer_overrides,
+    token_numbers,
+    width_of,
+)
 
 TOY_LENGTH = 48  # tokens; every threshold of the architecture is brought below it
-_NUM_LAYERS = 4
-_NUM_HEADS = 2
-_FEATURES = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
-_MOST = {  # sizes that change no code path: largest toy value -> names
-    128: ("vocab_size", "vocab_size_per_layer_input"),
-    32: (*_FEATURES, "intermediate_size_mlp", "decoder_ffn_dim", "encoder_ffn_dim"),
-    4: ("decoder_layers", "encoder_layers", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    2: ("decoder_attention_heads", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
-    1: ("n_group", "topk_group", "index_n_heads"),
-}
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-_WIDTHS = ("hidden_size", "n_embd", "d_model")
-_STATE_SPACE_HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
-_STATE_SPACE_HEAD_SIZES = ("mamba_d_head", "mamba_headdim", "mamba_head_dim", "head_dim")
-_STATE_SPACE_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
-_PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
-_LAYER_INDICES = ("moe_layers", "mlp_only_layers")  # numbers of layers, perhaps as many as there are layers
 
 
 def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> PretrainedConfig:
@@ -43,21 +32,21 @@ def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> Pretra
     """
     whole = copy.deepcopy(config)
     toy = whole.get_text_config()
-    _shrink_heads(toy)
-    _shrink_state_spaces(toy)
-    for most, names in _MOST.items():
-        for name in names:
-            if isinstance(size := getattr(toy, name, None), int):
-                setattr(toy, name, min(most, size))
-    _shrink_layers(toy)
-    if shrinks_numbers:
-        for number in token_numbers(toy, TOY_LENGTH):
+    overrides = take_layer_overrides(toy)
+    width = width_of(toy)
+    shrink_widths(toy, overrides)
+    overrides = shrink_layers(toy, overrides)
+    for fields in (toy, *overrides.values()) if shrinks_numbers else ():
+        for number in token_numbers(fields, TOY_LENGTH):
             if number.is_known:
-                shrink_number(toy, number)
+                shrink_number(fields, number)
     _shrink_positions(toy)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+    shrink_other_parts(whole, toy, width)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         if getattr(toy, name, None) is not None:
             setattr(toy, name, 0)
+    if overrides:
+        toy.per_layer_config = overrides
     toy.use_cache = whole.use_cache = False
     return whole
 
@@ -81,6 +70,8 @@ def reference_model(config: PretrainedConfig, attention: str = REFERENCE_ATTENTI
             attn_implementation=attention,
             experts_implementation="eager",  # grouped matrix products don't support float64
         )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()  # some models make a router's in float32
     return model.eval()
 
 
@@ -113,56 +104,6 @@ def toy_tokens(config: PretrainedConfig, length: int = TOY_LENGTH) -> torch.Tens
     return torch.randint(1, vocabulary, (2, length), generator=generator)
 
 
-def _shrink_heads(toy: PretrainedConfig) -> None:
-    """Reduces the number of heads, not their size: rope tables and scalings depend on the head size alone."""
-    heads, width = _first(toy, _HEAD_COUNTS), _first(toy, _WIDTHS)
-    if heads is None or width is None:
-        return
-    num_heads = getattr(toy, heads)
-    key_value_heads = getattr(toy, "num_key_value_heads", None)
-    if isinstance(key_value_heads, int):
-        toy.num_key_value_heads = max(1, _NUM_HEADS * key_value_heads // num_heads)
-    setattr(toy, width, getattr(toy, width) // num_heads * _NUM_HEADS)
-    if hasattr(toy, "word_embed_proj_dim"):
-        toy.word_embed_proj_dim = getattr(toy, width)
-    setattr(toy, heads, _NUM_HEADS)
-
-
-def _shrink_state_spaces(toy: PretrainedConfig) -> None:
-    """Keeps as many of Mamba 2's heads, whose width is a multiple of the model's, as fit its smaller width."""
-    expand, width = _first(toy, ("mamba_expand", "expand")), _first(toy, _WIDTHS)
-    heads, size = _first(toy, _STATE_SPACE_HEADS), _first(toy, _STATE_SPACE_HEAD_SIZES)
-    if expand is None or width is None or heads is None or size is None or getattr(toy, "mamba_d_ssm", None):
-        return
-    num_heads = max(1, getattr(toy, expand) * getattr(toy, width) // getattr(toy, size))
-    setattr(toy, heads, num_heads)
-    setattr(toy, size, getattr(toy, expand) * getattr(toy, width) // num_heads)
-    groups = _first(toy, _STATE_SPACE_GROUPS)
-    if groups is not None:
-        setattr(toy, groups, gcd(getattr(toy, groups), num_heads))
-
-
-def _shrink_layers(toy: PretrainedConfig) -> None:
-    """Keeps as many layers as show every kind twice, so that kinds meet across slices and stages."""
-    name = _first(toy, _LAYER_COUNTS)
-    if name is None:
-        return
-    lists = {key: value for key, value in vars(toy).items() if isinstance(value, list)}
-    per_layer = [
-        key
-        for key, each in lists.items()
-        if key in _PER_LAYER_LISTS or (len(each) == getattr(toy, name) and key not in _LAYER_INDICES)
-    ]
-    kinds = [repr(kind) for kind in zip(*(lists[key] for key in per_layer), strict=False)]
-    last_new = max(map(kinds.index, kinds), default=0)
-    num_layers = min(getattr(toy, name), max(_NUM_LAYERS, 1 + last_new))
-    for key in per_layer:
-        setattr(toy, key, lists[key][:num_layers])
-    for key in lists.keys() & _LAYER_INDICES:
-        setattr(toy, key, [index for index in lists[key] if index < num_layers])
-    setattr(toy, name, num_layers)
-
-
 def _shrink_positions(toy: PretrainedConfig) -> None:
     """Lets rope types that change beyond a trained length change within the toy: after its first slice."""
     threshold = TOY_LENGTH // 2
@@ -174,7 +115,3 @@ def _shrink_positions(toy: PretrainedConfig) -> None:
             toy.max_position_embeddings = threshold
     if hasattr(toy, "original_max_position_embeddings"):
         toy.original_max_position_embeddings = threshold
-
-
-def _first(config: PretrainedConfig, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if isinstance(getattr(config, name, None), int)), None)

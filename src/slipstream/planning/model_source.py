@@ -10,7 +10,7 @@ import yaml
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import check_length, config_from_settings, load_config
+from slipstream.model import check_length, config_from_settings, load_config, trust_remote_code
 from slipstream.planner.costs import ModelCount
 
 _FILES = (".yaml", ".yml", ".json")
@@ -52,8 +52,10 @@ def _read(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def model_config(model: str | Path | PretrainedConfig, seq_len: int) -> PretrainedConfig:
-    """Returns the model's transformers configuration.
+def model_config(
+    model: str | Path | PretrainedConfig, seq_len: int | None = None, trusts_code: bool = False
+) -> PretrainedConfig:
+    """Returns the model's transformers configuration; with `trusts_code` by code that comes with it, too.
 
     Raises:
         SlipstreamError: where it can't be read, or the model doesn't take sequences of `seq_len` tokens.
@@ -61,8 +63,11 @@ def model_config(model: str | Path | PretrainedConfig, seq_len: int) -> Pretrain
     if not isinstance(model, PretrainedConfig):
         section, name = model_section(model), str(model)
         has_path = section.get("path") is not None
+        if has_path and (trusts_code or section.get("trust_remote_code")):
+            trust_remote_code(str(section["path"]))
         model = load_config(str(section["path"])) if has_path else config_from_settings(section["config"], name)
-    check_length(model, seq_len, "seq_len")
+    if seq_len is not None:
+        check_length(model, seq_len, "seq_len")
     return model
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.launch import reported_to_the_launcher
+from slipstream.model import trust_remote_code
 from slipstream.pipeline import Pipeline
 from slipstream.training.config import Config, load_config
 from slipstream.training.configured_pipeline import make_pipeline
@@ -122,6 +123,8 @@ def main() -> None:
     """Measures one process: `python -m slipstream.training.comparison config.yaml`."""
     with reported_to_the_launcher():
         config = load_config(Path(sys.argv[1]))
+        if config.model.trust_remote_code:
+            trust_remote_code(str(config.model.path))
         RunFolder(config.training.output).comparison.write_text(json.dumps(measure(config)))
 
 

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from slipstream import launch
 from slipstream.errors import SlipstreamError
+from slipstream.model import trust_remote_code
 from slipstream.parallel import RankGroup
 from slipstream.schedule import Schedule
 from slipstream.training.config import Config, load_config, named_schedule
@@ -125,6 +126,8 @@ def _init_process_group(config: Config, **connection: Any) -> torch.device:
 
 def _train(config: Config, device: torch.device) -> None:
     disable_progress_bar()  # transformers' bars would write over ours
+    if config.model.trust_remote_code:
+        trust_remote_code(str(config.model.path))
     torch.manual_seed(config.training.seed)
     progress = launch.Progress(launch.make_console() if dist.get_rank() == 0 else None)
     Trainer(config, device, progress).run()

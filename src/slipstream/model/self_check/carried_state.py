@@ -17,11 +17,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.layer_range import LayerRange
-from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy, toy_failure
+from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
 from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.self_check.toy_runs import TokenCuts, sliced_outputs, whole_outputs
 from slipstream.model.toy import perturb_parameters, toy_model, toy_tokens
 from slipstream.model.toy_comparison import full_precision, recorded_attention, relative_errors
+from slipstream.model.toy_failure import toy_failure
 
 TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
 _SLICES = TokenCuts((0, 5, 12), (0, 12))
@@ -45,14 +46,14 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
     except SlipstreamError as error:
         raise refusal(config, str(error)) from error
     except Exception as error:  # the model's own code
-        raise refusal(config, toy_failure(error)) from error
+        raise refusal(config, toy_failure(config, error)) from error
 
 
 def refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
     """Returns the error that says why token slices of an architecture wouldn't be exact."""
     return SlipstreamError(
-        f"model_type {config.model_type!r} can't be trained in token slices: {reason}. "
-        "`slipstream check` runs this check for any model; Llama, Qwen, Mistral, Gemma, GPT-2 and the like pass it."
+        f"model_type {config.model_type!r} can't be trained in token slices: {reason}. Give whole sequences, in "
+        "microbatches: slices=1 and self_check=False."
     )
 
 

@@ -19,10 +19,11 @@ from transformers import PretrainedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
 from slipstream.model.self_check.carried_state import TOLERANCE, check_carried_state, refusal
+from slipstream.model.self_check.causality import check_causal
 from slipstream.model.self_check.toy_runs import INPUT, TokenCuts, cut_in_two, run_sliced, run_whole
 from slipstream.model.toy import TOY_LENGTH, perturb_parameters, reference_model, toy_config, toy_tokens
 from slipstream.model.toy_comparison import full_precision, relative_errors
-from slipstream.model.toy_numbers import TokenNumber, shrink_number, token_numbers
+from slipstream.model.toy_sizes import TokenNumber, shrink_number, token_numbers
 
 _WHOLE = (0, TOY_LENGTH)
 _SLICINGS = (  # unequal slices; the first ends below every threshold of the toy
@@ -45,6 +46,7 @@ class SelfCheck:
     gradient_error: float
     seconds: float
     longest_packed: float  # the longest sequence of several documents, in tokens, in which each is as if it were alone
+    paths: tuple[frozenset[str], ...] = ()  # by layer of the toy: "attention" and kinds of carried states; empty: none
 
     def check_packed(self, length: int) -> None:
         """Raises SlipstreamError if documents packed in a sequence of `length` tokens would not be exact."""
@@ -71,6 +73,7 @@ def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = Non
         SlipstreamError: an output or gradient differs; the message names the layer or the feature that causes it.
     """
     began = time.perf_counter()
+    check_causal(config)
     anatomy = anatomy or find_anatomy(config)
     check_carried_state(config, anatomy)
     try:
@@ -85,8 +88,9 @@ def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = Non
         reason = f"a toy of it fails when cut into stages and slices ({type(error).__name__}: {error})"
         raise refusal(config, reason) from error
     output_error, gradient_error = map(max, zip(*errors, strict=True))
+    seconds = time.perf_counter() - began
     return SelfCheck(
-        config.model_type, pair.num_layers, output_error, gradient_error, time.perf_counter() - began, longest_packed
+        config.model_type, pair.num_layers, output_error, gradient_error, seconds, longest_packed, pair.paths
     )
 
 
@@ -99,12 +103,14 @@ class _ToyPair:
         perturb_parameters(self.model)  # so that what begins as zero or one counts
         self.num_layers = len(anatomy.layers_of(self.model))
         self._stages = cut_in_two(self.model, anatomy)
+        self.paths: tuple[frozenset[str], ...] = ()  # of the last comparison
 
     def compare(self, cuts: TokenCuts) -> tuple[float, float]:
         """Returns the largest relative errors of outputs and gradients; raises SlipstreamError for one too large."""
         tokens = toy_tokens(self.toy, cuts.length)
         whole = run_whole(self.model, self.anatomy, tokens, cuts)
         sliced = run_sliced(self._stages, self.anatomy, tokens, cuts)
+        self.paths = sliced.paths
         errors = relative_errors(sliced.outputs, whole.outputs)
         output_error = _largest_error("{} of the sliced model differs from the whole one", errors)
         for name in whole.gradients:

@@ -18,6 +18,7 @@ from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.hooks.layer_arguments import first_output, hidden_states
+from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.hooks.token_slice import TokenSlice
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy
@@ -67,6 +68,7 @@ class ToyRun:
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    paths: tuple[frozenset[str], ...] = ()  # by layer of a sliced run: through what it sees the tokens before a slice
 
 
 def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cuts: TokenCuts) -> ToyRun:
@@ -133,6 +135,7 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
             ends.append((received, output))
             _check_attention(stage, store, piece.index + 1)
         runs.append(ends)
+    paths = tuple(path for stage, store in zip(stages, stores, strict=True) for path in _paths(stage, store))
     outputs["logits"] = [ends[-1][1].detach() for ends in runs]
     sizes = [b - a for a, b in pairwise(cuts.slices)]
     weights = torch.split(output_weights(torch.cat(outputs["logits"], 1)), sizes, dim=1)
@@ -141,7 +144,7 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
             torch.autograd.backward(output, gradient)
             if received is not None and received.grad is not None:
                 gradient = received.grad
-    return ToyRun(_joined(outputs), _stage_gradients(stages))
+    return ToyRun(_joined(outputs), _stage_gradients(stages), paths)
 
 
 @contextmanager
@@ -161,6 +164,15 @@ def _recording(layers: list[nn.Module], owned: range, outputs: _Slices) -> Itera
 
 def _joined(outputs: _Slices) -> dict[str, Tensor]:
     return {place: torch.cat(slices, dim=1) for place, slices in outputs.items()}
+
+
+def _paths(stage: CausalLMStage, store: ContextStore) -> Iterator[frozenset[str]]:
+    """Yields what each layer of a stage has in the store after forwards: "attention", or kinds of carried states."""
+    for index, layer in zip(stage.layers_here, stage.layers, strict=True):
+        inside = set(layer.modules())
+        attends = {"attention" for call in store.reads if call[0] in inside}  # type: ignore[index]
+        calls = (call for call in store.carried.calls if isinstance(call, CarriedState))
+        yield frozenset(attends | {call.kind for call in calls if call.layer == index})
 
 
 def _check_attention(stage: CausalLMStage, store: ContextStore, num_slices: int) -> None:

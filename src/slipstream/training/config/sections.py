@@ -19,6 +19,9 @@ class ModelSection(Record):
     """A transformers configuration, `model_type` first: `{model_type: llama, hidden_size: 256, ...}`."""
     init: Literal["pretrained", "random"] | None = None
     """Weights of `path`, or random ones from `training.seed`. Default: `pretrained` with a path."""
+    trust_remote_code: bool = False
+    """Whether to run Python code that comes with `path`, for a model that isn't part of transformers. It runs on every
+    rank and can do whatever you can: read it first."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -28,6 +31,8 @@ class ModelSection(Record):
             raise ValueError("model.config needs a model_type, such as llama")
         if self.config is not None and self.init == "pretrained":
             raise ValueError("model.init=pretrained needs model.path: a model.config has no weights")
+        if self.path is None and self.trust_remote_code:
+            raise ValueError("model.trust_remote_code=true needs model.path, whose code it is")
         return self
 
     @property

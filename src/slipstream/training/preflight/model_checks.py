@@ -16,6 +16,7 @@ from slipstream.model import (
     config_from_settings,
     find_anatomy,
     load_config,
+    trust_remote_code,
 )
 from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
@@ -27,6 +28,8 @@ from slipstream.training.config import Config, ModelSection
 def load_model_config(model: ModelSection) -> Any:
     """Returns the transformers configuration of a folder, a hub name or the settings themselves."""
     if model.path is not None:
+        if model.trust_remote_code:
+            trust_remote_code(model.path)
         return load_config(model.path)
     return config_from_settings(model.config or {}, "model.config")
 

@@ -38,15 +38,16 @@ class TokenNumber(NamedTuple):
     is_known: bool  # whether its name says so
 
 
-def token_numbers(config: PretrainedConfig, length: int) -> list[TokenNumber]:
-    """Returns the numbers of a text configuration that count tokens, and those of at least `length` that may.
+def token_numbers(config: PretrainedConfig | dict[str, Any], length: int) -> list[TokenNumber]:
+    """Returns the numbers of a text configuration, or of one layer's fields, that count tokens, or may.
 
-    Those of rotary embeddings are left out: they depend on each other.
+    The latter are those of at least `length` whose names say nothing. Those of rotary embeddings are left out: they
+    depend on each other.
     """
     return list(_find(config, length, ()))
 
 
-def shrink_number(config: PretrainedConfig, number: TokenNumber) -> None:
+def shrink_number(config: PretrainedConfig | dict[str, Any], number: TokenNumber) -> None:
     """Sets the number, or each of a list's, to at most its value in a toy."""
     *parents, name = number.path
     inside: Any = config

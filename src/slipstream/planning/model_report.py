@@ -1,0 +1,99 @@
+"""Reports what can be done with a model before anything of it is loaded: `slipstream check`.
+
+Each fact comes from the function by which training finds it, so that training refuses what the report refuses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
+
+from slipstream.errors import SlipstreamError
+from slipstream.model import (
+    LabelLoss,
+    ModelAnatomy,
+    SelfCheck,
+    check_causal,
+    check_is_causal_lm,
+    check_sliceable,
+    find_anatomy,
+    find_halves,
+    find_label_loss,
+    meta_model,
+)
+from slipstream.parallel.tensor import find_tensor_plan
+from slipstream.planning.layer_paths import LayerKind, find_layer_kinds
+
+_MOST_TENSOR_RANKS = 64
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What a model's layers take from earlier tokens, and how it can be cut, as far as its architecture says."""
+
+    model_type: str
+    num_parameters: int | None  # None: transformers can't make it
+    label_loss: LabelLoss  # of transformers; a Pipeline computes that of the next token
+    refusal: str = ""  # why it can't be cut into stages or slices; "" if it can
+    kinds: tuple[LayerKind, ...] = ()  # none if it can't be cut into stages
+    tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter)
+    whole_layers: str = ""  # why no stage can end inside a layer; "" if it can
+    tensor_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every layer
+    no_tensor_parallel: str = ""  # why no more than one can
+    max_length: int | None = None  # the most tokens of a sequence; None: as many as you like
+    self_check: SelfCheck | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(kind.layers) for kind in self.kinds)
+
+
+def report_on(config: PretrainedConfig) -> ModelReport:
+    """Returns the report on a causal LM of transformers, in a few seconds and without its weights. Not collective.
+
+    Raises SlipstreamError where transformers has no causal LM for the configuration.
+    """
+    check_is_causal_lm(config)
+    report = ModelReport(config.model_type, _num_parameters(config), find_label_loss(config))
+    report = replace(report, max_length=getattr(config.get_text_config(), "max_position_embeddings", None))
+    try:
+        check_causal(config)
+        anatomy = find_anatomy(config)
+    except SlipstreamError as error:
+        return replace(report, refusal=str(error))
+    whole, (ranks, alone) = _why_whole(config, anatomy), _tensor_ranks(config, anatomy)
+    report = replace(report, tied=anatomy.tied, whole_layers=whole, tensor_ranks=ranks, no_tensor_parallel=alone)
+    try:
+        found = check_sliceable(config, anatomy)
+    except SlipstreamError as error:
+        return replace(report, kinds=find_layer_kinds(config, anatomy, ()), refusal=str(error))
+    return replace(report, kinds=find_layer_kinds(config, anatomy, found.paths), self_check=found)
+
+
+def _num_parameters(config: PretrainedConfig) -> int | None:
+    try:
+        return int(sum(parameter.numel() for parameter in meta_model(config).parameters()))
+    except Exception:  # the model's own code; the report says why
+        return None
+
+
+def _why_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> str:
+    try:
+        find_halves(config, anatomy)
+    except SlipstreamError as error:
+        return str(error)
+    return ""
+
+
+def _tensor_ranks(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], str]:
+    """Returns the numbers of ranks that can share every layer, and why there is only 1."""
+    model, found, reason = meta_model(config), [1], ""
+    heads = getattr(config.get_text_config(), "num_attention_heads", 1)
+    for ranks in (n for n in range(2, min(heads, _MOST_TENSOR_RANKS) + 1) if heads % n == 0):
+        try:
+            find_tensor_plan(model, config, ranks, anatomy)
+            found.append(ranks)
+        except SlipstreamError as error:
+            reason = reason or str(error)
+    return tuple(found), "" if len(found) > 1 else reason
