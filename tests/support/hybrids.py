@@ -36,6 +36,7 @@ _DELTA_RULE = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "head_dim": 16,
+    "initializer_range": 0.2,  # with less, the gradients of the first decays are as small as rounding
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
