@@ -17,6 +17,7 @@ def test_float64_stays_float64() -> None:
             torch.nn.functional.softmax(wide, dim=-1, dtype=torch.float32),
             wide @ narrow,
             narrow @ wide,
+            torch.sum(wide, dim=0, dtype=torch.float32),
         )
         assert narrow.float().dtype == (narrow @ narrow.T).dtype == torch.float32
     assert {tensor.dtype for tensor in kept} == {torch.float64}

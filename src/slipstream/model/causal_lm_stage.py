@@ -95,12 +95,13 @@ class CausalLMStage:
             shared.install(model, partial(self._seed_part, "own", shared.rank), self._leave_own)
         add_weight_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
-        self._tied_heads = {name for name, _ in anatomy.tied}
+        self._second_names = anatomy.aliases | {name for name, _ in anatomy.tied}
         self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self.hidden_dtype = next(chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())).dtype
         self.tables = MaskTables(device)
         self._uses_randomness = uses_randomness(model)
+        self._first_position = anatomy.first_position(model.config)
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
         self._carriers: list[nn.Module] | None = None  # of states; None: not known yet
@@ -112,12 +113,12 @@ class CausalLMStage:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the unsplit model's names, tied weights once under the canonical name."""
         named = self.model.named_parameters(remove_duplicate=False)
-        return ((name, p) for name, p in named if name not in self._tied_heads)
+        return ((name, p) for name, p in named if name not in self._second_names)
 
     def state(self) -> dict[str, Tensor]:
         """Returns this stage's part of the unsplit model's state dict, by the same names."""
         state = self.model.state_dict()
-        return {name: t.detach() for name, t in state.items() if name not in self._tied_heads}
+        return {name: t.detach() for name, t in state.items() if name not in self._second_names}
 
     def forward(
         self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore, records_masks: bool = False
@@ -146,7 +147,7 @@ class CausalLMStage:
                 input_ids=token_slice.input_ids,
                 # without it transformers looks for packed documents, which waits until the GPU is idle
                 attention_mask=torch.ones_like(token_slice.input_ids, dtype=torch.bool),
-                position_ids=token_slice.position_ids,
+                position_ids=token_slice.position_ids + self._first_position,
                 use_cache=False,
                 **past,
             )

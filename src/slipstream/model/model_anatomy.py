@@ -7,6 +7,7 @@ stage, and parts without parameters (rotary tables) to every stage.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +44,18 @@ class ModelAnatomy:
     after: tuple[str, ...]  # such as ("model.norm", "lm_head")
     tuple_length: int = 0  # the length of the tuple that layers return, hidden states first; 0: a tensor
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter): one weight on two stages
+    aliases: frozenset[str] = frozenset()  # second names of parameters within one stage, such as of the head's bias
     halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty if that isn't needed or isn't possible
+    skips_padding: bool = False  # whether positions count tokens but padding, from its id on, as RoBERTa's do
     separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
         """Returns the layers of a model of this architecture, or what an earlier cut has put in their places."""
         return list(model.get_submodule(self.layers).children())
+
+    def first_position(self, config: PretrainedConfig) -> int:
+        """Returns the position of a sequence's first token."""
+        return config.pad_token_id + 1 if self.skips_padding else 0
 
 
 def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
@@ -92,12 +99,18 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
             before.append(name)
         elif has_parameters(module):
             raise _refusal(config, f"{name} ({type(module).__name__}) has parameters and runs between the layers")
-    tied = tuple(model.all_tied_weights_keys.items())
+    shared = model.all_tied_weights_keys
+    aliases = frozenset(
+        a for a, b in shared.items() if any(_within(a, end) and _within(b, end) for end in (before, after))
+    )
+    tied = tuple((head, embedding) for head, embedding in shared.items() if head not in aliases)
     for head, embedding in tied:
         if not (_within(head, after) and _within(embedding, before)):
             raise _refusal(config, f"{head} shares its weight with {embedding}; only a head may, with the embedding")
     tuple_length = len(outputs[-1]) if isinstance(outputs[-1], tuple) else 0
-    return ModelAnatomy(layers, tuple(before), tuple(after), tuple_length, tied)
+    return ModelAnatomy(
+        layers, tuple(before), tuple(after), tuple_length, tied, aliases, skips_padding=_skips_padding(model)
+    )
 
 
 def _find_layers(model: nn.Module, tokens: Tensor) -> str:
@@ -127,6 +140,12 @@ def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
             if name != path[depth]:
                 found[f"{prefix}.{name}" if prefix else name] = child
     return found
+
+
+def _skips_padding(model: nn.Module) -> bool:
+    """Returns whether the model makes positions out of token ids, unless it is given some."""
+    makers = [module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")]
+    return any("position_ids" in inspect.signature(module.forward).parameters for module in makers)
 
 
 def _within(parameter: str, modules: list[str]) -> bool:

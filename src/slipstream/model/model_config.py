@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import (
@@ -102,6 +103,27 @@ def check_is_causal_lm(config: PretrainedConfig) -> None:
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         kind = "it is an encoder; slipstream.sequence_of pipelines some of them, without token slices"
     raise SlipstreamError(f"transformers has no causal LM of model_type {config.model_type!r}: {kind}.")
+
+
+def check_counted_positions(config: PretrainedConfig, input_ids: Tensor, first: int) -> None:
+    """Raises SlipstreamError for tokens (b, T) of a model whose positions, from `first` on, don't count padding.
+
+    These are too many tokens, or padding before others.
+    """
+    limit, length = config.max_position_embeddings - first, input_ids.shape[-1]
+    if length > limit:
+        raise SlipstreamError(
+            f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings="
+            f"{limit + first}, of which the first {first} are no token's. Use at most {limit} tokens."
+        )
+    pads = input_ids == config.pad_token_id
+    rows = (pads[:, :-1] & ~pads[:, 1:]).any(1).nonzero().flatten().tolist()
+    if rows:
+        raise SlipstreamError(
+            f"row {rows[0]} of the inputs has padding (token id {config.pad_token_id}) before other tokens: "
+            f"{config.model_type!r} counts positions without padding, and a slice doesn't know how much came before. "
+            "Put padding at the end, or pack documents without it."
+        )
 
 
 def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:

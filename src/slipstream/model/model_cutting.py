@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,9 +41,9 @@ def keep_layers(
             _replace(model, name, PassThrough(model.get_submodule(name)))
         model.all_tied_weights_keys = {}  # no head here that could share a weight
     if not is_first:
-        shared = {embedding.rpartition(".")[0] for _, embedding in anatomy.tied if is_last}
-        for name in anatomy.before:
-            if name not in shared:
+        kept = {embedding.rpartition(".")[0] for _, embedding in anatomy.tied if is_last}
+        for name in _without_parts(model, anatomy.before):
+            if name not in kept:
                 _replace(model, name, _empty(model.get_submodule(name), device))
 
 
@@ -97,6 +97,20 @@ def parts_of(layer: nn.Module, parts: Sequence[LayerPart]) -> Iterator[tuple[nn.
 
 def _owned_halves(layer: int, owned: Collection[StagePart]) -> list[LayerHalf]:
     return [half for half in LayerHalf if layer in owned or HalfLayer(layer, half) in owned]
+
+
+def _without_parts(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
+    """Yields the names of the modules that have parameters, and instead of those that have them in parts, the parts'.
+
+    So the code of BERT's embeddings, which adds some, runs on placeholders of the right shapes.
+    """
+    for name in names:
+        module = model.get_submodule(name)
+        parts = [f"{name}.{child}" for child, part in module.named_children() if has_parameters(part)]
+        if parts and next(module.parameters(recurse=False), None) is None:
+            yield from _without_parts(model, parts)
+        else:
+            yield name
 
 
 def _empty(original: nn.Module, device: torch.device | None) -> nn.Module:
@@ -155,7 +169,10 @@ class ZeroBranch(PassThrough):
 
 
 class EmptyEmbedding(nn.Module):
-    """Replaces the first stage's embedding: its output has the right shape, takes no memory and is never used."""
+    """Replaces the first stage's embedding or a projection of what it gives: the output is never used.
+
+    It has the right shape and, in the place of an embedding, takes no memory.
+    """
 
     def __init__(self, original: nn.Module, width: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -167,4 +184,6 @@ class EmptyEmbedding(nn.Module):
 
     def forward(self, ids: Tensor | Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
         shape = ids.shape if isinstance(ids, Tensor) else ids  # BART's relatives give the shape (b, T) for positions
+        if isinstance(ids, Tensor) and ids.is_floating_point():  # of a projection: its output may be changed in place
+            return ids.new_zeros(*shape[:-1], self.embedding_dim)
         return self.weight.expand(*shape, self.embedding_dim)  # (b, T, hidden)

@@ -66,13 +66,20 @@ def reference_model(config: PretrainedConfig, attention: str = REFERENCE_ATTENTI
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),  # from_config writes the dtype into it
-            dtype=torch.float64,  # of the parameters; rope's tables stay float32
+            dtype=torch.float64,  # of the parameters; rope's tables stay float32, and routers that are made so
             attn_implementation=attention,
             experts_implementation="eager",  # grouped matrix products don't support float64
         )
     for parameter in model.parameters():
         parameter.data = parameter.data.double()  # some models make a router's in float32
+    widen_parameters(model)
     return model.eval()
+
+
+def widen_parameters(model: nn.Module) -> None:
+    """Makes float64 of parameters that some models make in float32 whatever the dtype is, such as those of routers."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
 
 
 def perturb_parameters(model: nn.Module) -> None:

@@ -50,7 +50,7 @@ def full_precision() -> Iterator[None]:
 
     Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
     """
-    softmax, matmul = nn.functional.softmax, Tensor.__matmul__
+    softmax, matmul, total = nn.functional.softmax, Tensor.__matmul__, torch.sum
     to_float, to, to_type = Tensor.float, Tensor.to, Tensor.type
 
     def wide_softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -69,13 +69,18 @@ def full_precision() -> Iterator[None]:
         is_rounding = tensor.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
         return tensor if is_rounding else to_type(tensor, *args, **kwargs)
 
+    def wide_sum(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype == torch.float64:
+            kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
+        return total(tensor, *args, **kwargs)
+
     def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
         """Multiplies rotary frequencies that stayed float64 by positions, whole numbers that became float32."""
         wide = torch.promote_types(left.dtype, right.dtype)
         return matmul(left.to(wide), right.to(wide))
 
     methods = patch.multiple(Tensor, float=wide_float, to=wide_to, type=wide_type, __matmul__=wide_matmul)
-    with methods, patch.object(nn.functional, "softmax", wide_softmax):
+    with methods, patch.object(nn.functional, "softmax", wide_softmax), patch.object(torch, "sum", wide_sum):
         yield
 
 

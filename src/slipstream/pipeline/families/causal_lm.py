@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
@@ -21,6 +21,7 @@ from slipstream.model import (
     causal_cross_entropy,
     check_carried_state,
     check_compiler,
+    check_counted_positions,
     check_length,
     check_sliceable,
     check_token_ids,
@@ -200,6 +201,7 @@ class CausalLMFamily:
         (inputs,) = batch.inputs
         check_length(self.config, inputs.shape[-1])
         check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), batch.targets.max())))
+        self._check_positions(inputs)
         return self._checked(cut_batch(batch, microbatches, seed))
 
     def lengths(self, sequences: Sequences) -> list[int]:
@@ -207,6 +209,7 @@ class CausalLMFamily:
         for row, (inputs, targets) in enumerate(zip(sequences.token_ids, sequences.targets, strict=True)):
             check_length(self.config, len(inputs), f"the length of inputs[{row}]")
             check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), targets.max())))
+            self._check_positions(inputs[None])
         return [len(inputs) for inputs in sequences.inputs]
 
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
@@ -229,6 +232,11 @@ class CausalLMFamily:
             if self._self_check is not None and first.document_start is not None:
                 self._self_check.check_packed(first.length)
         return batch
+
+    def _check_positions(self, inputs: Tensor) -> None:
+        """Raises SlipstreamError for tokens (b, T) whose positions a slice can't know."""
+        if self._anatomy.skips_padding:
+            check_counted_positions(self.config, inputs, self._anatomy.first_position(self.config))
 
     def _check_cut(self) -> None:
         """Raises SlipstreamError where a layer carries state that slices and documents don't, self-check or not."""
