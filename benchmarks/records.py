@@ -174,6 +174,9 @@ SUBJECTS = {
         sources=("src/slipstream", "tests/workers/parallel/exactness.py"),
     ),
     "loss_curves": Subject("100 losses on meshes of one to eight processes", "loss_curves"),
+    "zoo": Subject(
+        "which architectures of transformers are exact in slices", "zoo", sources=_room("attention", "model")
+    ),
     "same_numbers": Subject("losses and gradients of ten trainings, to the bit", "same_numbers", "--record"),
 }
 

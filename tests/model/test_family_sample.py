@@ -1,45 +1,74 @@
-"""What the self-check calls exact is exact at another length too, in a sample of transformers' families."""
+"""A step in slices is exact in a sample of transformers' architectures, each with a feature that the others don't have.
+
+`python -m benchmarks.zoo` tries them all.
+"""
 
 from __future__ import annotations
 
-import copy
+from itertools import chain
+from typing import NamedTuple
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from benchmarks.zoo.families import default_config
+from benchmarks.zoo.trial import DEFAULTS, Verdict, try_out
+from benchmarks.zoo.variants import alone, tiny_config, variants
 
-from slipstream import Pipeline
-from slipstream.model.toy import perturb_parameters, toy_config
-from support.architectures import gradient_error, gradients, no_rounding_inside, tokens, unsplit_step
 from support.parameters import first_of
 
-FAMILIES = {  # each with a feature that the others don't have
-    "cohere2": "windows and layers without rotary embedding, both branches from one norm",
-    "mbart": "positions from the cache's length, norms before",
-    "granite_swa": "windows, rotary bases of layers",
-    "pegasus": "positions from the cache's length, sinusoidal",
-    "smollm3": "some layers without rotary embedding",
-    "gpt_bigcode": "one head of keys and values",
-    "afmoe": "gated attention in windows, experts",
-    "ministral3": "queries scaled by position",
+
+class Sample(NamedTuple):
+    """An architecture, the variant of it, and the paths by which earlier tokens reach a slice."""
+
+    architecture: str
+    variant: str = DEFAULTS
+    paths: tuple[str, ...] = ("fused",)
+
+
+FEATURES = {
+    "windows, layers without rotary embedding, both branches from one norm": Sample("cohere2"),
+    "positions from the cache's length, norms before": Sample("mbart"),
+    "windows, rotary bases of layers": Sample("granite_swa"),
+    "positions from the cache's length, sinusoidal": Sample("pegasus"),
+    "some layers without rotary embedding": Sample("smollm3"),
+    "one head of keys and values": Sample("gpt_bigcode"),
+    "gated attention in windows, experts": Sample("afmoe"),
+    "queries scaled by position": Sample("ministral3"),
+    "attention sinks in windows": Sample("gpt_oss"),
+    "soft caps": Sample("gemma2", "soft caps"),
+    "rotary embedding of type dynamic": Sample("llama", "rope dynamic"),
+    "rotary embedding of type longrope": Sample("phi3", "rope longrope"),
+    "blocks of tokens, queries scaled by position, experts": Sample("llama4_text"),
+    "a window that is in the mask only": Sample("phimoe", "windows"),
+    "two attentions a layer": Sample("diffllama"),
+    "latent attention, groups of experts": Sample("deepseek_v3"),
+    "positions that skip padding, parameters with two names": Sample("roberta"),
+    "an embedding in parts, projected to the layers' width": Sample("electra"),
+    "biases": Sample("starcoder2", "biases"),
+    "a tied head": Sample("qwen3", "tied the other way"),
+    "gated delta rule": Sample("qwen3_next", paths=("fused", "state")),
+    "state spaces": Sample("mamba2", paths=("state",)),
+    "state spaces and attention in one layer": Sample("falcon_h1", paths=("fused", "state")),
+    "layers of state spaces, of attention and of experts": Sample("nemotron_h", paths=("fused", "state")),
+    "short convolutions": Sample("lfm2", paths=("fused", "state")),
+    "lightning attention": Sample("minimax", paths=("fused", "state")),
 }
-BOUND = 1e-9  # of sums that models form in float32 inside
 
 
-@pytest.mark.parametrize("family", first_of(FAMILIES, 2))
-def test_families_are_exact_beyond_the_toys_length(family: str) -> None:
-    config = toy_config(AutoConfig.for_model(family, is_decoder=True))
-    for name in [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float)]:
-        setattr(config, name, 0.0)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    )
-    perturb_parameters(model)
-    whole, inputs = copy.deepcopy(model), tokens(length=96)
-    with no_rounding_inside():
-        expected = unsplit_step(whole, inputs, inputs)
-        pipe = Pipeline(model, slices=[5, 1, 46, 44], num_ranks=2)
-        loss = pipe.step(inputs, inputs)
-    assert abs(loss - expected) < BOUND * expected
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+@pytest.mark.parametrize("feature", first_of(FEATURES, 1))
+def test_architectures_are_exact(feature: str) -> None:
+    sample = FEATURES[feature]
+    default = default_config(sample.architecture)
+    configs = {DEFAULTS: tiny_config(default)} | dict(chain(variants(default), alone(default)))
+    config = configs[sample.variant]
+    found = try_out(sample.variant, config, stages="first")
+    assert (found.verdict, found.reason) == (Verdict.EXACT, "")
+    assert found.paths == sample.paths
+
+
+@pytest.mark.more
+def test_a_wrong_slice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the self-check passed over, a state that goes back without its gradient shows as silently wrong."""
+    monkeypatch.setattr("slipstream.attention.carried_states._add_gradient", lambda *_: None)
+    monkeypatch.setattr("slipstream.pipeline.families.causal_lm.check_sliceable", lambda *_: None)
+    config = tiny_config(default_config("lfm2"))
+    assert try_out(DEFAULTS, config, "first").verdict is Verdict.WRONG

@@ -1,0 +1,80 @@
+"""The tables of docs/models.md, written from the record."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.page import MARK, ROOT, table
+from benchmarks.records import RESULTS
+from benchmarks.zoo.families import Kind
+from benchmarks.zoo.trial import DEFAULTS, Verdict
+
+PAGE = ROOT / "docs" / "models.md"
+VARIANTS = "variants"  # the key of a row's other outcomes
+PATHS = {"fused": "context store", "state": "carried state"}
+_REASON = re.compile(r"can't be (?:trained in token slices|cut into stages): (.*?)(?:\. Give .*)?$", re.S)
+_MOST = 200  # characters of a reason
+Row = dict[str, Any]
+
+
+def write_page(name: str) -> Path:
+    """Writes the tables of the page from the record `name`; returns the page's path."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    return PAGE
+
+
+def with_tables(text: str, rows: Mapping[str, Row]) -> str:
+    """Returns the page's text with its generated parts as the record has them."""
+    for name, content in {"counts": counts(rows.values()), "architectures": architectures(rows)}.items():
+        mark = MARK.format(name)
+        text, found = re.subn(re.escape(mark) + r"(\|.*\n)*", lambda _, new=mark + content: new, text)
+        assert found == 1, f"{PAGE} has no mark {mark!r}"
+    return text
+
+
+def counts(rows: Iterable[Row]) -> str:
+    """Returns the numbers of architectures by kind and by the verdict about their default configuration."""
+    verdicts = [(row["kind"], row[DEFAULTS]["verdict"]) for row in rows]
+    columns = [each for each in Verdict if each is Verdict.EXACT or any(v == each.value for _, v in verdicts)]
+    kinds = [*(kind.value for kind in Kind), "all"]
+    return table(
+        f"architectures | {' | '.join(each.value for each in columns)} | all",
+        (
+            [kind, *(_count(verdicts, kind, each.value) for each in columns), _count(verdicts, kind, "")]
+            for kind in kinds
+        ),
+    )
+
+
+def architectures(rows: Mapping[str, Row]) -> str:
+    """Returns a line for every architecture, with its variants where they differ from the default configuration."""
+    return table("architecture | in slices | variants", ([f"`{name}`", *_cells(row)] for name, row in rows.items()))
+
+
+def short_reason(message: str) -> str:
+    """Returns a refusal's reason in one line, without the model's name and what to type."""
+    found = _REASON.search(message)
+    line = " ".join((found.group(1) if found else message).split()).replace("|", "\\|").rstrip(".")
+    return line if len(line) <= _MOST else f"{line[:_MOST].rsplit(' ', 1)[0]} ..."
+
+
+def _cells(row: Row) -> list[str]:
+    found, others = row[DEFAULTS], row.get(VARIANTS, [])
+    same = [each["variant"] for each in others if each["verdict"] == found["verdict"] == Verdict.EXACT.value]
+    different = [f"{each['variant']}: {_cell(each)}" for each in others if each["verdict"] != found["verdict"]]
+    return [_cell(found), "; ".join([*([f"exact: {', '.join(same)}"] if same else []), *different])]
+
+
+def _cell(outcome: dict[str, Any]) -> str:
+    if outcome["verdict"] == Verdict.EXACT.value:
+        return f"exact: {' and '.join(PATHS[each] for each in outcome['paths']) or 'every token alone'}"
+    return f"{outcome['verdict']}: {short_reason(outcome['reason'])}"
+
+
+def _count(verdicts: Iterable[tuple[str, str]], kind: str, verdict: str) -> int:
+    return sum(kind in (each, "all") and verdict in (found, "") for each, found in verdicts)

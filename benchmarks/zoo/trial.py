@@ -1,0 +1,177 @@
+"""Trains one step of a tiny model in slices over two ranks, and compares loss and gradients with the unsplit model."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from slipstream import Pipeline, SlipstreamError
+from slipstream.attention import ContextStore
+from slipstream.attention.carried_states import CarriedStates
+from slipstream.model import causal_cross_entropy, check_sliceable, find_anatomy, meta_model
+from slipstream.model.toy import perturb_parameters, quiet_transformers, widen_parameters
+from slipstream.model.toy_comparison import full_precision, relative_errors
+
+DEFAULTS = "defaults"  # the variant that is an architecture's default configuration
+SLICES = (5, 1, 46, 44)  # tokens; the second slice has one token, as in generating text
+LENGTH, BATCH = sum(SLICES), 2
+BOUND = 1e-9  # of the largest relative error
+_INSIDES = re.compile(r"\(\w*(Error|Exception|Exit|Interrupt|Iteration)\b")  # a refusal that quotes an exception
+_UNUSABLE = "transformers' own code fails"  # a refusal that says so
+
+
+class Verdict(Enum):
+    """What became of a configuration."""
+
+    EXACT = "exact"
+    WRONG = "silently wrong"
+    REFUSED = "refused"
+    CRASH = "crash"  # an exception that isn't Slipstream's, or a refusal that names no feature but quotes an exception
+    OUT_OF_LIMITS = "out of limits"
+    NOT_BUILT = "not built"  # transformers itself can't run it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict about one configuration."""
+
+    variant: str
+    verdict: Verdict
+    reason: str = ""  # of a refusal or a crash
+    error: float = 0.0  # the largest relative error
+    paths: tuple[str, ...] = ()  # by which earlier tokens reach a slice
+    stages: tuple[int, ...] = ()  # layers each; empty: the partition was left to Slipstream
+    seconds: float = 0.0  # of processor time
+
+
+def try_out(name: str, config: PretrainedConfig, stages: str) -> Outcome:
+    """Returns the verdict about a configuration, which the caller's process may not survive.
+
+    Args:
+        name: the variant's.
+        config: of a tiny model.
+        stages: the larger one of the two, "first" or "last".
+    """
+    began = time.process_time()
+    found = _verdict(config, stages)
+    return Outcome(variant=name, seconds=round(time.process_time() - began, 1), **found)
+
+
+def explained(outcome: Outcome, config: PretrainedConfig) -> Outcome:
+    """Returns why Slipstream refuses an architecture of which no tiny model runs.
+
+    It is the same outcome where transformers can't build the architecture either.
+    """
+    try:
+        with quiet_transformers():
+            meta_model(config)
+    except Exception:
+        return outcome
+    try:
+        check_sliceable(config)
+    except Exception as error:
+        return replace(outcome, **_ended_by(error))
+    return replace(outcome, verdict=Verdict.CRASH)
+
+
+def _verdict(config: PretrainedConfig, stages: str) -> dict[str, Any]:
+    with full_precision(), quiet_transformers():
+        try:
+            model = _unsplit_model(config)
+            whole = copy.deepcopy(model)
+            tokens = _tokens(config)
+            expected = _unsplit_step(whole, tokens)
+        except Exception as error:  # of transformers
+            return {"verdict": Verdict.NOT_BUILT, "reason": described(error)}
+        partition: tuple[int, ...] = ()
+        try:
+            partition = _partition(len(find_anatomy(config).layers_of(model)), stages)
+            with _observed_paths() as paths:
+                pipe = Pipeline(model, slices=list(SLICES), num_ranks=len(partition), partition=list(partition))
+                loss = pipe.step(tokens, tokens)
+        except Exception as error:
+            return {**_ended_by(error), "stages": partition}
+        error = _error(whole, pipe, float(loss), float(expected))
+    verdict = Verdict.EXACT if error < BOUND else Verdict.WRONG
+    return {"verdict": verdict, "error": error, "paths": tuple(sorted(paths)), "stages": partition}
+
+
+def _unsplit_model(config: PretrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    widen_parameters(model)
+    perturb_parameters(model)  # what begins as zero or one counts
+    return model
+
+
+def _tokens(config: PretrainedConfig) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, config.get_text_config().vocab_size, (BATCH, LENGTH), generator=generator)
+
+
+def _unsplit_step(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens, use_cache=False).logits
+    total, count = causal_cross_entropy(logits[:, :-1], tokens[:, 1:])
+    (total / count).backward()
+    return total.detach() / count
+
+
+def _partition(num_layers: int, stages: str) -> tuple[int, ...]:
+    if num_layers == 1:
+        return (1,)
+    return (num_layers - 1, 1) if stages == "first" else (1, num_layers - 1)
+
+
+def _error(whole: PreTrainedModel, pipe: Pipeline, loss: float, expected: float) -> float:
+    """Returns the largest relative error of the loss and the gradients, infinite for one that is not there."""
+    wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    if not wanted.keys() <= found.keys():
+        return float("inf")
+    errors = relative_errors(found, wanted, floor=1e-6)
+    return max(abs(loss - expected) / abs(expected), *errors.values())
+
+
+def _ended_by(error: Exception) -> dict[str, Any]:
+    if not isinstance(error, SlipstreamError):
+        return {"verdict": Verdict.CRASH, "reason": described(error)}
+    message = str(error)
+    if _UNUSABLE in message:
+        return {"verdict": Verdict.NOT_BUILT, "reason": message}
+    return {"verdict": Verdict.CRASH if _INSIDES.search(message) else Verdict.REFUSED, "reason": message}
+
+
+def described(error: Exception) -> str:
+    """Returns an exception in one line."""
+    return f"{type(error).__name__}: {error}".strip()
+
+
+@contextmanager
+def _observed_paths() -> Iterator[set[str]]:
+    """Collects by which paths earlier tokens reach a slice."""
+    paths: set[str] = set()
+    write, keep = ContextStore.write, CarriedStates.keep
+
+    def observed_write(store: ContextStore, *args: Any) -> Any:
+        paths.add("fused")
+        return write(store, *args)
+
+    def observed_keep(states: CarriedStates, *args: Any) -> None:
+        paths.add("state")
+        keep(states, *args)
+
+    with patch.object(ContextStore, "write", observed_write), patch.object(CarriedStates, "keep", observed_keep):
+        yield paths
