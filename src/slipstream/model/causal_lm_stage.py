@@ -95,7 +95,7 @@ class CausalLMStage:
             shared.install(model, partial(self._seed_part, "own", shared.rank), self._leave_own)
         add_weight_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
-        self._second_names = anatomy.aliases | {name for name, _ in anatomy.tied}
+        self._second_names = anatomy.second_names
         self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self.hidden_dtype = next(chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())).dtype

@@ -49,6 +49,11 @@ class ModelAnatomy:
     skips_padding: bool = False  # whether positions count tokens but padding, from its id on, as RoBERTa's do
     separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
 
+    @property
+    def second_names(self) -> frozenset[str]:
+        """The names of parameters that have another name, which is the canonical one."""
+        return self.aliases | {name for name, _ in self.tied}
+
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
         """Returns the layers of a model of this architecture, or what an earlier cut has put in their places."""
         return list(model.get_submodule(self.layers).children())

@@ -81,7 +81,8 @@ def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cut
     outputs["logits"] = [each.detach() for each in logits]
     whole = torch.cat(logits, dim=1)
     torch.autograd.backward(whole, output_weights(whole))
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    named = [each for each in model.named_parameters(remove_duplicate=False) if each[0] not in anatomy.second_names]
+    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
     return ToyRun(_joined(outputs), gradients)
 
 
