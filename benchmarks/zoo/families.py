@@ -22,7 +22,10 @@ _RELEASED = {  # what the released models' configurations have, and the defaults
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "hunyuan_v1_dense": {"head_dim": 64},
+    "hunyuan_v1_moe": {"head_dim": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 64},
+    "nemotron": {"num_key_value_heads": 8},
     "xmod": {"default_language": "en_XX"},
 }
 
