@@ -15,7 +15,7 @@ from benchmarks.zoo.trial import DEFAULTS, Verdict
 
 PAGE = ROOT / "docs" / "models.md"
 VARIANTS = "variants"  # the key of a row's other outcomes
-PATHS = {"fused": "context store", "state": "carried state"}
+PATHS = {"attention": "context store", "own attention": "own attention"}  # others are carried states
 _REASON = re.compile(r"can't be (?:trained in token slices|cut into stages): (.*?)(?:\. Give .*)?$", re.S)
 _MOST = 200  # characters of a reason
 Row = dict[str, Any]
@@ -72,7 +72,8 @@ def _cells(row: Row) -> list[str]:
 
 def _cell(outcome: dict[str, Any]) -> str:
     if outcome["verdict"] == Verdict.EXACT.value:
-        return f"exact: {' and '.join(PATHS[each] for each in outcome['paths']) or 'every token alone'}"
+        paths = dict.fromkeys(PATHS.get(each, "carried state") for each in outcome["paths"])
+        return f"exact: {' and '.join(paths) or 'every token alone'}"
     return f"{outcome['verdict']}: {short_reason(outcome['reason'])}"
 
 

@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slipstream import Pipeline, SlipstreamError
-from slipstream.attention import ContextStore
-from slipstream.attention.carried_states import CarriedStates
-from slipstream.model import causal_cross_entropy, check_sliceable, find_anatomy, meta_model
+from slipstream.model import SelfCheck, causal_cross_entropy, check_sliceable, find_anatomy, meta_model
 from slipstream.model.toy import perturb_parameters, quiet_transformers, widen_parameters
 from slipstream.model.toy_comparison import full_precision, relative_errors
+from slipstream.pipeline.families import causal_lm
 
 DEFAULTS = "defaults"  # the variant that is an architecture's default configuration
 SLICES = (5, 1, 46, 44)  # tokens; the second slice has one token, as in generating text
@@ -162,17 +161,13 @@ def described(error: Exception) -> str:
 
 @contextmanager
 def _observed_paths() -> Iterator[set[str]]:
-    """Collects by which paths earlier tokens reach a slice."""
+    """Collects the paths by which earlier tokens reach a slice, as the self-check that a Pipeline runs has found them."""
     paths: set[str] = set()
-    write, keep = ContextStore.write, CarriedStates.keep
 
-    def observed_write(store: ContextStore, *args: Any) -> Any:
-        paths.add("fused")
-        return write(store, *args)
+    def observed(config: PretrainedConfig) -> SelfCheck:
+        found = check_sliceable(config)
+        paths.update(*found.paths)
+        return found
 
-    def observed_keep(states: CarriedStates, *args: Any) -> None:
-        paths.add("state")
-        keep(states, *args)
-
-    with patch.object(ContextStore, "write", observed_write), patch.object(CarriedStates, "keep", observed_keep):
+    with patch.object(causal_lm, "check_sliceable", observed):
         yield paths

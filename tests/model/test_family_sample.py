@@ -21,7 +21,7 @@ class Sample(NamedTuple):
 
     architecture: str
     variant: str = DEFAULTS
-    paths: tuple[str, ...] = ("fused",)
+    paths: tuple[str, ...] = ("attention",)
 
 
 FEATURES = {
@@ -45,12 +45,14 @@ FEATURES = {
     "an embedding in parts, projected to the layers' width": Sample("electra"),
     "biases": Sample("starcoder2", "biases"),
     "a tied head": Sample("qwen3", "tied the other way"),
-    "gated delta rule": Sample("qwen3_next", paths=("fused", "state")),
-    "state spaces": Sample("mamba2", paths=("state",)),
-    "state spaces and attention in one layer": Sample("falcon_h1", paths=("fused", "state")),
-    "layers of state spaces, of attention and of experts": Sample("nemotron_h", paths=("fused", "state")),
-    "short convolutions": Sample("lfm2", paths=("fused", "state")),
-    "lightning attention": Sample("minimax", paths=("fused", "state")),
+    "gated delta rule": Sample("qwen3_next", paths=("attention", "convolution", "recurrence")),
+    "state spaces": Sample("mamba2", paths=("convolution", "recurrence")),
+    "state spaces and attention in one layer": Sample("falcon_h1", paths=("attention", "convolution", "recurrence")),
+    "layers of state spaces, of attention and of experts": Sample(
+        "nemotron_h", paths=("attention", "convolution", "recurrence")
+    ),
+    "short convolutions": Sample("lfm2", paths=("attention", "convolution")),
+    "lightning attention": Sample("minimax", paths=("attention", "recurrence")),
 }
 
 
