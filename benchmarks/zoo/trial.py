@@ -161,7 +161,7 @@ def described(error: Exception) -> str:
 
 @contextmanager
 def _observed_paths() -> Iterator[set[str]]:
-    """Collects the paths by which earlier tokens reach a slice, as the self-check that a Pipeline runs has found them."""
+    """Collects the paths by which earlier tokens reach a slice, as a Pipeline's self-check has found them."""
     paths: set[str] = set()
 
     def observed(config: PretrainedConfig) -> SelfCheck:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from math import inf
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.zoo.families import default_config
 from benchmarks.zoo.trial import DEFAULTS, Verdict, try_out
 from benchmarks.zoo.variants import alone, tiny_config, variants
 
+from slipstream.model import SelfCheck
 from support.parameters import first_of
 
 
@@ -71,6 +73,7 @@ def test_architectures_are_exact(feature: str) -> None:
 def test_a_wrong_slice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the self-check passed over, a state that goes back without its gradient shows as silently wrong."""
     monkeypatch.setattr("slipstream.attention.carried_states._add_gradient", lambda *_: None)
-    monkeypatch.setattr("slipstream.pipeline.families.causal_lm.check_sliceable", lambda *_: None)
+    passed = SelfCheck("lfm2", 4, output_error=0.0, gradient_error=0.0, seconds=0.0, longest_packed=inf)
+    monkeypatch.setattr("benchmarks.zoo.trial.check_sliceable", lambda _: passed)
     config = tiny_config(default_config("lfm2"))
     assert try_out(DEFAULTS, config, "first").verdict is Verdict.WRONG
