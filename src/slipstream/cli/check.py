@@ -96,6 +96,8 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
         yield "tensor parallelism", report.no_tensor_parallel or f"{degrees} ranks"
         yield "tied weights", ", ".join(f"{head} = {embedding}" for head, embedding in report.tied) or "none"
     yield "loss", _loss(report)
+    if report.dropout:
+        yield "dropout", f"{', '.join(report.dropout)}: replayed exactly; other slices draw other numbers"
     if report.max_length:
         yield "longest sequence", f"{report.max_length:,} tokens"
     if (found := report.self_check) is not None:

@@ -94,6 +94,9 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     with torch.no_grad(), full_precision():
         model(input_ids=tokens, use_cache=False)
     num_layers = len(model.get_submodule(layers))
+    if len(entered) < num_layers:
+        reason = f"only {len(entered)} of its {num_layers} layers run on text alone"
+        raise _refusal(config, reason)
     if len(entered) != num_layers:
         raise _refusal(config, f"its {num_layers} layers are called {len(entered)} times in one forward")
     before, after = [], []
@@ -112,7 +115,7 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     for head, embedding in tied:
         if not (_within(head, after) and _within(embedding, before)):
             raise _refusal(config, f"{head} shares its weight with {embedding}; only a head may, with the embedding")
-    tuple_length = len(outputs[-1]) if isinstance(outputs[-1], tuple) else 0
+    tuple_length = len(outputs[-1]) if isinstance(outputs[-1], (tuple, list)) else 0
     return ModelAnatomy(
         layers, tuple(before), tuple(after), tuple_length, tied, aliases, skips_padding=_skips_padding(model)
     )

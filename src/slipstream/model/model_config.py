@@ -72,6 +72,8 @@ def _settings(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         known = "a folder with config.json" if Path(path).exists() else "an existing folder or a hub name"
         raise SlipstreamError(f"no model at {path!r}: expected {known}. {error}") from error
+    if not settings:
+        raise SlipstreamError(f"no model at {path!r}: expected a folder with config.json")
     return settings
 
 
@@ -96,6 +98,12 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
 def check_is_causal_lm(config: PretrainedConfig) -> None:
     """Raises SlipstreamError, which says what it is, for a configuration without a causal LM in transformers."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        try:
+            config.get_text_config()
+        except ValueError as error:  # text on both sides
+            raise SlipstreamError(
+                f"model_type {config.model_type!r} has several language models ({error}). Give one's configuration."
+            ) from error
         return
     kind = "it has no language-model head that predicts the next token"
     if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:

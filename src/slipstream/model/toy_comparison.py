@@ -50,7 +50,7 @@ def full_precision() -> Iterator[None]:
 
     Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
     """
-    softmax, matmul, total = nn.functional.softmax, Tensor.__matmul__, torch.sum
+    softmax, matmul, total, zeros_like = nn.functional.softmax, Tensor.__matmul__, torch.sum, torch.zeros_like
     to_float, to, to_type = Tensor.float, Tensor.to, Tensor.type
 
     def wide_softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -74,13 +74,19 @@ def full_precision() -> Iterator[None]:
             kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
         return total(tensor, *args, **kwargs)
 
+    def wide_zeros_like(tensor: Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        """Makes what sums of float64 are added to in experts."""
+        kept = tensor.dtype if tensor.dtype == torch.float64 and dtype == torch.float32 else dtype
+        return zeros_like(tensor, dtype=kept, **kwargs)
+
     def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
         """Multiplies rotary frequencies that stayed float64 by positions, whole numbers that became float32."""
         wide = torch.promote_types(left.dtype, right.dtype)
         return matmul(left.to(wide), right.to(wide))
 
     methods = patch.multiple(Tensor, float=wide_float, to=wide_to, type=wide_type, __matmul__=wide_matmul)
-    with methods, patch.object(nn.functional, "softmax", wide_softmax), patch.object(torch, "sum", wide_sum):
+    functions = patch.multiple(torch, sum=wide_sum, zeros_like=wide_zeros_like)
+    with methods, functions, patch.object(nn.functional, "softmax", wide_softmax):
         yield
 
 

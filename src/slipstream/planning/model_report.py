@@ -41,6 +41,7 @@ class ModelReport:
     whole_layers: str = ""  # why no stage can end inside a layer; "" if it can
     tensor_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every layer
     no_tensor_parallel: str = ""  # why no more than one can
+    dropout: tuple[str, ...] = ()  # what is dropped with which probability, such as "attention_dropout=0.1"
     max_length: int | None = None  # the most tokens of a sequence; None: as many as you like
     self_check: SelfCheck | None = None
 
@@ -50,13 +51,14 @@ class ModelReport:
 
 
 def report_on(config: PretrainedConfig) -> ModelReport:
-    """Returns the report on a causal LM of transformers, in a few seconds and without its weights. Not collective.
-
-    Raises SlipstreamError where transformers has no causal LM for the configuration.
-    """
-    check_is_causal_lm(config)
+    """Returns the report on a model of transformers, in a few seconds and without its weights. Not collective."""
+    try:
+        check_is_causal_lm(config)
+    except SlipstreamError as error:
+        return ModelReport(config.model_type, None, LabelLoss.NONE, refusal=str(error))
     report = ModelReport(config.model_type, _num_parameters(config), find_label_loss(config))
-    report = replace(report, max_length=getattr(config.get_text_config(), "max_position_embeddings", None))
+    text = config.get_text_config()
+    report = replace(report, dropout=_dropout(text), max_length=getattr(text, "max_position_embeddings", None))
     try:
         check_causal(config)
         anatomy = find_anatomy(config)
@@ -78,6 +80,18 @@ def _num_parameters(config: PretrainedConfig) -> int | None:
         return None
 
 
+def _dropout(config: PretrainedConfig) -> tuple[str, ...]:
+    fields = vars(config).items()
+    return tuple(f"{name}={p}" for name, p in fields if "drop" in name and isinstance(p, float) and p > 0)
+
+
+def _degrees(config: PretrainedConfig) -> list[int]:
+    """Returns the numbers of ranks to try: those that divide the attention heads; 2 where layers differ."""
+    text = config.get_text_config()
+    heads = 2 if getattr(text, "is_heterogeneous", False) else getattr(text, "num_attention_heads", 2)
+    return [ranks for ranks in range(2, min(heads, _MOST_TENSOR_RANKS) + 1) if heads % ranks == 0]
+
+
 def _why_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> str:
     try:
         find_halves(config, anatomy)
@@ -89,8 +103,7 @@ def _why_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> str:
 def _tensor_ranks(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], str]:
     """Returns the numbers of ranks that can share every layer, and why there is only 1."""
     model, found, reason = meta_model(config), [1], ""
-    heads = getattr(config.get_text_config(), "num_attention_heads", 1)
-    for ranks in (n for n in range(2, min(heads, _MOST_TENSOR_RANKS) + 1) if heads % n == 0):
+    for ranks in _degrees(config):
         try:
             find_tensor_plan(model, config, ranks, anatomy)
             found.append(ranks)

@@ -24,13 +24,13 @@ def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: An
 
 def first_output(output: Any) -> Tensor:
     """Returns the hidden states that a layer returned, alone or as the first item of a tuple."""
-    found: Tensor = output[0] if isinstance(output, tuple) else output
+    found: Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return found
 
 
 def with_first_output(output: Any, hidden: Tensor) -> Any:
     """Returns what a layer returned with `hidden` in place of the hidden states."""
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+    return (hidden, *output[1:]) if isinstance(output, (tuple, list)) else hidden
 
 
 def _keyword(kwargs: dict[str, Any]) -> str:

@@ -69,6 +69,10 @@ class _ToyInSlices:
 
     def carrying(self) -> frozenset[int]:
         """Returns the layers that carry a state; raises SlipstreamError for what slices can't carry."""
+        for place, output in self._whole.items():
+            if output.shape[1] != _SLICES.length:
+                given = f"the {place} has {output.shape[1]} places for {_SLICES.length} tokens"
+                raise SlipstreamError(f"{given}, so it can't be cut between tokens")
         store, outputs, failed = ContextStore(_SLICES.length), {}, None
         try:
             owned, model = LayerRange(0, len(self._layers)), copy_with_shared_weights(self._model)
@@ -85,7 +89,9 @@ class _ToyInSlices:
                 "its own code reads the attention mask, as an indexer does that selects keys (sparse attention)"
             )
         if failed is not None:
-            raise failed
+            raise SlipstreamError(
+                f"its code fails where it is given a slice of the tokens ({type(failed).__name__}: {failed})"
+            ) from failed
         return carrying
 
     def _check_layers(self, outputs: Mapping[str, Tensor], carrying: frozenset[int]) -> None:

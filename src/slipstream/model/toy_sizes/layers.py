@@ -11,8 +11,7 @@ from transformers import PretrainedConfig
 from slipstream.model.toy_sizes.widths import first_of
 
 _NUM_LAYERS = 4
-_MOST_LAYERS = 12  # of those that a number of the configuration says begin a kind
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
 _PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
 _FIRST_OF_KIND = re.compile(r"first_k_dense_replace|num_dense_layers|layer_offset|start_index")
 _REUSING = "num_kv_shared_layers"  # at the end, which use the keys and values of the last ones of their kind before
@@ -32,7 +31,8 @@ def shrink_layers(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
 
     Returns the `overrides`, values of single layers by the layer's number, of those that are kept.
     """
-    name = first_of(toy, _LAYER_COUNTS)
+    fields = vars(toy).keys() | toy.attribute_map.keys()  # some others are computed
+    name = first_of(toy, tuple(name for name in _LAYER_COUNTS if name in fields))
     if name is None:
         return overrides
     num_layers = getattr(toy, name)
@@ -41,7 +41,12 @@ def shrink_layers(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
     per_layer = [
         k for k, each in lists.items() if k in _PER_LAYER_LISTS or (len(each) == num_layers and k not in indices)
     ]
-    kinds = [repr((*each, overrides.get(i))) for i, each in enumerate(_rows([lists[k] for k in per_layer], num_layers))]
+    rows = _rows([lists[key] for key in per_layer], num_layers)
+    firsts = [value for key, value in vars(toy).items() if _FIRST_OF_KIND.search(key) and isinstance(value, int)]
+    kinds = [
+        repr((row, overrides.get(i), [i in lists[key] for key in sorted(indices)], [i < first for first in firsts]))
+        for i, row in enumerate(rows)
+    ]
     kept = _kept(toy, kinds)
     for key in per_layer:
         setattr(toy, key, [lists[key][index] for index in kept if index < len(lists[key])])
@@ -60,7 +65,7 @@ def _kept(toy: PretrainedConfig, kinds: list[str]) -> list[int]:
     """Returns the numbers of the layers to keep: the first ones, and as many kinds of those that reuse others' keys."""
     num_reusing = getattr(toy, _REUSING, None) or 0
     first_reusing = len(kinds) - num_reusing
-    kept = list(range(_num_first(toy, kinds[:first_reusing])))
+    kept = list(range(_num_first(kinds[:first_reusing])))
     if num_reusing:
         reusing = kinds[first_reusing:]
         num_kept = 1 + max(map(reusing.index, reusing))
@@ -69,10 +74,8 @@ def _kept(toy: PretrainedConfig, kinds: list[str]) -> list[int]:
     return kept
 
 
-def _num_first(toy: PretrainedConfig, kinds: list[str]) -> int:
+def _num_first(kinds: list[str]) -> int:
     last_new = max(map(kinds.index, kinds), default=0)
-    numbers = [value for name, value in vars(toy).items() if _FIRST_OF_KIND.search(name) and isinstance(value, int)]
-    last_new = max([last_new, *(each for each in numbers if each < _MOST_LAYERS)])
     return min(len(kinds), max(_NUM_LAYERS, 1 + last_new))
 
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 _SIZES = re.compile(  # words of numbers that have nothing to do with how long a sequence is
     r"vocab|hidden|intermediate|inner|ffn|ff$|dim|width|rank|head|layer|expert|group|ids?$|theta|factor|emb|d_model"
     r"|kernel|conv|state|channel|eps$|ratio|mult|cap$|softcap|limit|bins|codebook|seed|iter|coef|clip|moe"
-    r"|num_heads|ngram|feature|base$|parts|beta|encoder|image|audio|vision|mask_|rescale|inference"
+    r"|num_heads|ssm|scalar|crop|sampling|filters|input_size|proj_size|buckets|forward_size|ngram|feature|base$|parts|beta|encoder|image|audio|vision|mask_|rescale|inference"
 )
 _LENGTHS = re.compile(r"max_.*(position|length|len$)|n_positions|n_ctx|context_length")  # the longest sequence allowed
 _TOKENS = {  # the largest value in a toy <- words of numbers that count tokens

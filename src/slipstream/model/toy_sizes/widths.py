@@ -12,15 +12,22 @@ from transformers import PretrainedConfig
 _NUM_HEADS = 2
 _MOST_HEADS = {"codegen": 4}  # its code divides them into four groups
 _FEATURES = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
+_INNER = 32  # features inside a feed-forward
 _MOST = {  # sizes that change no code path: largest toy value -> names
     128: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "encoder_hash_byte_group_vocab"),
-    32: (*_FEATURES, "intermediate_size_mlp", "decoder_ffn_dim", "encoder_ffn_dim", "dff"),
+    _INNER: (*_FEATURES, "intermediate_size_mlp", "decoder_ffn_dim", "encoder_ffn_dim", "dff"),
     4: ("decoder_layers", "encoder_layers", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    16: ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim"),
     2: ("decoder_attention_heads", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
     1: ("n_group", "topk_group", "index_n_heads"),
 }
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_VALUE_HEADS = "num_key_value_heads"
+_RECURRENT_HEADS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_num_heads",
+)  # in the order of their number
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 _STATE_SPACE_HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
 _STATE_SPACE_HEAD_SIZES = ("mamba_d_head", "mamba_headdim", "mamba_head_dim", "head_dim")
@@ -67,6 +74,12 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
         for name in (heads, _KEY_VALUE_HEADS):
             _change(fields, name, lambda number: max(1, after * number // before))
     setattr(toy, width, getattr(toy, width) // before * after)
+    recurrent = [name for name in _RECURRENT_HEADS if isinstance(getattr(toy, name, None), int)]
+    fewest = min((getattr(toy, name) for name in recurrent), default=1)
+    for name in recurrent:
+        setattr(toy, name, max(1, getattr(toy, name) * min(_NUM_HEADS, fewest) // fewest))
+    if getattr(toy, "n_inner", 0) is None:  # it would be four times the width
+        toy.n_inner = _INNER
     if hasattr(toy, "word_embed_proj_dim"):
         toy.word_embed_proj_dim = getattr(toy, width)
 

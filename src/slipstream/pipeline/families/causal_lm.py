@@ -61,6 +61,11 @@ def in_memory(model: object) -> WeightSource:
             f"model is a {type(model).__name__}; give a causal LM of transformers, for example "
             "AutoModelForCausalLM.from_pretrained(...), or an nn.Sequential without another forward or hooks."
         )
+    if model.get_output_embeddings() is None:
+        raise SlipstreamError(
+            f"model is a {type(model).__name__}, which has no language-model head to predict tokens with. Give the "
+            "causal LM: AutoModelForCausalLM.from_pretrained(...) or AutoModelForCausalLM.from_config(...)."
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise SlipstreamError(
             "model is on the meta device, so it has no weights. Use Pipeline.from_config(config, seed=...) or "

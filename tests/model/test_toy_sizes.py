@@ -1,0 +1,52 @@
+"""A toy has every kind of layer of its model, and what is no language model in it is small, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from slipstream.model.toy import reference_model, toy_config, toy_tokens
+from slipstream.model.toy_comparison import full_precision
+
+MOST_PARAMETERS = 30_000_000  # 240 MB
+COMPOSITE = {  # what a composite configuration needs to be small -> architectures
+    "towers for images": ("gemma3", "got_ocr2", "qwen3_5", "fuyu"),
+    "widths that two parts share": ("moss_transcribe_diarize", "llama4"),
+    "values of single layers": ("gemma4", "dots3_note"),
+    "layers that reuse keys of earlier ones": ("gemma3n_text",),
+    "a router in float32": ("ernie4_5_moe",),
+    "heads in groups of four": ("codegen",),
+}
+
+
+@pytest.mark.parametrize("name", [name for names in COMPOSITE.values() for name in names])
+def test_a_toy_of_the_default_configuration_is_small_and_runs(name: str) -> None:
+    config = AutoConfig.for_model(name)
+    with torch.no_grad(), full_precision():
+        model = reference_model(toy_config(config))
+        assert sum(parameter.numel() for parameter in model.parameters()) < MOST_PARAMETERS
+        assert model(input_ids=toy_tokens(config), use_cache=False).logits.shape[:2] == (2, 48)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({"model_type": "lfm2"}, 1),
+        ({"model_type": "flint"}, 3),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": 6}, 2),
+        ({"model_type": "gemma4_text"}, 2),
+    ],
+)
+def test_a_toy_has_every_kind_of_layer(settings: dict[str, object], kinds: int) -> None:
+    config = AutoConfig.for_model(**settings)
+    toy = toy_config(config)
+    assert len(_kinds(toy)) == len(_kinds(config)) == kinds
+    assert toy.num_hidden_layers < 10
+
+
+def _kinds(config: PretrainedConfig) -> set[tuple[object, ...]]:
+    """Returns the attention's type and whether the feed-forward is dense, of every layer."""
+    dense = getattr(config, "mlp_only_layers", None) or range(getattr(config, "first_k_dense_replace", 0))
+    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return {(each, index in dense) for index, each in enumerate(types)}
