@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from slipstream.model.toy_sizes.widths import first_of
 
 _NUM_LAYERS = 4
+_MOST_LAYERS = 12
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
 _PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
 _FIRST_OF_KIND = re.compile(r"first_k_dense_replace|num_dense_layers|layer_offset|start_index")
@@ -42,12 +43,15 @@ def shrink_layers(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
         k for k, each in lists.items() if k in _PER_LAYER_LISTS or (len(each) == num_layers and k not in indices)
     ]
     rows = _rows([lists[key] for key in per_layer], num_layers)
-    firsts = [value for key, value in vars(toy).items() if _FIRST_OF_KIND.search(key) and isinstance(value, int)]
+    firsts = {key: each for key, each in vars(toy).items() if _FIRST_OF_KIND.search(key) and isinstance(each, int)}
+    listed = [lists[key] for key in indices]
     kinds = [
-        repr((row, overrides.get(i), [i in lists[key] for key in sorted(indices)], [i < first for first in firsts]))
+        repr((row, overrides.get(i), [i in each for each in listed], [i < first for first in firsts.values()]))
         for i, row in enumerate(rows)
     ]
     kept = _kept(toy, kinds)
+    for key, first in firsts.items():
+        setattr(toy, key, sum(index < first for index in kept))
     for key in per_layer:
         setattr(toy, key, [lists[key][index] for index in kept if index < len(lists[key])])
     for key in indices:
@@ -65,7 +69,7 @@ def _kept(toy: PretrainedConfig, kinds: list[str]) -> list[int]:
     """Returns the numbers of the layers to keep: the first ones, and as many kinds of those that reuse others' keys."""
     num_reusing = getattr(toy, _REUSING, None) or 0
     first_reusing = len(kinds) - num_reusing
-    kept = list(range(_num_first(kinds[:first_reusing])))
+    kept = _showing_all(kinds[:first_reusing])
     if num_reusing:
         reusing = kinds[first_reusing:]
         num_kept = 1 + max(map(reusing.index, reusing))
@@ -74,9 +78,12 @@ def _kept(toy: PretrainedConfig, kinds: list[str]) -> list[int]:
     return kept
 
 
-def _num_first(kinds: list[str]) -> int:
+def _showing_all(kinds: list[str]) -> list[int]:
+    """Returns the first layers, up to the first one of the last new kind, or one of each kind where those are many."""
     last_new = max(map(kinds.index, kinds), default=0)
-    return min(len(kinds), max(_NUM_LAYERS, 1 + last_new))
+    if last_new < _MOST_LAYERS:
+        return list(range(min(len(kinds), max(_NUM_LAYERS, 1 + last_new))))
+    return sorted(map(kinds.index, set(kinds)))
 
 
 def _are_indices(values: list[Any], num_layers: int) -> bool:

@@ -21,6 +21,7 @@ _SIZES = re.compile(  # words of numbers that have nothing to do with how long a
 )
 _LENGTHS = re.compile(r"max_.*(position|length|len$)|n_positions|n_ctx|context_length")  # the longest sequence allowed
 _TOKENS = {  # the largest value in a toy <- words of numbers that count tokens
+    20: re.compile(r"max_distance"),  # of T5 and its relatives: above half of their 32 buckets
     3: re.compile(r"top_?k"),
     4: re.compile(r"block(?!s$)|compress"),
     7: re.compile(r"window|local_att|distance|extent|len(gth)?$|span|stride"),

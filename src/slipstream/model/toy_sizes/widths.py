@@ -12,22 +12,31 @@ from transformers import PretrainedConfig
 _NUM_HEADS = 2
 _MOST_HEADS = {"codegen": 4}  # its code divides them into four groups
 _FEATURES = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
+_MORE_FEATURES = (
+    *(
+        "intermediate_size_mlp",
+        "decoder_ffn_dim",
+        "encoder_ffn_dim",
+        "dff",
+        "ffn_hidden_size",
+        "expert_ffn_hidden_size",
+    ),
+    *("shared_intermediate_size", "feed_forward_size"),
+)
+_RECURRENT_HEAD_SIZES = ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim")  # without rotary embedding
 _INNER = 32  # features inside a feed-forward
 _MOST = {  # sizes that change no code path: largest toy value -> names
     128: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "encoder_hash_byte_group_vocab"),
-    _INNER: (*_FEATURES, "intermediate_size_mlp", "decoder_ffn_dim", "encoder_ffn_dim", "dff"),
+    _INNER: (*_FEATURES, *_MORE_FEATURES, "q_lora_rank", "kv_lora_rank", "position_bias_num_buckets"),
     4: ("decoder_layers", "encoder_layers", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    16: ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim"),
+    16: ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim", *_RECURRENT_HEAD_SIZES),
     2: ("decoder_attention_heads", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
     1: ("n_group", "topk_group", "index_n_heads"),
 }
+_HEADLESS_WIDTH = 64
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_VALUE_HEADS = "num_key_value_heads"
-_RECURRENT_HEADS = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_num_heads",
-)  # in the order of their number
+_RECURRENT_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 _STATE_SPACE_HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
 _STATE_SPACE_HEAD_SIZES = ("mamba_d_head", "mamba_headdim", "mamba_head_dim", "head_dim")
@@ -67,7 +76,12 @@ def _change(fields: PretrainedConfig | dict[str, Any], name: str, smaller: Calla
 
 def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -> None:
     heads, width = first_of(toy, _HEAD_COUNTS), first_of(toy, WIDTHS)
-    if heads is None or width is None:
+    if width is None:
+        return
+    if heads is None:  # such as a recurrent model, whose widths are one size
+        before = getattr(toy, width)
+        for name in (width, "attention_hidden_size"):
+            _change(toy, name, lambda size: _HEADLESS_WIDTH if size == before else size)
         return
     before, after = getattr(toy, heads), _MOST_HEADS.get(toy.model_type, _NUM_HEADS)
     for fields in (toy, *overrides.values()):
