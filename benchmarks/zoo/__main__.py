@@ -5,12 +5,14 @@
     python -m benchmarks.zoo --page         # writes docs/models.md from the record
 
 Every architecture runs at toy size with random weights: its default configuration, and variants with what else it
-offers. It can be stopped at any time, and goes on where it was, unless the sources have changed since.
+offers. It can be stopped at any time, and goes on where it was. What earlier sources gave stays until it is tried
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -19,11 +21,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import record, setting, write
+from benchmarks.harness import destination, setting, write
+from benchmarks.records import RESULTS, provenance
 from benchmarks.zoo.attempts import try_defaults, try_variants
 from benchmarks.zoo.families import architectures, class_name, kind_of
-from benchmarks.zoo.page import VARIANTS, write_page
-from benchmarks.zoo.trial import DEFAULTS, Outcome, Verdict
+from benchmarks.zoo.outcomes import DEFAULTS, VARIANTS, Outcome, Verdict
+from benchmarks.zoo.page import write_page
 from benchmarks.zoo.workers import Limits, Result, run_forked
 
 NAME = "zoo"
@@ -51,16 +54,31 @@ def sweep(options: argparse.Namespace) -> None:
     """Tries architectures, first the defaults of all, and keeps the rows in the record as they come."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # children end with it
     torch.set_num_threads(1)
-    rows: dict[str, Row] = {} if options.names else (record(NAME) or {"rows": {}})["rows"]
-    names = [name for name in options.names or architectures() if name not in rows]
+    rows, now = {} if options.names else recorded_rows(), provenance(NAME)["sha256"]
+    names = untried(options.names or architectures(), rows, now)
     for result in run_forked(names, try_defaults, options.processes, LIMITS):
-        found = outcomes_of(result, DEFAULTS)[0]
-        rows[result.task] = {"kind": kind_of(result.task).value, "class": class_name(result.task), DEFAULTS: found}
-        keep(rows, result.task, [found], options)
+        found, name = outcomes_of(result, DEFAULTS)[0], result.task
+        rows[name] = {"kind": kind_of(name).value, "class": class_name(name), "sources": now, DEFAULTS: found}
+        keep(rows, name, [found], options)
     names = [name for name, row in rows.items() if VARIANTS not in row and row[DEFAULTS]["verdict"] == EXACT]
     for result in run_forked([] if options.defaults else names, try_variants, options.processes, LIMITS):
         rows[result.task][VARIANTS] = outcomes_of(result, "the next variant")
         keep(rows, result.task, rows[result.task][VARIANTS], options)
+
+
+def recorded_rows() -> dict[str, Row]:
+    """Returns the rows of the record, of these sources or of earlier ones."""
+    path = destination(RESULTS / f"{NAME}.json")
+    return json.loads(path.read_text())["rows"] if path.exists() else {}
+
+
+def untried(names: list[str], rows: dict[str, Row], now: str) -> list[str]:
+    """Returns those that these sources weren't tried with: first what was never tried, and last what was exact."""
+
+    def rank(name: str) -> int:
+        return 0 if name not in rows else 1 + (rows[name][DEFAULTS]["verdict"] == EXACT)
+
+    return sorted((name for name in names if rows.get(name, {}).get("sources") != now), key=rank)
 
 
 def outcomes_of(result: Result, ended: str) -> list[Row]:

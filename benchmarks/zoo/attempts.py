@@ -7,18 +7,21 @@ from collections import deque
 from itertools import count
 
 from benchmarks.zoo.families import default_config
-from benchmarks.zoo.trial import DEFAULTS, Outcome, Verdict, described, explained, try_out
+from benchmarks.zoo.outcomes import DEFAULTS, Outcome, Verdict
+from benchmarks.zoo.trial import described, explained, try_out
 from benchmarks.zoo.variants import ALL_ELSE, alone, tiny_config, variants
 from benchmarks.zoo.workers import Send
 
 
 def try_defaults(name: str, send: Send) -> None:
     """Sends the outcome for an architecture's default configuration."""
+    verdict = Verdict.NOT_BUILT
     try:
         config = default_config(name)
+        verdict = Verdict.CRASH
         tiny = tiny_config(config)
-    except Exception as error:  # of transformers' configurations, or made tiny
-        send(Outcome(DEFAULTS, Verdict.CRASH, described(error)))
+    except Exception as error:  # of transformers' configurations, or of ours that make them tiny
+        send(Outcome(DEFAULTS, verdict, described(error)))
         return
     outcome = try_out(DEFAULTS, tiny, "first")
     send(explained(outcome, config) if outcome.verdict is Verdict.NOT_BUILT else outcome)

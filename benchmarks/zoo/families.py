@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import CONFIG_MAPPING, modeling_auto
+
+from benchmarks.zoo.outcomes import Kind
 
 _GENERATE_FROM = (  # what decoders of other models read: text, speech, images
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -28,14 +28,6 @@ _RELEASED = {  # what the released models' configurations have, and the defaults
     "nemotron": {"num_key_value_heads": 8},
     "xmod": {"default_language": "en_XX"},
 }
-
-
-class Kind(Enum):
-    """What a causal language model was made for."""
-
-    PLAIN = "decoder"
-    ENCODER = "encoder family, with is_decoder=True"
-    PART = "decoder of an encoder-decoder or audio model"
 
 
 def architectures() -> list[str]:

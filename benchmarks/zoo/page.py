@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.page import MARK, ROOT, table
 from benchmarks.records import RESULTS
-from benchmarks.zoo.families import Kind
-from benchmarks.zoo.trial import DEFAULTS, Verdict
+from benchmarks.zoo.outcomes import DEFAULTS, VARIANTS, Kind, Verdict
 
 PAGE = ROOT / "docs" / "models.md"
-VARIANTS = "variants"  # the key of a row's other outcomes
 PATHS = {"attention": "context store", "own attention": "own attention"}  # others are carried states
 _REASON = re.compile(r"can't be (?:trained in token slices|cut into stages): (.*?)(?:\. Give .*)?$", re.S)
 _MOST = 200  # characters of a reason
@@ -39,15 +38,14 @@ def with_tables(text: str, rows: Mapping[str, Row]) -> str:
 
 def counts(rows: Iterable[Row]) -> str:
     """Returns the numbers of architectures by kind and by the verdict about their default configuration."""
-    verdicts = [(row["kind"], row[DEFAULTS]["verdict"]) for row in rows]
-    columns = [each for each in Verdict if each is Verdict.EXACT or any(v == each.value for _, v in verdicts)]
-    kinds = [*(kind.value for kind in Kind), "all"]
+    rows = list(rows)
+    columns = [each for each in Verdict if any(row[DEFAULTS]["verdict"] == each.value for row in rows)]
+    latest = Counter(row["sources"] for row in rows).most_common(1)[0][0]
+    groups = {kind.value: [row for row in rows if row["kind"] == kind.value] for kind in Kind}
+    groups |= {"all": rows, "all that other sources were tried with": [r for r in rows if r["sources"] != latest]}
     return table(
         f"architectures | {' | '.join(each.value for each in columns)} | all",
-        (
-            [kind, *(_count(verdicts, kind, each.value) for each in columns), _count(verdicts, kind, "")]
-            for kind in kinds
-        ),
+        ([name, *_numbers(group, columns), len(group)] for name, group in groups.items() if group),
     )
 
 
@@ -77,5 +75,6 @@ def _cell(outcome: dict[str, Any]) -> str:
     return f"{outcome['verdict']}: {short_reason(outcome['reason'])}"
 
 
-def _count(verdicts: Iterable[tuple[str, str]], kind: str, verdict: str) -> int:
-    return sum(kind in (each, "all") and verdict in (found, "") for each, found in verdicts)
+def _numbers(rows: Iterable[Row], columns: Iterable[Verdict]) -> list[int]:
+    found = Counter(row[DEFAULTS]["verdict"] for row in rows)
+    return [found[each.value] for each in columns]

@@ -7,8 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,42 +15,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from benchmarks.zoo.outcomes import Outcome, Verdict
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model import SelfCheck, causal_cross_entropy, check_sliceable, find_anatomy, meta_model
 from slipstream.model.toy import perturb_parameters, quiet_transformers, widen_parameters
 from slipstream.model.toy_comparison import full_precision, relative_errors
 from slipstream.pipeline.families import causal_lm
 
-DEFAULTS = "defaults"  # the variant that is an architecture's default configuration
 SLICES = (5, 1, 46, 44)  # tokens; the second slice has one token, as in generating text
 LENGTH, BATCH = sum(SLICES), 2
 BOUND = 1e-9  # of the largest relative error
 _INSIDES = re.compile(r"\(\w*(Error|Exception|Exit|Interrupt|Iteration)\b")  # a refusal that quotes an exception
 _UNUSABLE = "transformers' own code fails"  # a refusal that says so
-
-
-class Verdict(Enum):
-    """What became of a configuration."""
-
-    EXACT = "exact"
-    WRONG = "silently wrong"
-    REFUSED = "refused"
-    CRASH = "crash"  # an exception that isn't Slipstream's, or a refusal that names no feature but quotes an exception
-    OUT_OF_LIMITS = "out of limits"
-    NOT_BUILT = "not built"  # transformers itself can't run it
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The verdict about one configuration."""
-
-    variant: str
-    verdict: Verdict
-    reason: str = ""  # of a refusal or a crash
-    error: float = 0.0  # the largest relative error
-    paths: tuple[str, ...] = ()  # by which earlier tokens reach a slice
-    stages: tuple[int, ...] = ()  # layers each; empty: the partition was left to Slipstream
-    seconds: float = 0.0  # of processor time
 
 
 def try_out(name: str, config: PretrainedConfig, stages: str) -> Outcome:

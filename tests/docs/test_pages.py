@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from benchmarks.zoo import page as models_page
 from tools import cli_page, walks
 
 import slipstream
@@ -78,6 +79,12 @@ def test_the_page_of_zero3_has_the_recorded_tables() -> None:
     text = zero3_page.PAGE.read_text(encoding="utf-8")
     for name, content in zero3_page.tables(json.loads((records.RESULTS / "zero3.json").read_text())).items():
         assert zero3_page.MARK.format(name) + content in text
+
+
+def test_the_page_of_models_has_the_recorded_tables() -> None:
+    """Otherwise: `python -m benchmarks.zoo --page`."""
+    text = models_page.PAGE.read_text(encoding="utf-8")
+    assert models_page.with_tables(text, json.loads((records.RESULTS / "zoo.json").read_text())["rows"]) == text
 
 
 def test_a_record_is_older_once_a_source_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

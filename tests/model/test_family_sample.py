@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import pytest
 from benchmarks.zoo.families import default_config
-from benchmarks.zoo.trial import DEFAULTS, Verdict, try_out
+from benchmarks.zoo.outcomes import DEFAULTS, Verdict
+from benchmarks.zoo.trial import try_out
 from benchmarks.zoo.variants import alone, tiny_config, variants
 
 from slipstream.model import SelfCheck
