@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from transformers import BloomConfig, MambaConfig, MixtralConfig, PretrainedConfig, TrOCRConfig
+from transformers import MambaConfig, MixtralConfig, OpenAIGPTConfig, PretrainedConfig
 
 import slipstream
 from slipstream import SlipstreamError
@@ -23,9 +23,8 @@ def test_accepts(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (BloomConfig(), r"'bloom'.*layer 0 \(BloomBlock\) never attends through"),
+        (OpenAIGPTConfig(), r"'openai-gpt'.*layer 0 \(Block\) never attends through.* nor to keys and values from"),
         (MambaConfig(), r"'mamba'.*layer 0 \(MambaBlock\) carries a state.*doesn't continue"),
-        (TrOCRConfig(decoder_layers=2, d_model=32, decoder_attention_heads=4), r"'trocr'.*TrOCRDecoderLayer\) never"),
         (MixtralConfig(output_router_logits=True), r"load-balancing loss.*Set output_router_logits=False"),
     ],
 )
@@ -35,8 +34,8 @@ def test_refuses_by_name(config: PretrainedConfig, reason: str) -> None:
 
 
 def test_runs_before_the_pipeline_is_built() -> None:
-    with pytest.raises(SlipstreamError, match="BloomBlock"):
-        slipstream.Pipeline.from_config(BloomConfig())
+    with pytest.raises(SlipstreamError, match="layer 0 \\(Block\\)"):
+        slipstream.Pipeline.from_config(OpenAIGPTConfig())
 
 
 def test_catches_a_feature_that_slices_get_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

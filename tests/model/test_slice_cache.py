@@ -11,9 +11,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
-    BloomConfig,
     DeepseekV32Config,
-    GPTJConfig,
     JambaConfig,
     Llama4TextConfig,
     MambaConfig,
@@ -136,7 +134,6 @@ def test_documents_below_the_scale_are_separate_sequences() -> None:
 _LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 8, "index_n_heads": 2}
 _LAYERS = {"num_key_value_heads": 2, "head_dim": 16}
 _STATES: dict[str, tuple[PretrainedConfig, str]] = {
-    "bloom": (BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), "BloomBlock.*never attends"),
     "mamba": (
         MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
         "MambaBlock.*carries a state.*doesn't continue from it over several tokens",
@@ -151,10 +148,6 @@ _STATES: dict[str, tuple[PretrainedConfig, str]] = {
     "jamba": (
         JambaConfig(**_SIZES, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
         "JambaMambaDecoderLayer.*doesn't continue from it",
-    ),
-    "gptj": (
-        GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
-        "attention from a list of its own, not from transformers' AttentionInterface",
     ),
 }
 

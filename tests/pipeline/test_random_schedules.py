@@ -30,10 +30,12 @@ from support.architectures import (
 from support.examples import examples
 from support.hybrids import HYBRIDS
 from support.options import grouped
+from support.own_attention import OWN_ATTENTION
 
 LENGTH = 24
 ATTENDING = ("llama, tied", "gpt2", "mistral, window of 7")
-MODELS = {name: build((ARCHITECTURES | HYBRIDS)[name]) for name in (*ATTENDING, "qwen3_5_text")}
+_CONFIGS = ARCHITECTURES | HYBRIDS | OWN_ATTENTION
+MODELS = {name: build(_CONFIGS[name]) for name in (*ATTENDING, "qwen3_5_text", "bloom")}
 
 
 @st.composite
@@ -129,6 +131,14 @@ def test_carried_states(data: st.DataObject) -> None:
     """Layers that carry a state are whole."""
     with no_rounding_inside():
         check("qwen3_5_text", data, parts=1)
+
+
+@examples(25)
+@given(data=st.data())
+def test_attention_of_their_own(data: st.DataObject) -> None:
+    """Layers that attend by code of their own are whole."""
+    with no_rounding_inside():
+        check("bloom", data, parts=1)
 
 
 @pytest.mark.grid

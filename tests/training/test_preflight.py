@@ -300,13 +300,13 @@ def test_pretrained_weights_use_their_own_tokenizer(values: dict[str, Any], mode
 def test_an_architecture_that_cannot_be_sliced(refuse: Refuse, values: dict[str, Any]) -> None:
     values["runtime"]["self_check"] = True
     values["model"]["config"] = {
-        "model_type": "bloom",
-        "hidden_size": 16,
+        "model_type": "openai-gpt",
+        "n_embd": 16,
         "n_layer": 2,
         "n_head": 2,
         "vocab_size": 300,
     }
-    assert "model_type 'bloom' can't be trained in token slices: layer 0 (BloomBlock)" in refuse(values)
+    assert "model_type 'openai-gpt' can't be trained in token slices: layer 0 (Block)" in refuse(values)
 
 
 def test_an_output_that_cannot_be_written(values: dict[str, Any], tmp_path: Path) -> None:

@@ -5,4 +5,5 @@ from slipstream.attention.carried_states import CarriedStates
 from slipstream.attention.context_error import ContextError
 from slipstream.attention.context_store import ContextStore, StoredSlice
 from slipstream.attention.key_ranges import KeyRanges
+from slipstream.attention.prefix import read_prefix
 from slipstream.attention.slice_attention import attend

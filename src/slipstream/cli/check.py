@@ -63,7 +63,10 @@ def _layers(report: ModelReport) -> Table:
 def _path_text(paths: frozenset[str] | None) -> str:
     if paths is None:
         return "not compared"
-    names = {"attention": "keys and values (attention over the context store)"}
+    names = {
+        "attention": "keys and values (attention over the context store)",
+        "own attention": "keys and values (the model's own attention, over copies of all so far)",
+    }
     return ", ".join(names.get(path, f"a state that slices carry ({path})") for path in sorted(paths)) or (
         "nothing: every token alone"
     )

@@ -21,6 +21,7 @@ from slipstream.model.hooks.layer_arguments import first_output, with_first_outp
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
 from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
 from slipstream.model.hooks.mask_tables import MaskTables
+from slipstream.model.hooks.own_attention import masks_and_biases
 from slipstream.model.hooks.slice_cache import SliceCache
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
 from slipstream.model.layer_range import LayerRange, ModelEnd
@@ -74,7 +75,9 @@ class CausalLMStage:
         shared: TensorParallelLayers | None = None,
         head: SpreadHead | None = None,
     ) -> None:
-        model.set_attn_implementation(attention_interface.NAME)
+        self.attends_itself = anatomy.attends_itself
+        if not anatomy.attends_itself:
+            model.set_attn_implementation(attention_interface.NAME)
         self.owned, self.layers_here = owned, owned.layers  # of which at least a half is here
         self.num_layers = len(anatomy.layers_of(model))
         self.is_first, self.is_last = (has_end(end, anatomy, owned, self.num_layers) for end in ModelEnd)
@@ -135,18 +138,20 @@ class CausalLMStage:
         Returns:
             (b, T, hidden) or, on the last stage with a whole head, the logits (b, T, vocabulary).
         """
-        context = SliceContext(token_slice, store, self.tables, hidden, records_masks)
+        context = SliceContext(token_slice, store, self.tables, hidden, self.attends_itself, records_masks)
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
             self._shared.begin(token_slice.input_ids.shape[1])
         past, as_trained = self._past(context)
+        own = masks_and_biases(self.model, token_slice) if self.attends_itself else nullcontext()
+        num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
         # layers seed their own dropout: afterwards the caller's random state is as before
-        with active_forward(context), as_trained, torch.random.fork_rng(enabled=self._is_random):
+        with active_forward(context), as_trained, own, torch.random.fork_rng(enabled=self._is_random):
             self._enter(-1)
             output = self.model(
                 input_ids=token_slice.input_ids,
                 # without it transformers looks for packed documents, which waits until the GPU is idle
-                attention_mask=torch.ones_like(token_slice.input_ids, dtype=torch.bool),
+                attention_mask=token_slice.input_ids.new_ones(len(token_slice.input_ids), num_keys, dtype=torch.bool),
                 position_ids=token_slice.position_ids + self._first_position,
                 use_cache=False,
                 **past,

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.hooks.own_attention import check_own_attention
 from slipstream.model.layer_range import LayerHalf, ModelEnd
 from slipstream.model.model_config import check_is_causal_lm
 from slipstream.model.toy import toy_model, toy_tokens
-from slipstream.model.toy_comparison import full_precision
+from slipstream.model.toy_comparison import attends_itself, full_precision, recorded_attention
 from slipstream.model.toy_failure import toy_failure
 
 
@@ -47,6 +48,7 @@ class ModelAnatomy:
     aliases: frozenset[str] = frozenset()  # second names of parameters within one stage, such as of the head's bias
     halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty if that isn't needed or isn't possible
     skips_padding: bool = False  # whether positions count tokens but padding, from its id on, as RoBERTa's do
+    attends_itself: bool = False  # whether layers attend by code of their own, not through AttentionInterface
     separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
 
     @property
@@ -67,7 +69,7 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     """Returns the anatomy of `config`'s architecture, found by running a toy of it once.
 
     Raises SlipstreamError, naming the part, where the architecture doesn't simply run one list of layers, and the
-    reason, where its toy can't be run.
+    reason, where its toy can't be run or it was loaded with attention that can't be cut.
     """
     check_is_causal_lm(config)
     try:
@@ -91,7 +93,7 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
         layer.register_forward_hook(lambda *given: outputs.append(given[-1]))
     for name, module in outside.items():
         module.register_forward_pre_hook(lambda *_, name=name: calls[name].add(len(entered)))
-    with torch.no_grad(), full_precision():
+    with torch.no_grad(), full_precision(), recorded_attention() as attending:
         model(input_ids=tokens, use_cache=False)
     num_layers = len(model.get_submodule(layers))
     if len(entered) < num_layers:
@@ -116,8 +118,12 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
         if not (_within(head, after) and _within(embedding, before)):
             raise _refusal(config, f"{head} shares its weight with {embedding}; only a head may, with the embedding")
     tuple_length = len(outputs[-1]) if isinstance(outputs[-1], (tuple, list)) else 0
+    skips = _skips_padding(model)
+    itself = attends_itself(model, list(model.get_submodule(layers).children()), tokens, attending)
+    if itself:
+        check_own_attention(config)
     return ModelAnatomy(
-        layers, tuple(before), tuple(after), tuple_length, tied, aliases, skips_padding=_skips_padding(model)
+        layers, tuple(before), tuple(after), tuple_length, tied, aliases, skips_padding=skips, attends_itself=itself
     )
 
 

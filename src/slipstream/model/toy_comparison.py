@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -28,6 +28,37 @@ def recorded_attention() -> Iterator[list[nn.Module]]:
         yield modules
     finally:
         _attending.reset(token)
+
+
+def attends_itself(
+    model: PreTrainedModel, layers: Sequence[nn.Module], tokens: Tensor, attended: list[nn.Module]
+) -> bool:
+    """Returns whether some layer keeps keys and values in the cache that it doesn't attend to through the interface.
+
+    `attended` are the modules that do, in a forward without a cache.
+    """
+    through_interface = {index for index, layer in enumerate(layers) if set(layer.modules()) & set(attended)}
+    if len(through_interface) == len(layers):
+        return False
+    cache = _NotedUpdates(config=model.config)
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    except Exception:  # the model's own code, which may have another cache or none
+        return False
+    return not cache.updated <= through_interface
+
+
+class _NotedUpdates(DynamicCache):  # type: ignore[misc]
+    """transformers' cache, which notes what layers add keys and values."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.updated: set[int] = set()
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.updated.add(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def _reference_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

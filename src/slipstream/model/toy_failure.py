@@ -9,15 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from slipstream.model.toy import quiet_transformers
-from slipstream.model.toy_comparison import REFERENCE_ATTENTION
 
 _SIZES = re.compile(r"num|dim|size|heads|experts|rank|types|parameters|width|top_?k")
 
 
 def toy_failure(config: PretrainedConfig, error: Exception) -> str:
     """Returns the reason why `error` was raised, as the end of a sentence about the model."""
-    if isinstance(error, KeyError) and REFERENCE_ATTENTION in str(error):
-        return "it takes its attention from a list of its own, not from transformers' AttentionInterface"
     if isinstance(error, ImportError):
         return f"transformers needs a package for it that isn't installed here: {' '.join(str(error).split())}"
     own = error if "NoneType" in str(error) else _own_failure(config)  # a toy has no None that the model hasn't

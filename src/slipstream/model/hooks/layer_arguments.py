@@ -23,7 +23,7 @@ def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: An
 
 
 def first_output(output: Any) -> Tensor:
-    """Returns the hidden states that a layer returned, alone or as the first item of a tuple."""
+    """Returns the hidden states that a layer returned, alone or as the first item of a tuple or a list."""
     found: Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return found
 

@@ -3,7 +3,7 @@
 transformers generates text in pieces, and a piece learns from the cache how many tokens came before it. Some layers
 take positions from there and not from `position_ids`: Llama 4 scales its queries by them where it has no rotary
 embedding, and BART looks its position embeddings up. Keys and values are in the context store, so the cache returns
-those of the slice as they come.
+those of the slice as they come; to layers that attend by code of their own it returns those of all tokens so far.
 
 Others continue from what the tokens before left there: the last inputs of a convolution, or a recurrent state (Mamba 2,
 the gated delta rule). These go from slice to slice, with their gradients in the other direction. Whatever else a layer
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
+from slipstream.attention import read_prefix
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.token_slice import SliceContext, current_slice
 
@@ -33,6 +34,13 @@ _STATES = {  # what a layer asks its part of the cache for -> the state that it 
 }
 
 
+class CachedAttention(NamedTuple):
+    """What keeps keys and values in the cache: one of a layer's attentions."""
+
+    layer: int
+    number: int  # in one forward
+
+
 class CarriedState(NamedTuple):
     """What carries a state: one of a layer's convolutions or recurrences."""
 
@@ -42,7 +50,10 @@ class CarriedState(NamedTuple):
 
 
 class SliceCache(Cache):  # type: ignore[misc]
-    """The past of a slice that begins at token `start`. Its tokens alone are its keys: masks are made elsewhere."""
+    """The past of a slice that begins at token `start`.
+
+    Unless the model attends by code of its own, the slice's tokens alone are its keys: masks are made elsewhere.
+    """
 
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()
@@ -58,16 +69,25 @@ class SliceCache(Cache):  # type: ignore[misc]
         return self.start
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, int]:
-        """Returns the number of keys and the first one's offset, of the mask that `sliced_mask` then replaces."""
-        return query_length, 0
+        """Returns the number of keys and the first one's offset, of a mask that `sliced_mask` otherwise replaces."""
+        return (self.start + query_length if self._context.reads_prefixes else query_length), 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Returns the first query's offset within these keys."""
-        return 0
+        return self.start if self._context.reads_prefixes else 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Returns the slice's keys and values (b, heads, T, d), which `sliced_attention` adds to the store."""
-        return key_states, value_states
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the slice's keys and values (b, heads, T, d), which `sliced_attention` adds to the store.
+
+        Where layers attend by code of their own, it adds them, and returns those of all tokens up to the slice's end.
+        """
+        context = self._context
+        if not context.reads_prefixes:
+            return key_states, value_states
+        call = CachedAttention(*context.next_call(layer_idx))
+        return read_prefix(key_states, value_states, context.store, call, context.prefix_ranges)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Returns the last inputs (b, channels, kernel - 1) of a convolution before the slice, None at the start."""

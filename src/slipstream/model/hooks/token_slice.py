@@ -9,13 +9,16 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.attention import ContextStore, KeyRanges
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.mask_tables import MaskTables, NotCausalError
+
+_Caller = TypeVar("_Caller", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -54,23 +57,32 @@ class SliceContext:
     store: ContextStore
     tables: MaskTables
     hidden: Tensor | None = None  # (b, T, hidden), from the stage before
+    reads_prefixes: bool = False  # whether layers attend by their own code, to keys and values from the cache
     records_masks: bool = False  # true in the first forward of a stage, which learns what masks its model builds
     tensor_rank: int = 0  # among the ranks that share this stage's layers, each with different heads
     layer: int = -1  # the layer that runs, counted over the whole model
     calls_in_layer: int = 0
     parts_of_layer: int = 0  # how often its tensor ranks began or ceased to compute different things
     num_masks: int = 0
-    calls: Counter[nn.Module] = field(default_factory=Counter)
+    calls: Counter[Hashable] = field(default_factory=Counter)
     states: dict[Hashable, Tensor] = field(default_factory=dict)  # read or changed by the slice's layers, as they are
     changed_states: set[Hashable] = field(default_factory=set)
     fresh_rows: Tensor | None = None  # (b,) whose states are reset, as a document begins; None: nobody's
     output: Tensor | None = None  # the last owned layer's
 
-    def next_call(self, module: nn.Module) -> tuple[nn.Module, int]:
-        """Returns the store's key: the module alone is ambiguous, as it may attend several times in one forward."""
-        self.calls[module] += 1
+    def next_call(self, caller: _Caller) -> tuple[_Caller, int]:
+        """Returns the store's key: the caller alone is ambiguous, as it may attend several times in one forward."""
+        self.calls[caller] += 1
         self.calls_in_layer += 1
-        return module, self.calls[module]
+        return caller, self.calls[caller]
+
+    @cached_property
+    def prefix_ranges(self) -> KeyRanges:
+        """The keys that each query may see: those of its document up to itself."""
+        tokens = self.token_slice
+        if tokens.document_start is None:
+            return KeyRanges.causal(tokens.start, tokens.end)
+        return KeyRanges(tokens.document_start, tokens.start)
 
     def enter_layer(self, layer: int) -> None:
         """Starts the next layer."""

@@ -102,10 +102,12 @@ class _ToyInSlices:
         for index, layer in enumerate(self._layers):
             if self._is_exact(f"layer {index}", outputs):
                 continue
-            if index not in carrying and not set(layer.modules()) & self._attending:
+            attends = self._anatomy.attends_itself or set(layer.modules()) & self._attending
+            if index not in carrying and not attends:
                 raise SlipstreamError(
                     f"layer {index} ({type(layer).__name__}) never attends through transformers' AttentionInterface, "
-                    "so what it needs from earlier tokens (other attention, a recurrent state) can't be provided"
+                    "nor to keys and values from transformers' cache, so what it needs from earlier tokens (attention "
+                    "of its own, a recurrent state) can't be provided"
                 )
             if outputs and index in carrying:
                 raise SlipstreamError(

@@ -46,7 +46,7 @@ class SelfCheck:
     gradient_error: float
     seconds: float
     longest_packed: float  # the longest sequence of several documents, in tokens, in which each is as if it were alone
-    paths: tuple[frozenset[str], ...] = ()  # by layer of the toy: "attention" and kinds of carried states; empty: none
+    paths: tuple[frozenset[str], ...] = ()  # by layer of the toy: kinds of attention and of carried states; empty: none
 
     def check_packed(self, length: int) -> None:
         """Raises SlipstreamError if documents packed in a sequence of `length` tokens would not be exact."""
@@ -99,7 +99,8 @@ class _ToyPair:
 
     def __init__(self, toy: PretrainedConfig, anatomy: ModelAnatomy) -> None:
         self.toy, self.anatomy = toy, anatomy
-        self.model = reference_model(toy, attention="eager")
+        # code of its own may compute something else under another name: Falcon adds its position biases twice if eager
+        self.model = reference_model(toy, attention=None if anatomy.attends_itself else "eager")
         perturb_parameters(self.model)  # so that what begins as zero or one counts
         self.num_layers = len(anatomy.layers_of(self.model))
         self._stages = cut_in_two(self.model, anatomy)

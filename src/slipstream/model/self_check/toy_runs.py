@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -168,10 +168,10 @@ def _joined(outputs: _Slices) -> dict[str, Tensor]:
 
 
 def _paths(stage: CausalLMStage, store: ContextStore) -> Iterator[frozenset[str]]:
-    """Yields what each layer of a stage has in the store after forwards: "attention", or kinds of carried states."""
+    """Yields what each layer of a stage has in the store after forwards: kinds of attention and of carried states."""
     for index, layer in zip(stage.layers_here, stage.layers, strict=True):
-        inside = set(layer.modules())
-        attends = {"attention" for call in store.reads if call[0] in inside}  # type: ignore[index]
+        kind = "own attention" if stage.attends_itself else "attention"
+        attends = {kind} if _attentions(index, layer, store) else set()
         calls = (call for call in store.carried.calls if isinstance(call, CarriedState))
         yield frozenset(attends | {call.kind for call in calls if call.layer == index})
 
@@ -179,10 +179,14 @@ def _paths(stage: CausalLMStage, store: ContextStore) -> Iterator[frozenset[str]
 def _check_attention(stage: CausalLMStage, store: ContextStore, num_slices: int) -> None:
     """Raises SlipstreamError where a layer doesn't attend equally often in every slice."""
     for index, layer in zip(stage.layers_here, stage.layers, strict=True):
-        inside = set(layer.modules())
-        calls = [call for call in store.reads if call[0] in inside]  # type: ignore[index]
-        if any(len(store.reads[call]) != num_slices for call in calls):
+        if any(len(store.reads[call]) != num_slices for call in _attentions(index, layer, store)):
             raise SlipstreamError(f"layer {index} does not attend equally often in every slice")
+
+
+def _attentions(index: int, layer: nn.Module, store: ContextStore) -> list[Hashable]:
+    """Returns the calls of a layer's attention: they begin with a module of it, or with its number in the cache."""
+    places = {index, *layer.modules()}
+    return [call for call in store.reads if call[0] in places]  # type: ignore[index]
 
 
 def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ _MOST = {  # sizes that change no code path: largest toy value -> names
 }
 _HEADLESS_WIDTH = 64
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-_KEY_VALUE_HEADS = "num_key_value_heads"
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 _RECURRENT_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 _STATE_SPACE_HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
@@ -85,7 +85,7 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
         return
     before, after = getattr(toy, heads), _MOST_HEADS.get(toy.model_type, _NUM_HEADS)
     for fields in (toy, *overrides.values()):
-        for name in (heads, _KEY_VALUE_HEADS):
+        for name in (heads, *_KEY_VALUE_HEADS):
             _change(fields, name, lambda number: max(1, after * number // before))
     setattr(toy, width, getattr(toy, width) // before * after)
     recurrent = [name for name in _RECURRENT_HEADS if isinstance(getattr(toy, name, None), int)]
