@@ -5,25 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.messages import (
-    DistributedTransport,
-    LocalTransport,
-    ScatterGather,
-    Transport,
-    skip_channels,
-    vocabulary_channels,
-)
 from slipstream.model.hooks import keyed_seed
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
-from slipstream.pipeline.execution import Executor, run_together
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep, both_backwards, rows_to_rehearse
 from slipstream.pipeline.parameters import Parameters
@@ -31,11 +21,11 @@ from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.sequences import Sequences
 from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.step_planning import StepPlanning
+from slipstream.pipeline.step_runner import StepRunner
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.steps import StageRates, StepMemory, StepPlan, find_plan_within, find_step_plan
-from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
-from slipstream.timeline import Timeline
+from slipstream.schedule import Schedule, SlicedMicrobatch
 
 _log = logging.getLogger(__name__)
 _MOST_LAYOUTS = 32  # lowered schedules that are kept
@@ -67,14 +57,12 @@ class Engine:
         self.stages, tensor = self.family.make_stages(self.layout)
         tied_ends = self.family.tied_ends(self.layout)
         self.parameters = Parameters(self.stages, self.ranks, tensor, tied_ends, options)
-        self._num_parts = 1 if options.parallel.sequence_parallel else self.ranks.tensor.size  # a rank sends one
-        self.transport = self._scattered(self._connect(options.runtime.timeout))
         self._loss_function = self.family.loss_function(tensor)
-        self.executors = [self._executor(rank) for rank in self.ranks.here(self.layout.num_ranks)]
+        own = self.stages, self.parameters, self._loss_function
+        self.runner = StepRunner(self.layout, *own, self.ranks, self.device, self.family.routes(self.layout), options)
         self._memory_limit = MemoryLimit(options.memory.limit, self.ranks)
         self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
         self.last_step = ExecutedStep(self.layout, [])
-        self.schedule_name = ""  # of the last step or evaluation
 
     def _is_open(self, options: PipelineOptions, num_ranks: int) -> bool:
         """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
@@ -119,13 +107,13 @@ class Engine:
         self.last_step = ExecutedStep(self.layout, microbatches)
         self.parameters.begin(loss_scale)
         self.family.begin()
-        loss = self._run(self.layout.training, batch)
+        loss = self.runner.run(self.layout.training, batch)
         self.parameters.end()
         self.family.end()
         seed, num_steps = self.random_state
         self.random_state = seed, num_steps + 1
         if self.tuner.listens_to(length):
-            self._tune(self.timeline())
+            self._tune(self.runner.timeline())
         return loss
 
     def evaluate(self, whole: WholeBatch | Sequences, plan: StepPlan | None = None) -> Tensor:
@@ -140,7 +128,7 @@ class Engine:
                 else:
                     self._adopt(self.tuner.schedule)
                     batch = self._split(whole, self.family.length(whole))
-                loss = self._run(self.layout.evaluation, batch)
+                loss = self.runner.run(self.layout.evaluation, batch)
         finally:
             for stage, training in modes.items():
                 stage.model.train(training)
@@ -156,12 +144,6 @@ class Engine:
         """Sets the mode of all stages of this process."""
         for stage in self.stages.values():
             stage.model.train(training)
-
-    def timeline(self) -> Timeline:
-        """Returns what ran when in the last step or evaluation, on all ranks. Collective."""
-        mine = [span for executor in self.executors for span in executor.spans]
-        spans = [span for spans in self.ranks.pipeline.gather(mine) for span in spans]
-        return Timeline(tuple(spans), self.layout.num_ranks, name=self.schedule_name, measured=True)
 
     def rehearsed_step(self, whole: WholeBatch) -> RehearsedStep:
         """Returns what a rehearsal of the next step needs, were the step on this batch. Collective.
@@ -291,8 +273,8 @@ class Engine:
             parameters=self.parameters,
             loss_function=self._loss_function,
             device=self.device,
-            scatter=self._scattered,
-            num_parts=self._num_parts,
+            scatter=self.runner.scattered,
+            num_parts=self.runner.num_parts,
             batch=batch,
             microbatches=microbatches,
             token_ids=token_ids,
@@ -311,40 +293,7 @@ class Engine:
         """Lets the next step run this schedule, whose placement is that of the one before."""
         if schedule is not self.layout.order:
             self.layout = self._laid_out(schedule)
-            self.transport.expect(self.layout.training)
-
-    def _connect(self, timeout: timedelta) -> Transport:
-        """Returns the transport between the ranks. Collective."""
-        if self.ranks.pipeline.size == 1:
-            return LocalTransport()
-        training = self.layout.training
-        skips = skip_channels(self.family.routes(self.layout), training) + vocabulary_channels(training)
-        return DistributedTransport(send_windows(training), self.device, self.ranks, timeout, skips)
-
-    def _scattered(self, transport: Transport) -> Transport:
-        return transport if self._num_parts == 1 else ScatterGather(transport, self.ranks.tensor)
-
-    def _run(self, schedule: Schedule, batch: SplitBatch) -> Tensor:
-        self.schedule_name = schedule.name
-        self.transport.begin()
-        run_together(self.executors, schedule, batch)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for executor in self.executors:
-            sums += torch.stack(executor.finish())
-        total, count = self.ranks.data.sum(self.ranks.pipeline.sum(sums))  # tensor-parallel ranks have it all alike
-        if int(count) != batch.num_valid:
-            raise SlipstreamError(
-                f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "
-                "must be that number (of float targets, that of the rows): gradients are divided by it before the loss "
-                "is known."
-            )
-        mean: Tensor = total / count
-        return mean
-
-    def _executor(self, rank: int) -> Executor:
-        stages = {stage: self.stages[stage] for stage in self.layout.stages_of([rank])}
-        options = self._loss_function, self.device, self.layout.recompute, self.parameters.reduce
-        return Executor(rank, stages, self.transport, *options)
+            self.runner.transport.expect(self.layout.training)
 
 
 def _with_order(layout: StageLayout, schedule: Schedule) -> StageLayout:

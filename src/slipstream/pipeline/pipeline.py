@@ -207,7 +207,7 @@ class Pipeline:
     @property
     def bytes_sent(self) -> int:
         """The bytes that this rank sent to other stages in the last step or evaluation, without headers."""
-        return self._engine.transport.bytes_sent
+        return self._engine.runner.transport.bytes_sent
 
     @property
     def random_state(self) -> tuple[int, int]:
@@ -310,7 +310,7 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """Returns what ran when in the last step or evaluation, in seconds, on all ranks. Collective."""
-        return self._engine.timeline()
+        return self._engine.runner.timeline()
 
     def memory_table(self, inputs: Tensor, targets: Tensor, microbatch: int = 0) -> MemoryTable:
         """Measures the bytes that this process's stages of a causal LM hold in a step on such a batch. Collective. For

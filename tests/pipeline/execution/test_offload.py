@@ -99,7 +99,7 @@ def test_a_stage_lets_go_of_its_input_too() -> None:
         pipe = Pipeline(
             build(llama()), schedule, slices=[60, 4], memory=Memory(recompute="full"), runtime=Runtime(self_check=False)
         )
-        (executor,) = pipe._engine.executors
+        (executor,) = pipe._engine.runner.executors
         memory = LiveMemory(besides=pipe.parameters())
 
         def note(action: Action, state: StepState, memory: LiveMemory = memory) -> None:
@@ -132,7 +132,7 @@ def test_no_file_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             most = num_open_files()
             raise OSError("disk failed")
 
-    pipe._engine.executors[0].observe(BeforeEach(fail))
+    pipe._engine.runner.executors[0].observe(BeforeEach(fail))
     with pytest.raises(OSError, match="disk failed"):
         pipe.step(inputs, inputs)
     assert most >= before + 3  # one a slice that is away

@@ -189,7 +189,7 @@ def buffers() -> None:
     )
     for _ in range(2):
         pipe.step(inputs, inputs)
-    (executor,) = pipe._engine.executors
+    (executor,) = pipe._engine.runner.executors
     pool = executor._transport._pool  # type: ignore[attr-defined]
     assert 0 < sum(len(free) for free in pool.values()) <= 30, {size: len(free) for size, free in pool.items()}
 

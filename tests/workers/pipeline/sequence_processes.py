@@ -74,7 +74,7 @@ def buffers() -> None:
     layers = [nn.Linear(4, 64), skip.stash(), nn.Linear(64, 8), nn.Linear(8, 64), skip.pop(), Mix(), nn.Linear(64, 5)]
     pipe = Pipeline(nn.Sequential(*layers), "1f1b", num_microbatches=16, partition=[3, 1, 3])
     pipe.step(torch.randn(16, 4), torch.randint(0, 5, (16,)))
-    pool = pipe._engine.transport._pool  # type: ignore[attr-defined]
+    pool = pipe._engine.runner.transport._pool  # type: ignore[attr-defined]
     wide = len(pool[HEADER_BYTES + 64 * 4])  # rank 0 sends skips and receives their gradients
     assert pipe.rank > 0 or 2 <= wide <= 8, wide
 

@@ -1,0 +1,107 @@
+"""Runs lowered schedules on the pipeline's ranks of this process, connected with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.messages import (
+    DistributedTransport,
+    LocalTransport,
+    ScatterGather,
+    Transport,
+    skip_channels,
+    vocabulary_channels,
+)
+from slipstream.parallel import Ranks
+from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.execution import Executor, run_together
+from slipstream.pipeline.families import StageLayout
+from slipstream.pipeline.parameters import Parameters
+from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
+from slipstream.pipeline.stage import Stage
+from slipstream.schedule import Schedule, send_windows
+from slipstream.timeline import Timeline
+
+
+class StepRunner:
+    """The executors of this process's ranks and their transport. Every rank makes it, and calls its methods in the same
+    order: they are collective."""
+
+    def __init__(
+        self,
+        layout: StageLayout,
+        stages: Mapping[int, Stage],
+        parameters: Parameters,
+        loss_function: LossFunction,
+        ranks: Ranks,
+        device: torch.device,
+        routes: Sequence[tuple[int, int]],
+        options: PipelineOptions,
+    ) -> None:
+        """Connects the ranks.
+
+        Args:
+            layout: of the first step.
+            stages: of this process.
+            parameters: whose gradients are reduced.
+            loss_function: of the last stage.
+            ranks: of the mesh.
+            device: on which they compute.
+            routes: the pairs of stages that skips go between past others.
+            options: of the pipeline.
+        """
+        self._ranks, self._device, self._num_ranks = ranks, device, layout.num_ranks
+        self.num_parts = (
+            1 if options.parallel.sequence_parallel else ranks.tensor.size
+        )  # of a message: a rank sends one
+        self.transport = self.scattered(self._connect(layout.training, routes, options.runtime.timeout))
+        self.schedule_name = ""  # of the last step or evaluation
+
+        def executor(rank: int) -> Executor:
+            here = {stage: stages[stage] for stage in layout.stages_of([rank])}
+            return Executor(rank, here, self.transport, loss_function, device, layout.recompute, parameters.reduce)
+
+        self.executors = [executor(rank) for rank in ranks.here(layout.num_ranks)]
+
+    def run(self, schedule: Schedule, batch: SplitBatch) -> Tensor:
+        """Returns the global mean loss of a step or an evaluation.
+
+        Raises SlipstreamError where the loss function counts other tokens than the batch does.
+        """
+        self.schedule_name = schedule.name
+        self.transport.begin()
+        run_together(self.executors, schedule, batch)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for executor in self.executors:
+            sums += torch.stack(executor.finish())
+        total, count = self._ranks.data.sum(self._ranks.pipeline.sum(sums))  # tensor ranks have it all alike
+        if int(count) != batch.num_valid:
+            raise SlipstreamError(
+                f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "
+                "must be that number (of float targets, that of the rows): gradients are divided by it before the loss "
+                "is known."
+            )
+        mean: Tensor = total / count
+        return mean
+
+    def timeline(self) -> Timeline:
+        """Returns what ran when in the last step or evaluation, on all ranks."""
+        mine = [span for executor in self.executors for span in executor.spans]
+        spans = [span for spans in self._ranks.pipeline.gather(mine) for span in spans]
+        return Timeline(tuple(spans), self._num_ranks, name=self.schedule_name, measured=True)
+
+    def scattered(self, transport: Transport) -> Transport:
+        """Returns the transport by which each of the tensor ranks sends its part of a message."""
+        return transport if self.num_parts == 1 else ScatterGather(transport, self._ranks.tensor)
+
+    def _connect(self, training: Schedule, routes: Sequence[tuple[int, int]], timeout: timedelta) -> Transport:
+        """Returns the transport between the ranks."""
+        if self._ranks.pipeline.size == 1:
+            return LocalTransport()
+        skips = skip_channels(routes, training) + vocabulary_channels(training)
+        return DistributedTransport(send_windows(training), self._device, self._ranks, timeout, skips)
