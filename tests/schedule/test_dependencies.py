@@ -127,6 +127,56 @@ def test_a_rank_that_only_waits_for_the_cycle_is_not_part_of_it() -> None:
     assert "2F1 (rank 2) waits for 1F1, which comes after 1B0 on rank 1" in message
 
 
+TIED = "0E0 0F0 0V0 0L0 0B0 0VW0 0EW0"  # with a spread head that is tied to the embedding
+
+
+def test_predecessors_of_the_parts_of_a_spread_vocabulary() -> None:
+    schedule = schedule_of("0E0 0F0 0V0 0B0 0VW0 0EW0", "1E0 1F0 1V0 1L0 1B0 1VW0 1EW0")
+    validate(schedule)
+    assert before("0F0", schedule) == {"0E0.0", "1E0.0"}
+    assert before("0E0", schedule) == before("1E0", schedule) == set()
+    assert before("0V0", schedule) == {"1F0.0"}
+    assert before("1L0", schedule) == {"0V0.0", "1V0.0"}
+    assert before("1B0", schedule) == {"1F0.0", "1L0.0"}
+    assert before("0VW0", schedule) == {"1L0.0"}
+    assert before("1EW0", schedule) == {"0B0.0"}
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "rule"),
+    [
+        ("F", "E", "the first stage's forward needs every rank's part of the embedding"),
+        ("V", "F", "logits need the output of the last stage"),
+        ("L", "V", "the loss needs every rank's logits"),
+        ("B", "L", "the last stage's backward needs the loss"),
+        ("VW", "L", "the weight gradient of a part of the head needs the loss over all parts"),
+        ("EW", "B", "the gradient of a part of the embedding needs that of the first stage's input"),
+    ],
+)
+def test_parts_of_a_vocabulary_in_a_wrong_order_are_marked_with_their_rule(early: str, late: str, rule: str) -> None:
+    validate(schedule_of(TIED))
+    row = [each for each in TIED.split() if each != f"0{early}0"]
+    row.insert(row.index(f"0{late}0"), f"0{early}0")
+    message = error(schedule_of(" ".join(row)))
+    assert f"0{early}0 (rank 0) waits for 0{late}0, which comes after it on the same rank: {rule}." in message
+    assert f">0{early}0<" in message
+
+
+def test_ranks_whose_lookups_wait_for_each_other_are_reported_with_the_rule() -> None:
+    """Rank 1 embeds after its own forward, which waits for the first stage's."""
+    message = error(schedule_of("0E0 0F0 0V0 0B0 0VW0 0EW0", "1F0 1E0 1V0 1L0 1B0 1VW0 1EW0"))
+    assert "The ranks wait for each other forever:" in message
+    assert (
+        "0F0 (rank 0) waits for 1E0, which comes after 1F0 on rank 1: "
+        "the first stage's forward needs every rank's part of the embedding." in message
+    )
+
+
+def test_a_lookup_that_is_missing_is_named() -> None:
+    message = error(schedule_of("0E0 0F0 0V0 0B0 0VW0 0EW0", "1F0 1V0 1L0 1B0 1VW0 1EW0"))
+    assert "1E0 is missing: with a spread vocabulary V and E and VW and EW are of stages 0 1" in message
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
