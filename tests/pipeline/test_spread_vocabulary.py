@@ -19,7 +19,7 @@ from transformers import CohereConfig, GraniteConfig, PhiConfig
 
 from pipeline.test_random_schedules import cut_settings, partitions, schedules
 from planner.joint.test_joint_search import ToyCosts, problem
-from slipstream import Action, Memory, Op, Parallelism, Pipeline, Runtime, Schedule, SlipstreamError
+from slipstream import Action, Op, Parallelism, Pipeline, Runtime, Schedule, SlipstreamError
 from slipstream.planner.joint import find_vocabulary_plan
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule, predecessors, spread_vocabulary
 from support.architectures import (
@@ -268,16 +268,6 @@ def test_a_schedule_with_a_spread_vocabulary_is_not_whole() -> None:
     schedule = spread_vocabulary(make_schedule("1f1b", 2, 1, 2))
     with pytest.raises(SlipstreamError, match=r"vocabulary='whole', but the schedule '1f1b' has V's"):
         Pipeline.from_config(UNTIED, schedule=schedule, vocabulary="whole", runtime=CHECKED)
-
-
-def test_the_memory_of_tied_rows_is_not_counted() -> None:
-    tied = ARCHITECTURES["llama, tied"]
-    with pytest.raises(SlipstreamError, match=r"with memory.limit=... and tied weights: their lookups aren't counted"):
-        Pipeline.from_config(tied, vocabulary="spread", num_ranks=2, memory=Memory(limit=1e9), runtime=CHECKED)
-    pipe = Pipeline.from_config(tied, vocabulary="spread", num_ranks=2, slices=2, runtime=CHECKED)
-    inputs = tokens(batch=1, length=LENGTH)
-    with pytest.raises(SlipstreamError, match="tied weights with vocabulary='spread' isn't counted"):
-        pipe.memory_table(inputs, labels_of(inputs))
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("llama", "1f1b"), ("llama, tied", "1f1b"), ("gpt2", "zb-h1")])

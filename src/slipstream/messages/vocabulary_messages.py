@@ -13,7 +13,16 @@ from functools import cached_property
 from slipstream.messages.message import SkipSend
 from slipstream.messages.transport import Transport
 from slipstream.model import Tensors, TensorSpec
-from slipstream.schedule import BACKWARDS, Action, Channel, Direction, Op, Schedule, input_gradient
+from slipstream.schedule import (
+    BACKWARDS,
+    Action,
+    Channel,
+    Direction,
+    Op,
+    Schedule,
+    gradients_before,
+    input_gradient,
+)
 
 _DIRECTIONS: dict[Op, Direction] = {Op.F: "activations", Op.V: "activations", Op.E: "lookups"}
 Specs = Callable[[SkipSend], Sequence[TensorSpec]]
@@ -45,7 +54,7 @@ class VocabularyMessages:
         _, g, m, i = action
         last = self._schedule.num_stages - 1
         if action.op is Op.F and g == 0 and self._schedule.spreads_embedding:
-            return [SkipSend(Op.E, stage, m, i, to=0) for stage in self._schedule.vocabulary_stages]
+            return [SkipSend(Op.E, stage, m, i, to=0) for stage in self._embedding_stages]
         if action.op is Op.EW:
             return [SkipSend(input_gradient(0, m, i, self._schedule).op, 0, m, i, to=g)]
         if action.op is Op.V:
@@ -59,7 +68,14 @@ class VocabularyMessages:
         op, g, m, i = action
         if op in (Op.V, Op.E):
             return [SkipSend(op, g, m, i, to=self._schedule.num_stages - 1 if op is Op.V else 0)]
-        return [SkipSend(op, g, m, i, to=stage) for stage in self._schedule.vocabulary_stages]
+        stages = self._embedding_stages if g == 0 and op in BACKWARDS else self._schedule.vocabulary_stages
+        return [SkipSend(op, g, m, i, to=stage) for stage in stages]
+
+    @cached_property
+    def _embedding_stages(self) -> list[int]:
+        """The stages next to which rows embed: of every rank, but where only some of a schedule is rehearsed."""
+        looked_up = {action.stage for action in self._schedule.positions if action.op is Op.E}
+        return [stage for stage in self._schedule.vocabulary_stages if stage in looked_up]
 
     def may_run(self, action: Action) -> bool:
         """Returns whether all that the action works on can be received without another rank of this process running."""
@@ -102,15 +118,7 @@ class VocabularyMessages:
 
     @cached_property
     def _gradients_before(self) -> dict[Action, Action]:
-        """The last EW that stands before an E in its rank's order."""
-        found: dict[Action, Action] = {}
-        for row in self._schedule.actions:
-            last = None
-            for action in row:
-                last = action if action.op is Op.EW else last
-                if action.op is Op.E and last is not None:
-                    found[action] = last
-        return found
+        return gradients_before(self._schedule)
 
     def release(self, message: SkipSend) -> None:
         """Frees the tensors of a message."""

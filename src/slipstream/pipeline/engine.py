@@ -146,14 +146,7 @@ class Engine:
             stage.model.train(training)
 
     def rehearsed_step(self, whole: WholeBatch) -> RehearsedStep:
-        """Returns what a rehearsal of the next step needs, were the step on this batch. Collective.
-
-        Raises SlipstreamError where every rank has some rows of tied weights, whose lookups aren't counted.
-        """
-        if self.layout.training.spreads_embedding:
-            raise SlipstreamError(
-                "the memory of tied weights with vocabulary='spread' isn't counted. Use vocabulary='whole'."
-            )
+        """Returns what a rehearsal of the next step needs, were the step on this batch. Collective."""
         length = self.family.length(whole)
         return self._to_rehearse(whole, length, self._split(whole, length))
 

@@ -12,7 +12,7 @@ from slipstream.schedule.action import (
     ScheduleError,
     SliceCounts,
 )
-from slipstream.schedule.dependencies import awaited_send, input_gradient, predecessors, sending
+from slipstream.schedule.dependencies import awaited_send, gradients_before, input_gradient, predecessors, sending
 from slipstream.schedule.generators import AUTOMATIC, GENERATORS, STAGES_PER_RANK, check_name, make_schedule, placed_as
 from slipstream.schedule.hang import report_wait
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b

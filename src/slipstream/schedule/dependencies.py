@@ -114,6 +114,18 @@ def input_gradient(stage: int, microbatch: int, index: int, schedule: Schedule) 
     return Action(Op.B, stage, microbatch, index)
 
 
+def gradients_before(schedule: Schedule) -> dict[Action, Action]:
+    """Returns for each E the last EW before it in its rank's order, which must have been given its gradient."""
+    found: dict[Action, Action] = {}
+    for row in schedule.actions:
+        last = None
+        for action in row:
+            last = action if action.op is Op.EW else last
+            if action.op is Op.E and last is not None:
+                found[action] = last
+    return found
+
+
 _MESSAGES = {Op.F: (Op.SEND_F, Op.RECV_F), Op.B: (Op.SEND_B, Op.RECV_B), Op.I: (Op.SEND_B, Op.RECV_B)}
 
 

@@ -39,8 +39,10 @@ def pool_bytes(schedule: Schedule, rank: int, tables: MemoryTables, windows: Win
         else:
             released = _released(action, schedule) & posted
             posted -= released
-            used[size] -= len(released)
-            for own, change in spread.changes(action) if spread else ():
+            returned = [(size, -len(released))]
+            sent_here = [*spread.changes(action)] if spread else []
+            # a backward returns what it received once its result is sent, others before they compute
+            for own, change in sent_here + returned if action.op is Op.B else returned + sent_here:
                 used[own] += change
                 most[own] = max(most[own], used[own])
             continue

@@ -153,21 +153,23 @@ class _Account:
         self._hand_over(action, unit)
         if self.schedule.spreads_vocabulary and action.stage == self.schedule.num_stages - 1:
             self._share_output(action)
+        if self.schedule.spreads_embedding and 0 in self.stages:
+            self._pass_lookup(action)
         return Moment(action, during, sum(self.held.values()))
 
     def _peak(self, action: Action, unit: StageSlice, footprint: Footprint) -> float:
         """Returns the peak over what is held; a stage's first B, I, W or VW makes gradients that later ones add to.
 
-        B makes all that I and W make.
+        B makes all that I and W make. VW and EW make the same, whichever comes first.
         """
-        key = stage, op = action.stage, action.op
+        key = stage, op = action.stage, Op.VW if action.op is Op.EW else action.op
         if op not in BACKWARDS | {Op.VW} or key in self.ran or (op is not Op.VW and (stage, Op.B) in self.ran):
             return footprint.peak
         self.ran.add(key)
         made = self.table.gradients.get(key, 0)
         self.held[MemoryKind.GRADIENTS] += (more := made - self.made[stage] if op is Op.B else made)
         self.made[stage] += 0 if op is Op.VW else more
-        return self.table.first.get((unit, op), footprint.peak + made) - made
+        return self.table.first.get((unit, action.op), footprint.peak + made) - made
 
     def _leave(self, action: Action, unit: StageSlice, leaves: float) -> None:
         """Counts what an action leaves: from F to I as activations, from I to W as the inputs of W.
@@ -194,6 +196,15 @@ class _Account:
         if self.schedule.positions[rows] < self.schedule.positions[backward]:
             payload = self.table.payload(action.slice)
             self.held[MemoryKind.ACTIVATIONS] += payload if action == rows else -payload
+
+    def _pass_lookup(self, action: Action) -> None:
+        """Counts what this rank's rows look up until the first stage's forward takes it, and the gradient of that
+        stage's input until they have added it."""
+        sign = {Op.E: 1, Op.EW: -1}.get(action.op, 0)
+        if action.stage == 0 and not sign:
+            sign = {Op.F: -1, Op.B: 1, Op.I: 1}.get(action.op, 0)
+        size = self.table.buffer(Op.E, action.slice) - self.table.header_bytes
+        self.held[MemoryKind.MESSAGES] += sign * size
 
     def _count_context(self, action: Action) -> None:
         key = stage, microbatch = action.stage, action.microbatch

@@ -72,7 +72,8 @@ class MemoryTable:
         parameters: per stage.
         gradients: per stage and B, I, W or VW, the weight gradients that it makes.
         optimizer: per stage.
-        vocabulary_bytes: per V and L of a spread head and slice, the buffer of its message, header included.
+        vocabulary_bytes: per V and L of a spread head and slice, the buffer of its message, header included; and per E,
+            where it isn't as large as a message between stages.
     """
 
     footprints: Mapping[tuple[StageSlice, Op], Footprint]
@@ -95,6 +96,13 @@ class MemoryTable:
     def payload(self, index: int) -> float:
         """Returns the bytes of a slice's message, without its header."""
         return self.message_bytes[index] if self.message_bytes else 0
+
+    def buffer(self, op: Op, index: int) -> float:
+        """Returns the bytes of the buffer of a spread head's message, header included; of F, the head's input."""
+        if op in (Op.F, Op.E):
+            own = self.payload(index) + self.header_bytes
+            return own if op is Op.F else self.vocabulary_bytes.get((op, index), own)
+        return self.vocabulary_bytes.get((op, index), 0)
 
 
 MemoryTables = MemoryTable | Sequence[MemoryTable]  # of all microbatches alike, or of each

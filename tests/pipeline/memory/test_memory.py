@@ -112,10 +112,13 @@ def test_one_rank(name: str, settings: dict[str, Any]) -> None:
     assert abs(simulated - measured) < 1024
 
 
-@pytest.mark.parametrize("settings", [pytest.param(each, marks=pytest.mark.more) for each in SETTINGS[1:]], ids=str)
-def test_one_rank_with_the_parts_of_its_head(settings: dict[str, Any]) -> None:
+@pytest.mark.more
+@pytest.mark.parametrize("settings", SETTINGS[1:], ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama, tied", pytest.param("gpt2", marks=pytest.mark.grid)])
+def test_one_rank_with_the_parts_of_its_head(name: str, settings: dict[str, Any]) -> None:
+    """Of tied weights what rows look up too."""
     options = {"vocabulary": "spread", **grouped(self_check=False, **settings)}
-    simulated, measured = peaks(Pipeline.from_config(ARCHITECTURES["llama"], num_microbatches=2, **options))
+    simulated, measured = peaks(Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, **options))
     assert abs(simulated - measured) < 1024
 
 

@@ -18,6 +18,7 @@ from slipstream.planner.costs import Profile, StateBytes
 from slipstream.planner.joint import JointPlan, ProfileUnits
 from slipstream.profiler import find_costs, measurement_run
 from support.architectures import ARCHITECTURES, build, gradient_error, gradients, llama, tokens, unsplit_step
+from support.parameters import first_of
 
 LENGTH = 64
 
@@ -29,9 +30,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(**options: Any) -> Pipeline:
     free = {"schedule": "auto", "slices": "auto", "seq_len": LENGTH, "num_ranks": 2}
-    model = options.pop("model", None)
+    model, config = options.pop("model", None), options.pop("config", llama())
     settings = {"runtime": Runtime(self_check=False), **free, **options}
-    return Pipeline.from_config(llama(), **settings) if model is None else Pipeline(model, **settings)
+    return Pipeline.from_config(config, **settings) if model is None else Pipeline(model, **settings)
 
 
 def test_the_plan_runs_from_the_first_step() -> None:
@@ -97,13 +98,17 @@ def held(pipe: Pipeline, inputs: Tensor) -> float:
     return max(engine._memory_limit.held_by(engine.rehearsed_step(WholeBatch.of(pipe.device, inputs, inputs))).peaks)
 
 
-@pytest.mark.parametrize("vocabulary", ["whole", pytest.param("spread", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("vocabulary", "tied"),
+    first_of([("whole", False), ("spread", True), ("spread", False)]),
+)
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.02, marks=pytest.mark.more)])
-def test_a_planned_step_keeps_to_the_memory_limit(share: float, vocabulary: str) -> None:
+def test_a_planned_step_keeps_to_the_memory_limit(share: float, vocabulary: str, tied: bool) -> None:
     """A limit above what the plan without one holds leaves it room; a tighter one needs other slices or stages."""
     inputs = tokens(batch=4, length=LENGTH)
-    limit = share * held(planned(num_microbatches=4, vocabulary=vocabulary), inputs)
-    pipe = planned(num_microbatches=4, memory=Memory(limit=limit), vocabulary=vocabulary)
+    options = {"num_microbatches": 4, "vocabulary": vocabulary, "config": llama(tie_word_embeddings=tied)}
+    limit = share * held(planned(**options), inputs)
+    pipe = planned(memory=Memory(limit=limit), **options)
     assert pipe.plan is not None
     assert pipe.plan.head == vocabulary
     assert held(pipe, inputs) <= limit
@@ -140,9 +145,11 @@ def test_nothing_is_planned_where_anything_is_given(given: dict[str, object]) ->
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("vocabulary", ["whole", "spread"])
-def test_what_a_plan_holds_is_known_before_it_runs(vocabulary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is rehearsed, with the parts of a head as without."""
+@pytest.mark.parametrize(("vocabulary", "tied"), [("whole", False), ("spread", False), ("spread", True)])
+def test_what_a_plan_holds_is_known_before_it_runs(
+    vocabulary: Any, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is rehearsed, with the parts of a head as without, and of tied weights."""
     measured: list[Profile] = []
 
     def measure(*arguments: Any) -> Profile:
@@ -150,7 +157,7 @@ def test_what_a_plan_holds_is_known_before_it_runs(vocabulary: Any, monkeypatch:
         return measured[-1]
 
     monkeypatch.setattr(start_plan, "find_costs", measure)
-    pipe = planned(num_microbatches=4, vocabulary=vocabulary)
+    pipe = planned(num_microbatches=4, vocabulary=vocabulary, config=llama(tie_word_embeddings=tied))
     units = ProfileUnits(measured[-1], StateBytes.of("float32"))
     request = StartRequest(LENGTH, 1, 4, 2, "float32")
     assert pipe.plan is not None

@@ -16,11 +16,16 @@ Vocabulary = Literal["whole", "spread"]
 
 
 def compare(
-    schedule: str, stages_per_rank: int, recompute: str, offload: float, vocabulary: Vocabulary = "whole"
+    schedule: str,
+    stages_per_rank: int,
+    recompute: str,
+    offload: float,
+    vocabulary: Vocabulary = "whole",
+    tied: bool = False,
 ) -> None:
     """The peaks are equal but for the tokens and the like, which the model leaves out."""
     pipe = Pipeline.from_config(
-        llama(hidden_size=64, max_position_embeddings=128),
+        llama(hidden_size=64, max_position_embeddings=128, tie_word_embeddings=tied),
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         slices=[30, 40, 34, 24],
@@ -43,7 +48,7 @@ def compare(
         others = memory.num_bytes - static
         pipe.step(inputs, inputs)
         measured = memory.peak - others
-    case = f"{schedule} {recompute} {offload} {vocabulary}, rank {pipe.rank}"
+    case = f"{schedule} {recompute} {offload} {vocabulary}{', tied' * tied}, rank {pipe.rank}"
     assert abs(found.peak - measured) < 1024, f"{case}: simulated {found.peak:.0f}, measured {measured:.0f}"
     assert 0 <= others < 0.01 * measured, f"{case}: {others} bytes that the model leaves out"
 
@@ -54,8 +59,9 @@ if __name__ == "__main__":
     compare("zb-v", 2, "none", 0.0)
     compare("zb-v", 2, "full", 0.0)
     compare("gpipe", 1, "selective", 0.7)
-    compare("1f1b", 1, "none", 0.0, "spread")
-    compare("zb-v", 2, "none", 0.0, "spread")
-    compare("interleaved-1f1b", 2, "full", 0.0, "spread")
-    compare("gpipe", 1, "selective", 0.7, "spread")
+    for tied in (False, True):
+        compare("1f1b", 1, "none", 0.0, "spread", tied)
+        compare("zb-v", 2, "none", 0.0, "spread", tied)
+        compare("interleaved-1f1b", 2, "full", 0.0, "spread", tied)
+        compare("gpipe", 1, "selective", 0.7, "spread", tied)
     dist.destroy_process_group()

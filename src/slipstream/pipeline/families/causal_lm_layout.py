@@ -62,7 +62,7 @@ def plan_layout(
                 f"vocabulary='whole', but the schedule {schedule.name!r} has V's, which spread the head. Leave "
                 "vocabulary out, or give a schedule without V, L and VW."
             )
-        check_spread(config, anatomy, tensor_ranks, schedule.num_ranks, options)
+        check_spread(config, tensor_ranks, schedule.num_ranks, options)
         _check_spread_embedding(anatomy, schedule)
     model = WeighedModel(config, anatomy, seq_len, has_head=not spreads)
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
@@ -73,16 +73,12 @@ def plan_layout(
     return layout, anatomy
 
 
-def check_spread(
-    config: PretrainedConfig, anatomy: ModelAnatomy, tensor_ranks: int, num_ranks: int, options: PipelineOptions
-) -> None:
+def check_spread(config: PretrainedConfig, tensor_ranks: int, num_ranks: int, options: PipelineOptions) -> None:
     """Raises SlipstreamError, the same on every rank, for what a spread head can't do."""
-    limited = options.memory.limit is not None
     problems = {
         "loss_fn=...": (options.loss_fn is not None, "no rank has all logits"),
         f"tp={tensor_ranks} in the mesh": (tensor_ranks > 1, "tensor ranks share the vocabulary already"),
         "parallel.shard_parameters=True": (options.parallel.shard_parameters, "rows of rows aren't gathered"),
-        "memory.limit=... and tied weights": (limited and bool(anatomy.tied), "their lookups aren't counted yet"),
         f"schedule={options.schedule!r}": (options.schedule in AUTOMATIC, "the parts are no part of what it measures"),
         "slices='auto'": (options.slices == "auto", "the parts are no part of what it measures"),
     }

@@ -25,7 +25,7 @@ def planned_vocabulary(
         return "whole"
     try:
         planned = replace(options, schedule="1f1b", slices=1)  # the plan's to give
-        check_spread(config, anatomy, tensor_ranks, num_ranks, planned)
+        check_spread(config, tensor_ranks, num_ranks, planned)
         find_spreadable_head(config, anatomy)
     except SlipstreamError:
         if options.vocabulary == "spread":

@@ -11,23 +11,29 @@ from slipstream.simulator import StageSlice
 def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) -> Schedule:
     """Returns the schedule of two microbatches on one stage of `schedule`, alone on its rank.
 
-    All slices are treated as `like` is, with backwards whole or split.
+    All slices are treated as `like` is, with backwards whole or split. What the first stage embeds comes from other
+    ranks, and from its own rows where these are next to it.
     """
     placement = _apart(like.stage, schedule) if schedule.spreads_vocabulary else tuple(range(schedule.num_stages))
     last, has_rows = len(placement) - 1, schedule.spreads_vocabulary and like.stage in schedule.vocabulary_stages
+    embeds, own = schedule.spreads_embedding, placement[like.stage]
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     for microbatch in range(2):
-        rows[placement[like.stage]] += _microbatch(like, split, microbatch, last, num_slices, has_rows)
-        if has_rows:
-            for stage in {placement[g]: g for g in range(last + 1)}.values():  # the last of each rank
-                if stage != like.stage:
-                    rows[placement[stage]] += _sending(stage, microbatch, last, num_slices)
+        rows[own] += _microbatch(like, split, microbatch, last, num_slices, has_rows, has_rows and embeds)
+        if has_rows or (embeds and like.stage == 0):
+            for rank, stage in {placement[g]: g for g in range(last + 1)}.items():  # the last of each rank
+                if rank != own:
+                    rows[rank] += _sending(stage, microbatch, last, num_slices, embeds)
+        if has_rows and embeds and like.stage > 0:
+            rows[placement[0]] += (Action(Op.B, 0, microbatch, index) for index in reversed(range(num_slices)))
     return Schedule("rehearsal", tuple(map(tuple, rows)), placement, num_microbatches=2, num_slices=num_slices)
 
 
-def _sending(stage: int, microbatch: int, last: int, num_slices: int) -> Iterator[Action]:
+def _sending(stage: int, microbatch: int, last: int, num_slices: int, embeds: bool) -> Iterator[Action]:
     """Yields what another rank would run of a spread head: it doesn't run, but says what is sent, in which order."""
     order = range(num_slices)
+    if embeds:
+        yield from (Action(Op.E, stage, microbatch, index) for index in order)
     yield from (Action(Op.V, stage, microbatch, index) for index in order)
     if stage == last:
         yield from (Action(Op.F, stage, microbatch, index) for index in order)
@@ -44,11 +50,23 @@ def _apart(stage: int, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _microbatch(
-    like: StageSlice, split: bool, microbatch: int, last: int, num_slices: int, has_rows: bool
+    like: StageSlice,
+    split: bool,
+    microbatch: int,
+    last: int,
+    num_slices: int,
+    has_rows: bool,
+    looks_up: bool,
 ) -> Iterator[Action]:
     """Yields the forwards, then the backwards in reverse, each with the actions that go with it."""
     not_first, not_last = like.stage > 0, like.stage < last
-    forward = [(Op.RECV_F, not_first), (Op.F, True), (Op.SEND_F, not_last), (Op.OFFLOAD, like.offloaded)]
+    forward = [
+        (Op.E, looks_up),
+        (Op.RECV_F, not_first),
+        (Op.F, True),
+        (Op.SEND_F, not_last),
+        (Op.OFFLOAD, like.offloaded),
+    ]
     backward = [
         (Op.L, has_rows and not not_last),
         (Op.RELOAD, like.offloaded),
@@ -58,6 +76,7 @@ def _microbatch(
         (Op.SEND_B, not_first),
         (Op.W, split),
         (Op.VW, has_rows),
+        (Op.EW, looks_up),
     ]
     order = range(num_slices)
     for ops, slices in ((forward, order), ([(Op.V, has_rows)], order), (backward, reversed(order))):

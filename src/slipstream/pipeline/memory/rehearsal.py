@@ -122,6 +122,7 @@ class _Run:
         for action, change in self.changes.items():
             if action.microbatch == 1 and action.op not in SENDS:
                 leaves = change.total - change.context - change.gradients + self._freed_by_send(action)
+                leaves += self._looked_up(action)
                 found[self._unit(action), action.op] = Footprint(leaves, change.peak)
         return found
 
@@ -132,6 +133,13 @@ class _Run:
             for action, change in self.changes.items()
             if self._is_first_backward(action, 0) or self._makes_weights_first(action)
         }
+
+    def _looked_up(self, action: Action) -> int:
+        """Returns the bytes of what rows look up for the stage next to them, which are counted with the messages: below
+        0 for the action that leaves them, or their gradient, above 0 for the one that takes them."""
+        lookup = self.changes.get(action.with_op(Op.E))
+        sign = {Op.E: -1, Op.F: 1, Op.B: -1, Op.I: -1, Op.EW: 1}.get(action.op, 0)
+        return 0 if lookup is None else sign * lookup.total
 
     def gradients(self) -> dict[tuple[int, Op], float]:
         """Returns the bytes of weight gradients that the first microbatch makes."""
@@ -169,16 +177,17 @@ def _message_bytes(step: RehearsedStep) -> list[float]:
 
 
 def _vocabulary_bytes(step: RehearsedStep) -> dict[tuple[Op, int], float]:
-    """Returns the bytes of the messages of V and L of each slice, where the head is spread."""
+    """Returns the bytes of the messages of V and L, and of E, of each slice, where the head is spread."""
     if not step.schedule.spreads_vocabulary:
         return {}
     state = StepState(step.batch, torch.zeros(()), torch.zeros(()))
     last = step.schedule.num_stages - 1
+    ops = (Op.V, Op.L, Op.E) if step.schedule.spreads_embedding else (Op.V, Op.L)
 
     def size(op: Op, index: int) -> int:
         return message_bytes(vocabulary_specs(step.stages, state, True, SkipSend(op, last, 0, index, to=last)))
 
-    return {(op, index): size(op, index) for op in (Op.V, Op.L) for index in range(len(step.batch.slices[0]))}
+    return {(op, index): size(op, index) for op in ops for index in range(len(step.batch.slices[0]))}
 
 
 def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> Iterator[_Run]:

@@ -16,7 +16,7 @@ from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import token_bytes
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.slicings import granularity_for
-from slipstream.planner.costs import StageParts, StateBytes, add_head_parts, memory_table
+from slipstream.planner.costs import StageParts, StateBytes, head_part_memory, memory_table
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
@@ -143,11 +143,8 @@ def _most_bytes(
     if recompute:
         schedule = add_recompute(schedule)
     stages = StageParts.of_partition(partition, units.num_layers, units.units_per_layer)
-    if schedule.spreads_vocabulary:
-        stages[-1] = stages[-1]._replace(stop=stages[-1].stop - 1)
-    table = memory_table(profile, stages, schedule, slices, "full" if recompute else "none", units.state)
-    if schedule.spreads_vocabulary:
-        table = add_head_parts(table, profile, schedule, slices, units.state)
+    account = head_part_memory if schedule.spreads_vocabulary else memory_table
+    table = account(profile, stages, schedule, slices, "full" if recompute else "none", units.state)
     batch = token_bytes(request.num_microbatches * request.microbatch_size * request.seq_len)
     ranks = memory_of(schedule, replace(table, header_bytes=HEADER_BYTES))
     return [(1 + _UNSEEN) * rank.peak + batch for rank in ranks]

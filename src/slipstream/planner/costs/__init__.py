@@ -5,7 +5,7 @@ from slipstream.planner.costs.action_memory import memory_table
 from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.planner.costs.cluster import SHIPPED, Cluster, Device, load_cluster
 from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, HostMemorySpec, ProfileSource, StageCosts
-from slipstream.planner.costs.head_part_memory import add_head_parts
+from slipstream.planner.costs.head_part_memory import head_part_memory
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, Measurement, ModelIdentity
 from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
 from slipstream.planner.costs.pipeline_costs import OPS
