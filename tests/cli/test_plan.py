@@ -365,7 +365,7 @@ def test_without_a_cluster_the_kept_costs_of_this_machine_are_used(
     for other in ({"num_ranks": 2}, {"dtype": "bfloat16"}, {"model": llama(vocab_size=99)}):
         with pytest.raises(SlipstreamError, match="no cluster is given"):
             slipstream.plan(**{"model": llama()} | settings | other)
-    with pytest.raises(SlipstreamError, match=r"`slipstream train` measures and keeps them .* with --tp=2, or name"):
+    with pytest.raises(SlipstreamError, match=r"`slipstream profile MODEL --seq-len=\d+ --ranks=\d+ --tp=2 --output"):
         slipstream.plan(llama(), **settings, tensor_parallel=2)
     hardware = replace(profile.hardware, processes=4)
     spread = replace(profile, hardware=hardware, tensor_parallel=2)

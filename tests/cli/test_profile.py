@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import slipstream
 from slipstream.cli.profile import profile as command
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import load_profile
-from support.architectures import llama
+from slipstream.planner.costs import StageParts, load_profile
+from support.architectures import VOCABULARY, llama
 from support.forked import slipstream_command
 
 QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4", "--budget=20")
@@ -38,10 +39,27 @@ def test_a_model_folder(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.more
+def test_ranks_that_share_layers(model: Path, tmp_path: Path) -> None:
+    """They measure their shares together, and a plan from the profile has their degree."""
+    output = tmp_path / "profile.json"
+    result = slipstream_command("profile", model, *QUICK, "--ranks=1", "--tp=2", "--output", output)
+    assert result.returncode == 0, result.stderr
+    profile = load_profile(output)
+    assert (profile.tensor_parallel, profile.hardware.processes, profile.sequence_parallel) == (2, 2, False)
+    head = profile.num_parameters(StageParts(len(profile.parts) - 1, len(profile.parts)))
+    assert (
+        head == (VOCABULARY + 1) // 2 * profile.model.hidden_size + profile.model.hidden_size
+    )  # the first's, and a norm
+    plan = slipstream.plan(model, output, seq_len=16, global_batch=1, num_slices=2)
+    assert plan.best.configuration.tensor_parallel == 2
+
+
+@pytest.mark.more
 def test_a_training_configuration(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     settings = {
         "model": {"config": llama().to_diff_dict()},
+        "parallel": {"sequence_parallel": True},
         "data": {"corpus": "python-stdlib"},
         "training": {"output": str(tmp_path / "run"), "steps": 1, "seq_len": 16},
     }
@@ -51,6 +69,8 @@ def test_a_training_configuration(tmp_path: Path) -> None:
     profile = load_profile(output)
     assert (profile.seq_len, profile.hardware.processes, profile.link) == (16, 1, None)
     assert not (tmp_path / "run").exists()
+    command(str(config), output, repeats=2, ranks=1, tp=2, granularity=8)
+    assert load_profile(output).sequence_parallel
 
 
 @pytest.mark.parametrize(
@@ -61,7 +81,10 @@ def test_a_training_configuration(tmp_path: Path) -> None:
         ({"seq_len": 64, "device": "tpu"}, "--device='tpu' isn't known; choose auto, cpu or cuda"),
         ({"seq_len": 64, "device": "cuda", "ranks": 99}, "needs as many CUDA devices, but there are"),
         ({"seq_len": 64, "output": Path("/no/p.json")}, "there is no folder /no; make it first"),
+        ({"seq_len": 64, "device": "cuda", "ranks": 33, "tp": 4}, "--ranks=33 --tp=4 needs as many CUDA devices"),
         ({"seq_len": 64, "model": "/no"}, "no model at '/no'"),
+        ({"seq_len": 64, "tp": 3}, "attention heads"),
+        ({"seq_len": 4096}, "positions"),
     ],
 )
 def test_bad_input_starts_nothing(model: Path, tmp_path: Path, settings: dict[str, object], reason: str) -> None:

@@ -28,7 +28,11 @@ def profile(
         int | None, count("Tokens of the longest slice. Default: the sequence, at most 8192.")
     ] = None,
     granularity: Annotated[int | None, count("Unit of slice lengths in tokens. Default: longest slice / 32.")] = None,
-    ranks: Annotated[int, count("Processes that measure at the same time, like pipeline ranks.")] = 2,
+    ranks: Annotated[int, count("Pipeline ranks, which measure at the same time.")] = 2,
+    tp: Annotated[
+        int | None,
+        count("Processes of each rank, which share every layer. Default: the training configuration's, or 1."),
+    ] = None,
     device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
     repeats: Annotated[int, Option(help="Largest number of measurements of each point.", min=2)] = 15,
     budget: Annotated[float, Option(help="Largest number of seconds spent measuring.")] = 120.0,
@@ -37,17 +41,18 @@ def profile(
     from rich.console import Console
 
     from slipstream.launch.profile_ranks import measure_profile
-    from slipstream.training.config import ModelSection, load_config
+    from slipstream.training.config import ModelSection, ParallelSection, load_config
     from slipstream.training.preflight import load_model_config
 
     if device not in ("auto", "cpu", "cuda"):
         raise SlipstreamError(f"--device={device!r} isn't known; choose auto, cpu or cuda")
     if not output.parent.is_dir():
         raise SlipstreamError(f"--output={output}: there is no folder {output.parent}; make it first")
-    section = ModelSection(path=model)
+    section, shared = ModelSection(path=model), ParallelSection(tensor=tp or 1)
     if model.endswith((".yaml", ".yml")):
         config = load_config(Path(model))
         section, seq_len = config.model, seq_len or config.training.seq_len
+        shared = config.parallel.model_copy(update={} if tp is None else {"tensor": tp})
     if seq_len is None:
         raise SlipstreamError("how long are the sequences? give --seq-len=4096, for example")
     settings = {
@@ -58,8 +63,10 @@ def profile(
         "granularity": granularity,
         "repeats": repeats,
         "budget": budget,
+        "sequence_parallel": shared.sequence_parallel and shared.tensor > 1,
+        "tensor_plan": shared.tensor_plan if shared.tensor > 1 else None,
     }
-    found = measure_profile(load_model_config(section), settings, ranks, device)
+    found = measure_profile(load_model_config(section), settings, ranks, device, shared.tensor)
     found.save(output)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_table(found))

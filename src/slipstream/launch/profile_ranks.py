@@ -16,38 +16,45 @@ from slipstream.planner.costs import Profile, load_profile
 _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
 
 
-def measure_profile(model_config: Any, settings: dict[str, Any], num_ranks: int, device: str = "auto") -> Profile:
-    """Starts `num_ranks` local ranks that measure at the same time; returns their link and the times of the first.
+def measure_profile(
+    model_config: Any, settings: dict[str, Any], num_ranks: int, device: str = "auto", tensor_ranks: int = 1
+) -> Profile:
+    """Starts local processes that measure at the same time; returns their link and the times of the first.
 
     Args:
         model_config: a transformers.PretrainedConfig.
         settings: the arguments of ProfileSettings.
         num_ranks: the number of a pipeline's ranks that share this machine.
-        device: "cpu", "cuda", or "auto": CUDA where there is a device for each rank.
+        device: "cpu", "cuda", or "auto": CUDA where there is a device for each process.
+        tensor_ranks: the number of processes of each of these ranks, which share every layer.
 
     Raises:
-        SlipstreamError: if the settings don't fit together or there are too few devices.
+        SlipstreamError: if the settings don't fit together, there are too few devices, or the processes of a rank can't
+            share the model's layers.
         RankFailedError: if a rank ended early.
     """
     import torch
 
     from slipstream.profiler import ProfileSettings
 
-    ProfileSettings(**settings).check()
+    ProfileSettings(**settings).check(model_config, tensor_ranks)
     if has_launcher():
         raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun or srun.")
-    num_devices = torch.cuda.device_count()
-    if device == "cuda" and num_devices < num_ranks:
+    num_devices, num_processes = torch.cuda.device_count(), num_ranks * tensor_ranks
+    if device == "cuda" and num_devices < num_processes:
+        given = f"--ranks={num_ranks}" + (f" --tp={tensor_ranks}" if tensor_ranks > 1 else "")
+        fewer = f" or --ranks={num_devices // tensor_ranks}" if num_devices >= tensor_ranks else ""
         raise SlipstreamError(
-            f"--device=cuda with --ranks={num_ranks} needs as many CUDA devices, but there are {num_devices}; "
-            f"use --device=cpu{f' or --ranks={num_devices}' if num_devices else ''}"
+            f"--device=cuda with {given} needs as many CUDA devices, but there are {num_devices}; "
+            f"use --device=cpu{fewer}"
         )
-    chosen = ("cuda" if num_devices >= num_ranks else "cpu") if device == "auto" else device
+    chosen = ("cuda" if num_devices >= num_processes else "cpu") if device == "auto" else device
     with tempfile.TemporaryDirectory(prefix="slipstream-profile-") as name:
         folder = Path(name)
         model_config.save_pretrained(folder / _MODEL)
-        (folder / _REQUEST).write_text(json.dumps({"settings": settings, "device": chosen}))
-        launch_ranks(["-m", "slipstream.launch.profile_ranks", name], num_ranks)
+        request = {"settings": settings, "device": chosen, "tensor_ranks": tensor_ranks}
+        (folder / _REQUEST).write_text(json.dumps(request))
+        launch_ranks(["-m", "slipstream.launch.profile_ranks", name], num_processes)
         return load_profile(folder / _PROFILE)
 
 
@@ -58,6 +65,7 @@ def _measure_as_rank(folder: Path) -> None:
 
     from slipstream.launch.progress import Progress, make_console
     from slipstream.model import load_config
+    from slipstream.parallel import Ranks, make_mesh
     from slipstream.profiler import ProfileSettings, profile_model
     from slipstream.profiler.link_measurement import measure_link
 
@@ -68,12 +76,14 @@ def _measure_as_rank(folder: Path) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
     is_first = dist.get_rank() == 0
+    settings, shared = ProfileSettings(**request["settings"]), request["tensor_ranks"]
+    ranks = Ranks.of(make_mesh(pp=dist.get_world_size() // shared, tp=shared, device_type=device.type))
     progress = Progress(make_console() if is_first else None)
     with progress.waiting("measuring the link"):
-        link = measure_link(device)
+        link = measure_link(device, ranks, settings.sequence_parallel)
     with progress.counting("measuring the layers", total=1) as show:
         config = load_config(str(folder / _MODEL))
-        profile = profile_model(config, ProfileSettings(**request["settings"]), device, link, show)
+        profile = profile_model(config, settings, device, link, show, ranks)
     if is_first:
         profile.save(folder / _PROFILE)
     dist.barrier()

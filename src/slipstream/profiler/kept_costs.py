@@ -69,9 +69,8 @@ def newest_costs(
 
 
 def _how_to_measure(seq_len: int, num_ranks: int | None, tensor_parallel: Collection[int]) -> str:
-    if 1 not in tensor_parallel:
-        return f"`slipstream train` measures and keeps them where it plans a run with --tp={min(tensor_parallel)}"
+    shared = "" if 1 in tensor_parallel else f"--tp={min(tensor_parallel)} "
     return (
-        f"Measure them with `slipstream profile MODEL --seq-len={seq_len} --ranks={num_ranks or 2} "
+        f"Measure them with `slipstream profile MODEL --seq-len={seq_len} --ranks={num_ranks or 2} {shared}"
         "--output=profile.json` and plan with profile.json"
     )

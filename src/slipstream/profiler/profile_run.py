@@ -17,6 +17,7 @@ from slipstream.model import (
     ModelEnd,
     check_length,
     copy_with_shared_weights,
+    find_anatomy,
     meta_model,
     model_for_timing,
 )
@@ -51,8 +52,8 @@ class ProfileSettings:
     sequence_parallel: bool = False  # whether ranks that share layers also share tokens (`slipstream.Parallelism`)
     tensor_plan: Mapping[str, str] | None = None  # how they share layers, where the model doesn't say it itself
 
-    def check(self) -> None:
-        """Raises SlipstreamError for settings that can't be measured."""
+    def check(self, config: PretrainedConfig, tensor_ranks: int = 1) -> None:
+        """Raises SlipstreamError for what can't be measured of a model whose layers so many ranks share."""
         if self.dtype not in _DTYPES:
             raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_DTYPES)}.")
         least = min(self.seq_len, self.microbatch_size, self.longest, self.step)
@@ -60,6 +61,9 @@ class ProfileSettings:
             raise SlipstreamError(f"{self}: all must be positive, and no slice is longer than the sequence.")
         if self.repeats < 2:
             raise SlipstreamError(f"repeats={self.repeats}: give at least 2, so that there is a spread.")
+        check_length(config, self.seq_len)
+        if tensor_ranks > 1:
+            find_tensor_plan(meta_model(config), config, tensor_ranks, find_anatomy(config), self.tensor_plan)
 
     @property
     def longest(self) -> int:
@@ -96,9 +100,8 @@ def profile_model(
     Raises:
         SlipstreamError: settings that can't be measured, a model that can't be cut or shared, or too small a budget.
     """
-    settings.check()
-    check_length(config, settings.seq_len)
     ranks = ranks or Ranks.of()
+    settings.check(config, ranks.tensor.size)
     anatomy = anatomy_with_halves(config)
     kinds, names = find_layer_kinds(config, anatomy)
     units_per_layer = 2 if anatomy.halves else 1

@@ -19,6 +19,7 @@ from slipstream.planner.costs import (
     Measurement,
     ModelIdentity,
     Profile,
+    ProfileSource,
     StageParts,
     StateBytes,
     fit_times,
@@ -27,6 +28,7 @@ from slipstream.planner.costs import (
 from slipstream.planner.costs.stage_basis import choose_stages, combine, part_kinds, parts_of, stage_row
 from slipstream.planner.joint import ProfileUnits
 from slipstream.planner.joint.unit_costs import SlicedUnits
+from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.schedule import Op, gpipe
 from slipstream.simulator import simulate
 from support.hand_made_plan import stages_of
@@ -240,6 +242,25 @@ def test_memory_of_a_stage(profile: Profile) -> None:
     assert profile.context_gradient_bytes(range(1, 5), 10) == pytest.approx(16 * 4 * 10)
     assert profile.num_parameters(range(3, 6)) == 150 + 100 + 150 + 1000
     assert profile.optimizer_step_seconds(range(3, 6)) == pytest.approx(1.4e-6)
+
+
+def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> None:
+    """A ring of three: four messages of a third of the gradients each, after the other."""
+    link = profile.link
+    assert link is not None
+    stage = range(3, 6)
+    third = 4 * profile.num_parameters(stage) / 3 / link.bandwidth
+    assert profile.gradient_seconds(stage, 3) == pytest.approx(4 * (link.latency + third))
+    assert profile.gradient_seconds(stage, 1) == 0
+    assert profile.optimizer_step_seconds(stage, shards=2) == profile.optimizer_step_seconds(stage) / 2
+    source = ProfileSource(profile, num_ranks=4)
+    options = PlanOptions(pipeline_parallel=(2,), schedule=("1f1b",), stages_per_rank=(1,), num_slices=(2,))
+    found = search_plans(source, 64, 6, options=options).best
+    cut = StageParts.of_partition(found.partition, len(profile.kinds), 1)
+    assert found.configuration.data_parallel == 2
+    assert found.seconds_by_cause["gradient reduction"] in [profile.gradient_seconds(each, 2) for each in cut]
+    assert any("computed from the measured link" in note for note in source.notes())
+    assert any("has measured no link" in note for note in ProfileSource(replace(profile, link=None), 1).notes())
 
 
 def test_a_file_comes_back_equal(profile: Profile, tmp_path: Path) -> None:

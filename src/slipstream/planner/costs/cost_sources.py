@@ -9,7 +9,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.planner.costs.cluster import Cluster
 from slipstream.planner.costs.operation_counts import ModelCount, StateBytes
-from slipstream.planner.costs.profile_file import Profile
+from slipstream.planner.costs.profile import Profile
 from slipstream.schedule import Op
 
 StageCosts: TypeAlias = AnalyticCosts | Profile
@@ -77,7 +77,7 @@ class AnalyticSource:
 
 
 class ProfileSource:
-    """A model measured on the present hardware: pipelines alone, of one microbatch size and one tensor-parallel degree.
+    """A model measured on the present hardware, of one microbatch size and one tensor-parallel degree.
 
     It has what an AnalyticSource has.
     """
@@ -117,8 +117,13 @@ class ProfileSource:
         return iter(())
 
     def notes(self) -> tuple[str, ...]:
-        off = f"{self.profile.error:.1%}"
-        return (f"Times come from a profile; at the points held out, its fits are off by {off} on average.",)
+        off, link = f"{self.profile.error:.1%}", "computed from the measured link, without overlap."
+        if self.profile.link is None:
+            link = "left out: one process alone has measured no link."
+        return (
+            f"Times come from a profile; at the points held out, its fits are off by {off} on average.",
+            f"The gradients' reduction between pipelines is {link}",
+        )
 
 
 CostSource: TypeAlias = AnalyticSource | ProfileSource

@@ -8,7 +8,7 @@ from itertools import product
 
 from slipstream.planner.costs.action_memory import memory_table
 from slipstream.planner.costs.operation_counts import StateBytes
-from slipstream.planner.costs.profile_file import Profile
+from slipstream.planner.costs.profile import Profile
 from slipstream.planner.costs.stage_basis import StageParts
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice

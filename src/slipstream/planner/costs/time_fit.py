@@ -1,4 +1,4 @@
-"""TeraPipe's model of a slice's time, t(i, j) for i tokens after a context of j tokens, and its fit."""
+"""TeraPipe's model of a slice's time, t(i, j) for i tokens after a context of j tokens, its fit, and sums of fits."""
 
 from __future__ import annotations
 
@@ -152,3 +152,25 @@ def _features(i: np.ndarray[Any, Any], j: np.ndarray[Any, Any], windows: Sequenc
     for window in windows:
         columns += [window.context_keys(j), window.context_scores(i, j)]
     return columns
+
+
+@dataclass(frozen=True)
+class FittedTime:
+    """The time of one op, t(slice_length, context_length) in seconds, of any number of parts of each kind.
+
+    Takes ints or integer arrays. A part's time is a weighted sum of measured stages' fits. Weights may be negative, as
+    parts are differences of stages, so that noise may bring it below 0: then it counts as 0.
+    """
+
+    fits: tuple[TimeFit, ...]  # of the measured stages
+    weights: tuple[tuple[float, ...], ...]  # of the fits in every kind of part
+    numbers: tuple[float, ...]  # of the parts of every kind
+
+    def __call__(self, length: Any, context: Any) -> Any:
+        measured = [fit(length, context) for fit in self.fits]
+        total = sum(n * _positive(row, measured) for n, row in zip(self.numbers, self.weights, strict=True) if n)
+        return total if isinstance(total, np.ndarray) else float(total)
+
+
+def _positive(weights: Sequence[float], values: Sequence[Any]) -> Any:
+    return np.maximum(sum(weight * value for weight, value in zip(weights, values, strict=True) if weight), 0.0)

@@ -2,4 +2,10 @@
 
 from slipstream.training.config.config_file import dump_config, load_config
 from slipstream.training.config.run_config import Config, named_schedule
-from slipstream.training.config.sections import DataSection, ModelSection, OptimizerSection, SampleSection
+from slipstream.training.config.sections import (
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    SampleSection,
+)
