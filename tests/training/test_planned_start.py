@@ -94,8 +94,16 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
         ({"data": {**SETTINGS["data"], "packing": "none"}}, ""),
         (
             {"data": {**SETTINGS["data"], "packing": "none"}, "pipeline": {"slices": 4}},
-            "pipeline.slices=4 is given, so the run plans nothing before its first step: schedule=1f1b, slices=4, "
-            "partition=auto. Leave it out for a plan.",
+            "pipeline.slices=4 is given, so the run plans each step by multiplications, not by measured times: "
+            "schedule=1f1b, slices=4, partition=auto. Leave it out for a plan.",
+        ),
+        (
+            {
+                "data": {**SETTINGS["data"], "packing": "none"},
+                "pipeline": {"num_ranks": 2, "schedule": "1f1b", "slices": 4},
+            },
+            "pipeline.schedule=1f1b and pipeline.slices=4 are given, so the run plans each step by multiplications, "
+            "not by measured times: schedule=1f1b, slices=4, partition=auto. Leave them out for a plan.",
         ),
         (
             {"memory": {"recompute": "full"}},

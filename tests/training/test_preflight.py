@@ -105,6 +105,29 @@ def test_a_layout_that_no_rank_could_make(
     assert message in refuse(values)
 
 
+@pytest.mark.parametrize("pipeline", [{"schedule": "1f1b", "slices": 2}, {}], ids=["named", "planned"])
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"parallel": {"tensor": 2}}, "vocabulary='spread' with tp=2 in the mesh: tensor ranks share the vocabulary"),
+        ({"parallel": {"data": 2, "shard_parameters": True}}, "vocabulary='spread' with parallel.shard_parameters"),
+    ],
+    ids=str,
+)
+def test_a_spread_head_that_no_rank_could_have(
+    values: dict[str, Any], refuse: Refuse, pipeline: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    values |= sections
+    values["pipeline"] = {"num_ranks": 2, "vocabulary": "spread", **pipeline}
+    values["training"]["batch_size"] = 2
+    assert message in refuse(values)
+
+
+def test_a_plan_may_be_asked_for_a_spread_head(values: dict[str, Any]) -> None:
+    values["pipeline"] = {"num_ranks": 2, "vocabulary": "spread"}
+    preflight(parse_config(values), Progress(None))
+
+
 def snapshot(folder: Path) -> dict[Path, bytes] | None:
     if not folder.exists():
         return None

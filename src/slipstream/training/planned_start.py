@@ -41,13 +41,14 @@ _DTYPES = {"bf16-weights": "bfloat16", "bf16": "bf16"}  # in which layers are me
 def what_prevents_a_plan(config: Config) -> str:
     """Returns a line about the settings that keep the run from planning itself, and what it does instead.
 
-    It is empty where the run is planned, where order and slices are both given, so that nothing falls back to a
-    default, and for one rank.
+    It is empty where the run is planned, for one rank, and where order and slices are both given, so that nothing falls
+    back to a default; but how steps on documents of any length are planned without measured costs is said then, too.
     """
     pipeline = config.pipeline
+    by_step = config.data.packing == "none" and config.pipeline_options()["rates"] is None
     gives_slices = not {"slices", "microbatches"}.isdisjoint(pipeline.model_fields_set) and pipeline.slices != "auto"
     is_given = "schedule" in pipeline.model_fields_set and pipeline.schedule not in AUTOMATIC and gives_slices
-    if is_given or pipeline.num_ranks == 1 or _is_open(config):
+    if (is_given and not by_step) or pipeline.num_ranks == 1 or is_open(config):
         return ""
     sections = {"pipeline": pipeline, "memory": config.memory}
     given = [
@@ -57,13 +58,16 @@ def what_prevents_a_plan(config: Config) -> str:
         if setting in section.model_fields_set and getattr(section, setting) != "auto"
     ]
     are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+    instead = "plans each step by multiplications, not by measured times"
+    if not by_step:
+        instead = "plans nothing before its first step"
     return (
-        f"{' and '.join(given)} {are} given, so the run plans nothing before its first step: schedule="
+        f"{' and '.join(given)} {are} given, so the run {instead}: schedule="
         f"{pipeline.schedule}, slices={pipeline.slices}, partition={pipeline.partition}. Leave {them} out for a plan."
     )
 
 
-def _is_open(config: Config) -> bool:
+def is_open(config: Config) -> bool:
     """Returns whether everything that a plan decides is left to it; documents of any length don't say how long."""
     return is_free(PipelineOptions(**config.pipeline_options() | {"seq_len": config.training.seq_len}))
 
@@ -87,7 +91,7 @@ def start_settings(
     """
     options = PipelineOptions(**config.pipeline_options())
     are_documents = isinstance(sequences, WholeDocuments)
-    if not _is_open(config) or config.pipeline.num_ranks == 1:
+    if not is_open(config) or config.pipeline.num_ranks == 1:
         return {}
     otherwise = "steps are planned by multiplications" if are_documents else "the run uses schedule=1f1b with 8 slices"
     if earlier is not None and (found := _found_again(config, earlier)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from slipstream.model import (
     load_config,
     trust_remote_code,
 )
+from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import Tuner
 from slipstream.training.config import Config, ModelSection
+from slipstream.training.planned_start import is_open
 
 
 def load_model_config(model: ModelSection) -> Any:
@@ -78,6 +81,9 @@ def _check_layout(config: Config, model_config: Any) -> None:
     options = PipelineOptions(**config.pipeline_options())
     tuner = Tuner(options, config.pipeline.num_ranks)
     anatomy, tensor_ranks = find_anatomy(model_config), config.parallel.tensor
+    if options.vocabulary == "spread" and is_open(config):  # the plan decides the rest
+        planned_vocabulary(model_config, anatomy, config.pipeline.num_ranks, tensor_ranks, options)
+        options = replace(options, vocabulary="whole")
     plan_layout(model_config, anatomy, tuner.schedule, tuner.slices, options, tensor_ranks)
 
 
