@@ -2,9 +2,10 @@
 
     python -m benchmarks.plan_search                  # prints a table, writes results/plan_search.json
     python -m benchmarks.plan_search --joint          # the joint search alone: results/joint_search.json
+    python -m benchmarks.plan_search --steps          # a step's plan, with memory limits: results/step_search.json
 
-On one core; the joint search by its process's time, which other programs lengthen little. Calculon (Isaev et al., SC
-2023) reports 148 configurations a second, each computed in closed form.
+On one core; the joint search and the plans of steps by their process's time, which other programs lengthen little.
+Calculon (Isaev et al., SC 2023) reports 148 configurations a second, each computed in closed form.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import statistics
 import time
 from typing import Any
 
+import numpy as np
 from transformers import LlamaConfig
 
 from benchmarks.harness import few, restart_in_environment, setting, write
 from benchmarks.joint_problems import RandomUnits, joint_problems
+from slipstream import Memory, Pipeline, Runtime
+from slipstream.pipeline.engine import Engine
 from slipstream.planner.costs import AnalyticSource, load_cluster
 from slipstream.planner.joint import JointProblem, find_joint_plan
 from slipstream.planner.search import PlanOptions, search_plans
@@ -25,6 +29,14 @@ from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.profiler import count_model
 
 REPEATS = 3  # of computing all bounds
+_LONGEST = 8192  # tokens of a sequence in a step
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
 _COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 SHAPES = {
     "Llama-3-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -99,6 +111,45 @@ def joint() -> None:
     print(f"wrote {write('joint_search', {'setting': setting(), 'rows': rows})}")
 
 
+def lengths_of_a_step(seed: int) -> list[int]:
+    """Returns 64 lengths, most of them short."""
+    drawn = np.random.default_rng(seed).lognormal(6.2, 1.1, 64)
+    return [int(length) for length in np.clip(drawn, 16, _LONGEST)]
+
+
+def measure_step(engine: Engine, share: float | None, seed: int, limit: float | None) -> dict[str, Any]:
+    """Returns the seconds of a step's plan, and of its schedule's lowering, which ends in the thread that plans."""
+    engine._memory_limit.limit = limit
+    began = time.process_time()
+    plan = engine._plan_step(lengths_of_a_step(seed))
+    planned = time.process_time()
+    engine._check_and_lay_out(plan.schedule)
+    row = {"limit over what is held without": share, "batch": seed, "actions": sum(map(len, plan.schedule.actions))}
+    seconds = {"seconds of the plan": planned - began, "seconds of lowering": time.process_time() - planned}
+    return row | seconds | {"step seconds": plan.seconds}
+
+
+def steps() -> None:
+    """Of 64 sequences on 8 ranks: without a limit, and with limits that are less and less than what is held then."""
+    config = LlamaConfig(**_SMALL, max_position_embeddings=_LONGEST)
+    options: dict[str, Any] = {"schedule": "auto", "slices": "auto", "num_ranks": 8, "memory": Memory(limit=1e15)}
+    pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), **options)
+    engine = pipe._engine
+    engine._rehearse_rows()
+    engine._plan_step(lengths_of_a_step(0))  # loads what is compiled
+    rows = []
+    for share in few([None, 1.5, 0.9, 0.7, 0.5]):
+        for seed in range(1, 6):
+            held = max(engine._held_with(engine._plan_step(lengths_of_a_step(seed))))
+            rows.append(measure_step(engine, share, seed, 1e15 if share is None else share * held))
+            engine._memory_limit.limit = 1e15
+        own = [row["seconds of the plan"] for row in rows[-5:]]
+        print(
+            f"limit {share or 'none'}: a plan takes {statistics.median(own) * 1e3:.0f} ms, {max(own) * 1e3:.0f} at most"
+        )
+    print(f"wrote {write('step_search', {'setting': setting(), 'rows': rows})}")
+
+
 def whole_plans() -> None:
     measure(*CASES[0])  # loads and warms everything up
     rows = []
@@ -119,9 +170,10 @@ def whole_plans() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--joint", action="store_true", help="measure the joint search alone")
+    parser.add_argument("--steps", action="store_true", help="measure the plans of steps alone")
     options = parser.parse_args()
     restart_in_environment()
-    joint() if options.joint else whole_plans()
+    joint() if options.joint else steps() if options.steps else whole_plans()
 
 
 if __name__ == "__main__":
