@@ -40,7 +40,8 @@ class StateBytes:
 
     @classmethod
     def of(cls, dtype: str) -> StateBytes:
-        return cls(4, 4, 8) if dtype == "float32" else cls(2, 4, 12)
+        wide = {"float32": 4, "float64": 8}.get(dtype)
+        return cls(2, 4, 12) if wide is None else cls(wide, wide, 2 * wide)
 
 
 @dataclass(frozen=True)
