@@ -29,10 +29,11 @@ from support.options import grouped
 from support.parameters import first_of
 
 SLICES = [5, 1, 46, 44]  # the second alone in its slice
+FEATURES = ["qwen3_next", "lfm2", "bamba", "minimax", "jamba", "recurrent_gemma", "rwkv", "xlstm"]  # one of each
 
 
 def unsplit(name: str) -> PreTrainedModel:
-    model = build(HYBRIDS[name])
+    model = build(HYBRIDS[name]).double()  # OLMo's decays stay float32, and so would their gradients
     perturb_parameters(model)
     return model
 
@@ -73,7 +74,7 @@ def test_a_state_without_its_gradient_would_show(monkeypatch: pytest.MonkeyPatch
         2,
     ),
 )
-@pytest.mark.parametrize("name", first_of(["qwen3_next", "lfm2", "bamba", "minimax"]))
+@pytest.mark.parametrize("name", first_of(FEATURES))
 def test_with_split_backwards_recomputation_and_offload(name: str, settings: dict[str, Any]) -> None:
     assert error_of(name, self_check=False, **settings) < BOUND
 
@@ -91,7 +92,7 @@ def documents(*rows: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("slices", [SLICES, [LENGTH]], ids=["slices", "whole"])
-@pytest.mark.parametrize("name", first_of(["qwen3_next", "lfm2", "bamba", "nemotron_h", "minimax"], 1))
+@pytest.mark.parametrize("name", first_of([*FEATURES, "nemotron_h", "kimi_linear"]))
 def test_a_state_is_reset_where_a_document_begins(name: str, slices: list[int]) -> None:
     """Once at a slice's first token, in one row within a slice, for one token, and twice in a slice."""
     model, inputs, rows = unsplit(name), tokens(length=LENGTH), [(6, 20, 70), (40, 1, 11, 44)]
@@ -127,3 +128,14 @@ def test_costs_are_counted_and_measured_while_it_trains() -> None:
     pipe, inputs = Pipeline.from_config(config, num_microbatches=2, **settings), tokens(length=LENGTH)
     losses = [pipe.step(inputs, inputs) for _ in range(4)]
     assert max(losses) - min(losses) < 1e-5 * max(losses)
+
+
+@pytest.mark.parametrize("name", first_of(["mamba", "mamba2"]))
+def test_a_residual_in_float32_goes_to_the_next_stage(name: str) -> None:
+    """Mamba's residual connections stay float32 in bfloat16."""
+    inputs, losses = tokens(length=LENGTH), []
+    for ranks, partition in ((1, "auto"), (2, "auto"), (2, [0, HYBRIDS[name].num_hidden_layers])):
+        settings = {"slices": SLICES, "num_ranks": ranks, "partition": partition, "dtype": torch.bfloat16}
+        pipe = Pipeline.from_config(HYBRIDS[name], **grouped(self_check=False, **settings))
+        losses.append(pipe.step(inputs, inputs))
+    assert losses[1] == losses[2] == losses[0]

@@ -12,7 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     DeepseekV32Config,
-    JambaConfig,
     Llama4TextConfig,
     MambaConfig,
     MiniMaxM3VLTextConfig,
@@ -134,10 +133,6 @@ def test_documents_below_the_scale_are_separate_sequences() -> None:
 _LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 8, "index_n_heads": 2}
 _LAYERS = {"num_key_value_heads": 2, "head_dim": 16}
 _STATES: dict[str, tuple[PretrainedConfig, str]] = {
-    "mamba": (
-        MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
-        "MambaBlock.*carries a state.*doesn't continue from it over several tokens",
-    ),
     "minimax_m3": (
         MiniMaxM3VLTextConfig(
             **_SIZES, **_LAYERS, rotary_dim=8, layer_types=["full_attention", "minimax_m3_sparse"] * 2, index_n_heads=2
@@ -145,10 +140,6 @@ _STATES: dict[str, tuple[PretrainedConfig, str]] = {
         "layer 1 carries an indexer's keys.*sparse attention",
     ),
     "deepseek_v32": (DeepseekV32Config(**_SIZES, **_LATENT), "reads the attention mask.*sparse attention"),
-    "jamba": (
-        JambaConfig(**_SIZES, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
-        "JambaMambaDecoderLayer.*doesn't continue from it",
-    ),
 }
 
 
@@ -158,6 +149,14 @@ def test_carried_state_is_refused_with_and_without_the_self_check(name: str, sel
     config, reason = _STATES[name]
     with pytest.raises(SlipstreamError, match=f"can't be (trained in token slices|cut into stages): .*{reason}"):
         Pipeline.from_config(config, slices=4, num_ranks=2, runtime=Runtime(self_check=self_check))
+
+
+def test_a_recurrence_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of versions to come may."""
+    monkeypatch.setattr("slipstream.model.causal_lm_stage.give_initial_states", lambda _: None)
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(SlipstreamError, match=r"MambaBlock.*carries a state.*doesn't continue from it over several"):
+        Pipeline.from_config(config, slices=4, runtime=Runtime(self_check=False))
 
 
 def test_the_self_check_says_up_to_which_length_documents_are_exact() -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from transformers import (
     BambaConfig,
     FalconH1Config,
+    FalconMambaConfig,
+    JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Mamba2Config,
+    MambaConfig,
     MiniMaxConfig,
     NemotronHConfig,
+    OlmoHybridConfig,
     PretrainedConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
+    xLSTMConfig,
 )
 
 from support.architectures import VOCABULARY
@@ -40,6 +48,18 @@ _DELTA_RULE = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+
+_SCAN = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "state_size": 8,
+    "time_step_rank": 4,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+_LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 
 HYBRIDS: dict[str, PretrainedConfig] = {
     "qwen3_next": Qwen3NextConfig(
@@ -75,5 +95,36 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         pad_token_id=None,
         bos_token_id=0,
         eos_token_id=0,
+    ),
+    "mamba": MambaConfig(**_SCAN),
+    "falcon_mamba": FalconMambaConfig(**_SCAN),
+    "jamba": JambaConfig(
+        **_SIZES,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "kimi_linear": KimiLinearConfig(
+        **_SIZES | {"num_key_value_heads": 2},
+        **_LATENT,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        layer_types=_KINDS,
+    ),
+    "olmo_hybrid": OlmoHybridConfig(**_SIZES, **_DELTA_RULE, layer_types=_KINDS),
+    "recurrent_gemma": RecurrentGemmaConfig(
+        **_SIZES, lru_width=32, attention_window_size=16, block_types=["recurrent", "recurrent", "attention"]
+    ),
+    "rwkv": RwkvConfig(
+        vocab_size=VOCABULARY, context_length=LENGTH, hidden_size=32, num_hidden_layers=4, intermediate_size=48
+    ),
+    "xlstm": xLSTMConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_heads=2, chunk_size=16, pad_token_id=None
     ),
 }

@@ -109,7 +109,8 @@ class CarriedStates:
 
 
 def _add_gradient(state: _State, gradient: Tensor) -> None:
-    state.gradient = gradient if state.gradient is None else state.gradient + gradient
+    # a copy, since it may be a view of something as long as the slice, which W holds too
+    state.gradient = gradient.clone() if state.gradient is None else state.gradient + gradient
 
 
 class _Beginning(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,14 +15,15 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.model.hooks import attention_interface
-from slipstream.model.hooks.document_resets import CACHE_NAMES, recorded_carriers, reset_at_documents
+from slipstream.model.hooks.document_resets import recorded_carriers, reset_at_documents
 from slipstream.model.hooks.layer_arguments import first_output, with_first_output, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
 from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.own_attention import masks_and_biases
-from slipstream.model.hooks.slice_cache import SliceCache
+from slipstream.model.hooks.slice_cache import SliceCache, cache_name
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
+from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
 from slipstream.model.model_cutting import PassThrough, has_end, keep_layers, second_half
@@ -102,14 +102,16 @@ class CausalLMStage:
         self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self.hidden_dtype = next(chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())).dtype
+        if getattr(model.config, "residual_in_fp32", False):  # Mamba's
+            self.hidden_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
         self.tables = MaskTables(device)
         self._uses_randomness = uses_randomness(model)
         self._first_position = anatomy.first_position(model.config)
-        parameters = inspect.signature(type(model).forward).parameters
-        self._cache_name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
+        self._cache_name = cache_name(model)
         self._carriers: list[nn.Module] | None = None  # of states; None: not known yet
         layers = anatomy.layers_of(model)
         self.layers = [layers[index] for index in self.layers_here]
+        give_initial_states(self.model)
         self._watch(layers, anatomy.halves)
         self._run_token(1, records_masks=True)  # records the model's mask functions, before documents wrap them
 
@@ -169,6 +171,7 @@ class CausalLMStage:
         carriers = [] if tokens.document_start is None else self.find_carriers()
         if not tokens.is_cut and not carriers:
             return {}, nullcontext()  # a whole microbatch runs as in training without slices: models are given no cache
+        context.carries_states = True
         layers = dict(zip(self.layers_here, self.layers, strict=True))
         is_lone = tokens.input_ids.shape[1] == 1 or (carriers and has_lone_tokens(tokens))
         as_trained = as_several_tokens(context, layers) if is_lone else nullcontext()
@@ -188,7 +191,7 @@ class CausalLMStage:
     def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Any:
         """Runs `forward`, with tuples for what travels between stages; the last stage returns the head's outputs."""
         output = self.forward(token_slice, inputs[0] if inputs else None, store)
-        return output if self.has_loss else (output,)
+        return output if self.has_loss else (output.to(self.hidden_dtype),)
 
     def receives(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that come from the stage before, or from the rows of a spread embedding."""

@@ -100,6 +100,7 @@ def _count_part(
         activation_bytes=(long.saved_bytes - short.saved_bytes) / num_tokens,
         context_bytes=sum(c.num_key_value_heads * (c.key_width + c.value_width) for c in calls) * itemsize,
         product_bytes=line(Op.F, "product_bytes").per_token + attended,
+        state_bytes=sum(recorded[-1].state_bytes[name] for name in modules),
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,9 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
+from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, meta_model
 from slipstream.model.hooks.layer_arguments import Arguments
+from slipstream.model.hooks.mask_tables import MaskTables
+from slipstream.model.hooks.slice_cache import CarriedState, SliceCache, cache_name
+from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward
 from slipstream.planner.costs import AttentionCall, AttentionWindow, find_windows
 from slipstream.profiler.operation_tally import counted_operations
 
@@ -33,6 +38,7 @@ class ModelCalls:
     seq_len: int
     arguments: dict[str, Arguments] = field(default_factory=dict)
     attentions: list[AttentionCall] = field(default_factory=list)
+    state_bytes: Counter[str] = field(default_factory=Counter)  # by layer: what a slice of one row leaves to the next
 
 
 _current: list[ModelCalls] = []  # the innermost recording is the last
@@ -62,7 +68,7 @@ def counting_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq_len: int) -> ModelCalls:
     """Runs the whole model once, without computing anything.
 
-    Raises SlipstreamError where it doesn't attend through transformers' AttentionInterface.
+    Raises SlipstreamError where it neither attends through transformers' AttentionInterface nor carries states instead.
     """
     calls = ModelCalls(length, seq_len)
     names = [name for name, _ in model.get_submodule(anatomy.layers).named_children()]
@@ -74,17 +80,31 @@ def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq
     zeros = torch.zeros(1, length, dtype=torch.long, device=META)
     # without a mask transformers would look for packed documents in positions, which have no values
     ones = torch.ones(1, length, dtype=torch.long, device="cpu")
+    with recording(ModelCalls(length, seq_len)), counted_operations(0):
+        states = _states_left(model, zeros, ones)
     with ExitStack() as hooks, recording(calls), torch.no_grad(), counted_operations(0), META:
         for part in parts:
             module = model.get_submodule(part)
             hooks.enter_context(module.register_forward_pre_hook(partial(record, part), with_kwargs=True))
         model(input_ids=zeros, position_ids=zeros.clone(), attention_mask=ones, use_cache=False)
-    if not calls.attentions:
+    if not calls.attentions and not states:
         raise SlipstreamError(
             f"model_type {model.config.model_type!r} doesn't attend through transformers' AttentionInterface, so its "
             "attention can't be counted; profile it instead with `slipstream profile`."
         )
+    for call, state in states.items():
+        calls.state_bytes[f"{anatomy.layers}.{names[call.layer]}"] += state.nbytes
     return calls
+
+
+def _states_left(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> dict[CarriedState, Tensor]:
+    """Returns the states that a slice of these tokens leaves to the next one; none where slices can't carry them."""
+    tokens = TokenSlice(ids, ids, None, start=0, length=ids.shape[1], max_position=ids.shape[1] - 1)
+    context = SliceContext(tokens, ContextStore(ids.shape[1]), MaskTables(META))
+    cache = {cache_name(model): SliceCache(context)}
+    with torch.no_grad(), META, active_forward(context), suppress(SlipstreamError):
+        model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False, **cache)
+    return {call: state for call, state in context.states.items() if isinstance(call, CarriedState)}
 
 
 def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> AttentionWindow:

@@ -24,9 +24,11 @@ from support.architectures import (
     gradient_error,
     gradients,
     labels_of,
+    no_rounding_inside,
     tokens,
     unsplit_step,
 )
+from support.hybrids import HYBRIDS
 from support.options import grouped
 from support.parallel.group_cases import by_name, run_cases
 
@@ -242,6 +244,28 @@ def planned_from_measured_costs() -> None:
             assert error < BOUND, (name, sequence, piece.name, error)
 
 
+def carried_states() -> None:
+    """Ranks that share layers carry whole states, also where one token is alone in its slice."""
+    inputs, labels = tokens(), labels_of(tokens())
+    for name, sequence in (("qwen3_5_text", False), ("qwen3_5_text", True), ("jamba", False), ("kimi_linear", True)):
+        with no_rounding_inside():
+            whole = build(HYBRIDS[name], seed=3)
+            expected = unsplit_step(whole, inputs, labels)
+            pipe = Pipeline(
+                build(HYBRIDS[name], seed=3),
+                mesh=make_mesh(2, 1, 2),
+                schedule="zb-h1",
+                slices=[20, 1, 30, 13],
+                num_microbatches=2,
+                parallel=Parallelism(sequence_parallel=sequence),
+            )
+            assert abs(pipe.step(inputs, labels) - expected) < BOUND * expected
+        wanted = gradients(whole.named_parameters())
+        for piece in pipe.parameter_shards():
+            error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": piece.parameter.grad})
+            assert error < BOUND, (name, sequence, piece.name, error)
+
+
 def _planned(config: PretrainedConfig, seq_len: int) -> tuple[Schedule, list[int], list[float]]:
     """Returns what `slipstream plan` finds for four devices on which kernels cost nothing, so that slices are short."""
     numbers = {"memory": 1e9, "memory_bandwidth": 1e10, "kernel_seconds": 0.0}
@@ -309,6 +333,7 @@ CASES = by_name(
     planned_halves,
     planned_from_measured_costs,
     auto,
+    carried_states,
     limit,
     refusals,
     low_precision,

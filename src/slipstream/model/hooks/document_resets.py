@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_first_output
+from slipstream.model.hooks.slice_cache import CACHE_NAMES
 from slipstream.model.hooks.token_slice import TokenSlice, current_slice
-
-CACHE_NAMES = ("past_key_values", "cache_params")  # how models and their parts call the argument
 
 
 @contextmanager

@@ -12,10 +12,12 @@ asks for is state that slices don't carry.
 
 from __future__ import annotations
 
+import inspect
+from collections import defaultdict
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache
 
@@ -23,6 +25,7 @@ from slipstream.attention import read_prefix
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.token_slice import SliceContext, current_slice
 
+CACHE_NAMES = ("past_key_values", "cache_params", "state")  # how models and their parts call the argument
 _INDEXER = "an indexer's keys, which select what a query sees (sparse attention)"
 _STATES = {  # what a layer asks its part of the cache for -> the state that it carries from token to token
     "conv_states": "the window of a convolution",
@@ -32,6 +35,12 @@ _STATES = {  # what a layer asks its part of the cache for -> the state that it 
     "indexer_keys": _INDEXER,
     "update_compressor": "compressed keys and values",
 }
+
+
+def cache_name(model: nn.Module) -> str:
+    """Returns how the model's forward calls the cache."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
 
 
 class CachedAttention(NamedTuple):
@@ -99,11 +108,12 @@ class SliceCache(Cache):  # type: ignore[misc]
         """Returns the slice's inputs (b, channels, T) with those of `get_conv_state` before them, and keeps the last.
 
         A kernel of k tokens needs k - 1 before the slice; what a sequence's first tokens lack are zeros, as in the
-        convolution's own padding.
+        convolution's own padding. Without `conv_kernel_size` the inputs are the window itself.
         """
         call = CarriedState(layer_idx, "convolution", state_idx)
         if conv_kernel_size is None:
-            refuse_state("the window of a convolution of unknown length")
+            self._context.change_state(call, conv_states)
+            return conv_states
         window = self._context.state(call)
         inputs = conv_states if window is None else torch.cat([window, conv_states], dim=-1)
         missing = max(0, conv_kernel_size - 1 - inputs.shape[-1])
@@ -139,6 +149,11 @@ class SliceCache(Cache):  # type: ignore[misc]
     def update_indexer(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises SlipstreamError: a slice's queries would choose among its own keys."""
         refuse_state(_INDEXER)
+
+    @property
+    def rnn_state(self) -> defaultdict[int, tuple[Any, ...]]:
+        """Returns xLSTM's states of each layer: none, as its blocks are given theirs by `initial_states`."""
+        return defaultdict(tuple)
 
     @property
     def layers(self) -> _NoLayers:

@@ -59,6 +59,7 @@ class SliceContext:
     hidden: Tensor | None = None  # (b, T, hidden), from the stage before
     reads_prefixes: bool = False  # whether layers attend by their own code, to keys and values from the cache
     records_masks: bool = False  # true in the first forward of a stage, which learns what masks its model builds
+    carries_states: bool = False  # from slice to slice or between documents: the model is given a cache
     tensor_rank: int = 0  # among the ranks that share this stage's layers, each with different heads
     layer: int = -1  # the layer that runs, counted over the whole model
     calls_in_layer: int = 0

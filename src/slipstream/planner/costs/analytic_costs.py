@@ -192,17 +192,18 @@ class AnalyticCosts:
         for number, part in self.model.counted(layers):
             wide = min(norm_inputs / (2 if part.is_half else 1), part.activation_bytes)
             per_token = wide + (part.activation_bytes - wide) / self.tensor_parallel
-            total += number * self.microbatch_size * length * per_token
+            total += number * self.microbatch_size * (length * per_token + part.state_bytes)
         return total
 
     def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
-        """Returns what F keeps of it until R: the stage's input, which for the first stage are tokens; with "selective"
-        also the outputs of matrix products and attention."""
+        """Returns what F keeps of it until R: states that it leaves to the next slice, the stage's input, which for the
+        first stage are tokens; with "selective" also the outputs of matrix products and attention."""
         kept = float(self.message_bytes(length)) if self.model.parts_of(layers).start else 0.0
         if recompute == "selective":
             products = sum(number * part.product_bytes for number, part in self.model.counted(layers))
             kept += self.microbatch_size * length * products / self.tensor_parallel
-        return kept
+        states = sum(number * part.state_bytes for number, part in self.model.counted(layers))
+        return kept + self.microbatch_size * states
 
     def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
         """Returns what the actions of a slice keep, and hold while they run."""

@@ -27,7 +27,7 @@ class Amount:
 
 _NONE = Amount()
 _AMOUNTS = ("flops", "matmul_bytes", "wide_bytes", "other_bytes")  # of an OpCount
-_SIZES = ("num_parameters", "activation_bytes", "context_bytes", "product_bytes")  # of a PartCount
+_SIZES = ("num_parameters", "activation_bytes", "context_bytes", "product_bytes", "state_bytes")  # of a PartCount
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class PartCount:
     activation_bytes: float  # per token: what F keeps for the backward, its input included
     context_bytes: float  # per token: keys and values
     product_bytes: float = 0.0  # per token: outputs of products and attention, what selective recomputation keeps
+    state_bytes: float = 0.0  # of each slice and row: what the slice leaves to the next besides keys and values
     is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
 
     def mixed(self, other: PartCount, third: PartCount, mix: Callable[[float, float, float], float]) -> PartCount:

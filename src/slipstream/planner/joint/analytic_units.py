@@ -58,11 +58,11 @@ class AnalyticUnits:
 
     def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
         kept, context = self._bytes_per_token
-        return np.outer(kept + context, lengths), np.zeros(len(lengths))
+        return np.outer(kept + context, lengths) + self._left[:, None], np.zeros(len(lengths))
 
     def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
         _, context = self._bytes_per_token
-        return np.outer(context, lengths), self.message_bytes(lengths)
+        return np.outer(context, lengths) + self._left[:, None], self.message_bytes(lengths)
 
     def state_bytes(self) -> Floats:
         state = StateBytes.of(self.costs.model.dtype)
@@ -107,10 +107,15 @@ class AnalyticUnits:
     def _bytes_per_token(self) -> tuple[Floats, Floats]:
         """What each unit keeps for its backward, and its keys and values with their gradients."""
         costs = self.costs
-        kept = self._of_kinds(partial(costs.activation_bytes, length=1))
+        none, one = (self._of_kinds(partial(costs.activation_bytes, length=length)) for length in (0, 1))
         context = self._of_kinds(partial(costs.context_bytes, length=1))
         context = context + self._of_kinds(partial(costs.context_gradient_bytes, length=1))
-        return kept[self._kinds], context[self._kinds]
+        return (one - none)[self._kinds], context[self._kinds]
+
+    @cached_property
+    def _left(self) -> Floats:
+        """The states that a slice of any length leaves to the next one."""
+        return self._of_kinds(partial(self.costs.activation_bytes, length=0))[self._kinds]
 
     @cached_property
     def _link(self) -> tuple[float, float | None]:
