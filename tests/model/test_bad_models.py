@@ -100,3 +100,8 @@ def test_a_model_that_does_not_exist(path: str) -> None:
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=r"expected a folder with config.json"):
         load_config(str(tmp_path))
+
+
+def test_layers_that_work_on_patches_of_tokens_are_refused() -> None:
+    with pytest.raises(SlipstreamError, match=r"input of layer 0 has the shape \(2, 13, \d+\) for 12 tokens"):
+        check_sliceable(AutoConfig.for_model("blt"))

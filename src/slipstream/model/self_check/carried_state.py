@@ -70,8 +70,8 @@ class _ToyInSlices:
     def carrying(self) -> frozenset[int]:
         """Returns the layers that carry a state; raises SlipstreamError for what slices can't carry."""
         for place, output in self._whole.items():
-            if output.shape[-2] != _SLICES.length:
-                given = f"the {place} has {output.shape[-2]} places for {_SLICES.length} tokens"
+            if _SLICES.length not in output.shape[:-1]:  # residual streams may be another dimension
+                given = f"the {place} has the shape {tuple(output.shape)} for {_SLICES.length} tokens"
                 raise SlipstreamError(f"{given}, so it can't be cut between tokens")
         store, outputs, failed = ContextStore(_SLICES.length), {}, None
         try:
