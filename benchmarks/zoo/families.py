@@ -16,13 +16,14 @@ _OTHER_DECODERS = {"trocr", "moshi"}  # of TrOCR's images and of Moshi's audio, 
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_RELEASED = {  # what the released models' configurations have, and the defaults lack: transformers runs none without
+_RELEASED = {  # what released models have and the defaults lack: a number without which transformers fails, or layers
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 64},
     "nemotron": {"num_key_value_heads": 8},

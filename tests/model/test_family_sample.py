@@ -50,12 +50,16 @@ FEATURES = {
     "a tied head": Sample("qwen3", "tied the other way"),
     "gated delta rule": Sample("qwen3_next", paths=("attention", "convolution", "recurrence")),
     "state spaces": Sample("mamba2", paths=("convolution", "recurrence")),
-    "state spaces and attention in one layer": Sample("falcon_h1", paths=("attention", "convolution", "recurrence")),
     "layers of state spaces, of attention and of experts": Sample(
         "nemotron_h", paths=("attention", "convolution", "recurrence")
     ),
     "short convolutions": Sample("lfm2", paths=("attention", "convolution")),
     "lightning attention": Sample("minimax", paths=("attention", "recurrence")),
+    "learned positions, projections in one": Sample("gpt2"),
+    "position biases (ALiBi)": Sample("bloom", paths=("own attention",)),
+    "attention of its own, one head of keys": Sample("falcon", paths=("own attention",)),
+    "attention of its own, with rotary embedding": Sample("gptj", paths=("own attention",)),
+    "attention of its own, in windows": Sample("gpt_neo", paths=("own attention",)),
 }
 
 
