@@ -15,13 +15,15 @@ from benchmarks.zoo.workers import Send
 
 def try_defaults(name: str, send: Send) -> None:
     """Sends the outcome for an architecture's default configuration."""
-    verdict = Verdict.NOT_BUILT
     try:
         config = default_config(name)
-        verdict = Verdict.CRASH
+    except Exception as error:  # of transformers
+        send(Outcome(DEFAULTS, Verdict.NOT_BUILT, described(error)))
+        return
+    try:
         tiny = tiny_config(config)
-    except Exception as error:  # of transformers' configurations, or of ours that make them tiny
-        send(Outcome(DEFAULTS, verdict, described(error)))
+    except Exception as error:  # the self-check says why
+        send(explained(Outcome(DEFAULTS, Verdict.NOT_BUILT, described(error)), config))
         return
     outcome = try_out(DEFAULTS, tiny, "first")
     send(explained(outcome, config) if outcome.verdict is Verdict.NOT_BUILT else outcome)
