@@ -10,6 +10,7 @@ from transformers import (
     GPTNeoConfig,
     MptConfig,
     PretrainedConfig,
+    XGLMConfig,
 )
 
 from support.architectures import VOCABULARY
@@ -39,5 +40,14 @@ OWN_ATTENTION: dict[str, PretrainedConfig] = {
     "falcon": FalconConfig(**_FALCON, hidden_size=32, num_attention_heads=4),  # one head of keys and values
     "codegen": CodeGenConfig(
         vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, rotary_dim=4, n_positions=LENGTH, **_NO_DROPOUT
+    ),
+    "xglm": XGLMConfig(  # positions looked up in a table of sines; scores masked by float64's smallest number
+        vocab_size=VOCABULARY,
+        d_model=32,
+        ffn_dim=48,
+        num_layers=4,
+        attention_heads=4,
+        attention_dropout=0.0,
+        dropout=0.0,
     ),
 }

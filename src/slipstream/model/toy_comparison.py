@@ -42,7 +42,7 @@ def attends_itself(
         return False
     cache = _NotedUpdates(config=model.config)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():
             model(input_ids=tokens, past_key_values=cache, use_cache=True)
     except Exception:  # the model's own code, which may have another cache or none
         return False
@@ -81,7 +81,8 @@ def full_precision() -> Iterator[None]:
 
     Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
     """
-    softmax, matmul, total, zeros_like = nn.functional.softmax, Tensor.__matmul__, torch.sum, torch.zeros_like
+    softmax, matmul = nn.functional.softmax, Tensor.__matmul__
+    total, zeros_like, full = torch.sum, torch.zeros_like, torch.full
     to_float, to, to_type = Tensor.float, Tensor.to, Tensor.type
 
     def wide_softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -110,13 +111,18 @@ def full_precision() -> Iterator[None]:
         kept = tensor.dtype if tensor.dtype == torch.float64 and dtype == torch.float32 else dtype
         return zeros_like(tensor, dtype=kept, **kwargs)
 
+    def wide_full(size: Any, fill_value: Any, **kwargs: Any) -> Tensor:
+        """Makes a tensor of the smallest float64, by which models mask scores, although it isn't asked for float64."""
+        wide = {"dtype": torch.float64} if fill_value == torch.finfo(torch.float64).min else {}
+        return full(size, fill_value, **kwargs | wide)
+
     def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
         """Multiplies rotary frequencies that stayed float64 by positions, whole numbers that became float32."""
         wide = torch.promote_types(left.dtype, right.dtype)
         return matmul(left.to(wide), right.to(wide))
 
     methods = patch.multiple(Tensor, float=wide_float, to=wide_to, type=wide_type, __matmul__=wide_matmul)
-    functions = patch.multiple(torch, sum=wide_sum, zeros_like=wide_zeros_like)
+    functions = patch.multiple(torch, sum=wide_sum, zeros_like=wide_zeros_like, full=wide_full)
     with methods, functions, patch.object(nn.functional, "softmax", wide_softmax):
         yield
 
