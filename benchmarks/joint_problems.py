@@ -68,6 +68,9 @@ class RandomUnits:
     def message_bytes(self, lengths: Ints) -> Floats:
         return 1024.0 * lengths
 
+    def handling_seconds(self, lengths: Ints) -> Floats:
+        return np.zeros(len(lengths))
+
 
 def joint_problems() -> Iterator[tuple[str, JointProblem]]:
     """Yields five problems of two ranks, and one of 16 that is 192 halves of layers at 131,072 tokens."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from slipstream.planner.costs import Profile
 
+_LONG_MESSAGE = 2**20  # bytes
+
 
 def profile(
     model: Annotated[str, Argument(help="A model folder, hub name or training configuration (.yaml).")],
@@ -109,5 +111,8 @@ def _remarks(profile: Profile) -> list[str]:
     if link := profile.link:
         speed = f"latency {seconds_text(link.latency)}, bandwidth {bytes_text(link.bandwidth)}/s"
         lines.append(f"link ({link.backend}): {speed}")
+        if handled := float(link.handling_seconds(_LONG_MESSAGE)):
+            size = bytes_text(_LONG_MESSAGE)
+            lines.append(f"a message of {size} keeps each of its ranks from computing for {seconds_text(handled)}")
     lines.append(f"optimizer: {seconds_text(profile.optimizer_seconds)} per parameter")
     return lines

@@ -68,6 +68,9 @@ class CostCache:
         if not profile.has_action_bytes:
             say(f"costs are measured again: those in {self.path} lack the bytes of actions")
             return None
+        if profile.link is not None and not profile.link.handling:
+            say(f"costs are measured again: those in {self.path} lack the time that messages take from ranks")
+            return None
         return profile
 
     def keep(self, profile: Profile, say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Measures the time of a message between two ranks, sent as the executor sends it."""
+"""Measures the times of a message between two ranks, sent as the executor sends it: on its way, and of its ends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import statistics
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slipstream.messages import DistributedTransport, ScatterGather, Transport
 from slipstream.model import TensorSpec
@@ -20,6 +22,9 @@ from slipstream.schedule import Action, Channel, Op
 _SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
 _WARM_UPS = 3
 _REPEATS = 15
+_HANDLED = (2**14, 2**18, 2**20, 2**22)  # bytes
+_WORK = 256  # rows and columns of a matrix that the ranks multiply meanwhile
+_PRODUCTS = 16  # of it before a message is sent, and before one is taken
 _TIMEOUT = timedelta(minutes=1)
 _Message = tuple[Channel, Action]
 
@@ -34,7 +39,8 @@ def measure_link(
     the whole message.
 
     It returns None for a pipeline of a single rank. Both ends wait for the message: the delay of a rank that is busy
-    when it arrives isn't the link's.
+    when it arrives isn't the link's. What a message takes from a busy rank, because threads of its own copy it on the
+    rank's core, is measured apart, on processors.
 
     Args:
         device: the device between which and another one messages go.
@@ -55,17 +61,24 @@ def measure_link(
     sizes = [size // num_parts if end < 2 else 0 for size in _SIZES]
     seconds = [_ping(transport, mine, theirs, size, device, end == 0) if size else 0.0 for size in sizes]
     points = ranks.pipeline.gather(tuple(zip(_SIZES, seconds, strict=True)))[0]
-    return fit_link(points, dist.get_backend())
+    copies = device.type == "cpu" and end < 2
+    handled = [_handling(transport, mine, theirs, size // num_parts) if copies else 0.0 for size in _HANDLED]
+    ends = ranks.pipeline.gather(handled)[:2]
+    shorter = map(min, zip(*ends, strict=True))  # the faster of two ranks also waits for the other
+    return fit_link(points, dist.get_backend(), tuple(zip(_HANDLED, shorter, strict=True)))
 
 
-def fit_link(points: Sequence[tuple[int, float]], backend: str) -> MeasuredLink:
+def fit_link(
+    points: Sequence[tuple[int, float]], backend: str, handling: Sequence[tuple[int, float]] = ()
+) -> MeasuredLink:
     """Fits latency + bytes / bandwidth with the least squared relative error; neither is below what was measured."""
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
     rows = np.stack([1 / seconds, sizes / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
     latency = min(max(latency, 0.0), seconds.min())
     per_byte = max(per_byte, 1e-3 * float((seconds / sizes).min()))
-    return MeasuredLink(float(latency), float(1 / per_byte), backend, tuple((int(n), float(t)) for n, t in points))
+    points, handling = ([(int(n), float(t)) for n, t in each] for each in (points, handling))
+    return MeasuredLink(float(latency), float(1 / per_byte), backend, tuple(points), tuple(handling))
 
 
 def _ping(
@@ -89,3 +102,31 @@ def _ping(
         transport.release(theirs[1])
         transport.finish()
     return statistics.median(seconds[_WARM_UPS:])
+
+
+def _handling(transport: Transport, mine: _Message, theirs: _Message, num_bytes: int) -> float:
+    """Returns the seconds for which one end of a message keeps a rank from computing: half of what a rank loses that
+    sends one and takes one while it computes, the median."""
+    payload, factor = torch.zeros(num_bytes // 4), torch.ones(_WORK, _WORK)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _, talks in product(range(_WARM_UPS + _REPEATS), seconds):
+        if talks:
+            transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
+        began = time.perf_counter()
+        _compute(factor)
+        if talks:
+            transport.send(*mine, (payload,))
+        _compute(factor)
+        if talks:
+            transport.receive(theirs[1])
+        seconds[talks].append(time.perf_counter() - began)
+        if talks:
+            transport.release(theirs[1])
+            transport.finish()
+    alone, talking = (statistics.median(seconds[talks][_WARM_UPS:]) for talks in (False, True))
+    return max(0.0, talking - alone) / 2
+
+
+def _compute(factor: Tensor) -> None:
+    for _ in range(_PRODUCTS):
+        factor @ factor

@@ -102,7 +102,7 @@ def profile() -> Profile:
         units_per_layer=1,
         stages=tuple(map(measured, choose_stages(part_kinds(KINDS, 1)))),
         optimizer_seconds=1e-9,
-        link=MeasuredLink(1e-4, 1e9, "gloo", ((1024, 1e-4),)),
+        link=MeasuredLink(1e-4, 1e9, "gloo", ((1024, 1e-4),), ((1000, 2e-4), (2000, 3e-4))),
     )
 
 
@@ -158,13 +158,23 @@ def test_costs_are_sums_of_parts(profile: Profile, partition: list[int]) -> None
         for number, (length, context) in enumerate(zip(slices, (0, 32, 48, 56), strict=True)):
             for op in OPS:
                 by_hand = seconds(parts(layers), op, length, context)
+                messages = (index > 0) + (index < len(partition) - 1) if op is not Op.W else 0
+                by_hand += messages * 3 * length * 32 * 4 * 1.5e-7
                 assert cost.times[index, number, op] == pytest.approx(by_hand, rel=1e-9)
-            assert cost.times[index, number, Op.R] == cost.times[index, number, Op.F]
+            computed = seconds(parts(layers), Op.F, length, context)
+            assert cost.times[index, number, Op.R] == pytest.approx(computed)
             by_hand = length * sum(BYTES[part] for part in parts(layers))
             assert cost.activations[index, number] == pytest.approx(by_hand)
             assert cost.kept[index, number] == (3 * length * 32 * 4 if index else 0)
     assert cost.message_bytes == [3 * length * 32 * 4 for length in slices]
     assert (cost.latency, cost.bandwidth) == (1e-4, 1e9)
+
+
+def test_messages_keep_ranks_from_computing_longer_the_longer_they_are() -> None:
+    points = (1024, 1e-4), (4096, 2e-4)
+    found = MeasuredLink(1e-4, 1e9, "gloo", points, ((1000, 2e-4), (2000, 3e-4)))
+    np.testing.assert_allclose(found.handling_seconds(np.array([500, 1500, 4000])), [2e-4, 2.5e-4, 6e-4])
+    np.testing.assert_allclose(replace(found, handling=()).handling_seconds(np.array([500, 1500])), 0)
 
 
 def test_the_simulator_takes_them(profile: Profile) -> None:

@@ -38,6 +38,7 @@ class ToyCosts:
     units_per_layer: int = 2
     latency: float = 0.5
     bandwidth: float | None = None
+    handling: float = 0.0
 
     def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
         tokens = lengths.astype(float)
@@ -58,6 +59,9 @@ class ToyCosts:
     def message_bytes(self, lengths: Ints) -> Floats:
         return lengths * 4.0
 
+    def handling_seconds(self, lengths: Ints) -> Floats:
+        return self.handling * lengths.astype(float)
+
 
 def problem(num_ranks: int = 2, seq_len: int = 512, **settings: object) -> JointProblem:
     effort = settings.pop("effort", 3e6)
@@ -73,6 +77,17 @@ def test_the_plan_is_a_valid_schedule_of_the_whole_model_and_sequence() -> None:
     assert len(plan.partition) == plan.schedule.num_stages
     assert plan.schedule.num_slices == len(plan.slices)
     assert plan.ideal <= plan.bound <= plan.seconds
+
+
+def test_messages_take_time_of_the_stages_at_their_ends() -> None:
+    """F takes a message and sends one, except at the ends of the pipeline; W has none."""
+    slices, bounds = (64, 128), (0, 3, 6, 10)
+    quiet, handled = (SlicedUnits(ToyCosts(handling=each), slices) for each in (0.0, 0.25))
+    for op in (Op.F, Op.B, Op.I):
+        more = handled.stage_seconds(op, bounds) - quiet.stage_seconds(op, bounds)
+        np.testing.assert_allclose(more, [[16, 32], [32, 64], [16, 32]])
+        np.testing.assert_allclose(handled.stage_seconds(op, (0, 10)), quiet.stage_seconds(op, (0, 10)))
+    np.testing.assert_allclose(handled.stage_seconds(Op.W, bounds), quiet.stage_seconds(Op.W, bounds))
 
 
 def test_a_heavy_head_gets_fewer_layers_beside_it_than_equal_layers_would() -> None:

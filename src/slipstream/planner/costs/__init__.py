@@ -8,7 +8,7 @@ from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, Ho
 from slipstream.planner.costs.head_part_memory import head_part_memory
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, Measurement, ModelIdentity
 from slipstream.planner.costs.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
-from slipstream.planner.costs.pipeline_costs import OPS
+from slipstream.planner.costs.pipeline_costs import OPS, WITH_MESSAGES, messages_of_stages
 from slipstream.planner.costs.profile import Profile
 from slipstream.planner.costs.profile_file import load_profile
 from slipstream.planner.costs.stage_basis import Stage, StageParts, choose_stages, part_kinds, partition_of, parts_of

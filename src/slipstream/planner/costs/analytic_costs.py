@@ -228,6 +228,9 @@ class AnalyticCosts:
         vocabulary = self.model.head_weight / self.model.hidden_size
         return 4 * self.microbatch_size * length * vocabulary / self.tensor_parallel
 
+    def handling_seconds(self, length: Any) -> Any:
+        return 0.0 * np.asarray(length)  # devices compute while others copy
+
     def message_bytes(self, length: Any) -> Any:
         """Returns the message of a slice to the next stage, b T h elements, as large as its gradient back."""
         return self.microbatch_size * length * self.model.hidden_size * self.model.dtype_bytes

@@ -93,3 +93,12 @@ class MeasuredLink:
     bandwidth: float  # bytes per second
     backend: str
     points: tuple[tuple[int, float], ...]  # (bytes, seconds)
+    handling: tuple[tuple[int, float], ...] = ()  # (bytes, seconds); empty in profiles of older versions
+
+    def handling_seconds(self, num_bytes: Any) -> Any:
+        """Returns the seconds for which sending or receiving a message keeps a rank from computing, 0 if unknown."""
+        if not self.handling:
+            return 0.0 * np.asarray(num_bytes)
+        longest, most = self.handling[-1]
+        further = np.asarray(num_bytes) * (most / longest)
+        return np.maximum(np.interp(num_bytes, *np.transpose(self.handling)), further)

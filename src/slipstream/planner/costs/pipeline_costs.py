@@ -7,12 +7,16 @@ from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
+from slipstream.array_types import Ints
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs.stage_basis import StageParts, check_partition
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
 OPS = (Op.F, Op.B, Op.I, Op.W)  # the ops that have times of their own; R takes as long as F
+WITH_MESSAGES = (Op.F, Op.B, Op.I)  # the ops whose inputs and results travel between stages
 _Table = TypeVar("_Table", bound=TableCost, covariant=True)
 
 
@@ -25,7 +29,16 @@ class _StageCosts(Protocol[_Table]):
 
     def kept_bytes(self, layers: StageParts, recompute: str, length: int) -> float: ...
 
+    def handling_seconds(self, length: Any) -> Any: ...
+
     def action_costs(self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int]) -> _Table: ...
+
+
+def messages_of_stages(num_stages: int) -> Ints:
+    """Returns how many messages F, and B or I, of each stage takes and sends."""
+    ends = np.arange(num_stages)
+    found: Ints = 0 + (ends > 0) + (ends < num_stages - 1)
+    return found
 
 
 def pipeline_costs(
@@ -52,8 +65,10 @@ def pipeline_costs(
     contexts = accumulate(slices[:-1], initial=0)
     places = enumerate(zip(slices, contexts, strict=True))
     for (stage, layers), (index, (length, context)) in product(enumerate(stages), places):
+        handled = float(costs.handling_seconds(length)) * messages_of_stages(len(stages))[stage]
         for op in (*OPS, Op.R):
             times[stage, index, op] = float(costs.seconds(layers, op, length, context))
+            times[stage, index, op] += handled if op in WITH_MESSAGES else 0.0
         activations[stage, index] = float(costs.activation_bytes(layers, length))
         kept[stage, index] = float(costs.kept_bytes(layers, "full", length))
     return replace(costs.action_costs(times, slices), activations=activations, kept=kept)

@@ -203,6 +203,11 @@ class Profile:
             bandwidth=self.link.bandwidth if self.link else None,
         )
 
+    def handling_seconds(self, length: Any) -> Any:
+        """Returns the seconds for which a slice's message keeps each of its two ranks from computing."""
+        num_bytes = np.asarray(self.message_bytes(length))
+        return self.link.handling_seconds(num_bytes) if self.link else 0.0 * num_bytes
+
     def cost(self, partition: Sequence[float], slices: Sequence[int]) -> TableCost:
         """Returns the simulator's costs of a pipeline: times and activations of every stage and slice, and messages.
 

@@ -69,6 +69,10 @@ class AnalyticUnits:
         each = state.weights + state.gradients + state.optimizer / self.optimizer_shards
         return each * self._of_kinds(self.costs.num_parameters)[self._kinds]
 
+    def handling_seconds(self, lengths: Ints) -> Floats:
+        seconds: Floats = np.asarray(self.costs.handling_seconds(lengths), float)
+        return seconds
+
     def message_bytes(self, lengths: Ints) -> Floats:
         sizes: Floats = np.asarray(self.costs.message_bytes(lengths), float)
         return sizes

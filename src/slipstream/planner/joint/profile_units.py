@@ -60,6 +60,10 @@ class ProfileUnits:
         sizes: Floats = np.asarray(self.profile.message_bytes(lengths), float)
         return sizes
 
+    def handling_seconds(self, lengths: Ints) -> Floats:
+        seconds: Floats = np.asarray(self.profile.handling_seconds(lengths), float)
+        return seconds
+
     def _contexts(self, lengths: Ints) -> tuple[Floats, Floats]:
         """The keys and values of the slices' tokens and their gradients."""
         each = [float(stage.context_bytes + stage.context_gradient_bytes) for stage in self.profile.stages]

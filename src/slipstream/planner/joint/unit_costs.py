@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.costs import OPS
+from slipstream.planner.costs import OPS, WITH_MESSAGES, messages_of_stages
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
@@ -63,6 +63,10 @@ class UnitCosts(Protocol):
         """Returns the bytes of each slice's message between stages, (slices,)."""
         ...
 
+    def handling_seconds(self, lengths: Ints) -> Floats:
+        """Returns the seconds for which sending or receiving it keeps a rank from computing, (slices,)."""
+        ...
+
 
 @dataclass(frozen=True)
 class SlicedUnits:
@@ -98,7 +102,14 @@ class SlicedUnits:
 
     def stage_seconds(self, op: Op, bounds: Sequence[int]) -> Floats:
         """Returns the seconds of an op, (stages, slices); stage g has the units bounds[g] to bounds[g+1] - 1."""
-        return _of_stages(self._prefixes[op], bounds)
+        seconds = _of_stages(self._prefixes[op], bounds)
+        if op not in WITH_MESSAGES:
+            return seconds
+        return seconds + np.outer(messages_of_stages(len(bounds) - 1), self._handling)
+
+    @cached_property
+    def _handling(self) -> Floats:
+        return self.costs.handling_seconds(self._lengths)
 
     def stage_activations(self, bounds: Sequence[int]) -> Floats:
         """Returns the bytes that a forward keeps, (stages, slices)."""

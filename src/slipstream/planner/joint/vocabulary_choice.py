@@ -123,7 +123,8 @@ def spread_costs(
     """Returns the simulator's costs of stages without a head, and of every rank's part of its rows.
 
     V computes logits and their gradient for the head's input, as the head's F and I do, and VW their weights'; L adds
-    a few numbers up. Each takes the fixed part of an action too.
+    a few numbers up. Each takes the fixed part of an action too, and the time of its messages: V takes one and sends
+    one, L as many as there are other ranks, and the others take one.
 
     Where the head is tied, E and EW go through every token on every rank, as the whole embedding's F and W do, with no
     model's code around them. The first stage adds up what was looked up, which takes it about as long as a lookup: its
@@ -138,17 +139,19 @@ def spread_costs(
     (forward, fixed), (inputs, _), (weights, also_fixed) = (
         costs.seconds(op, lengths, contexts) for op in (Op.F, Op.I, Op.W)
     )
-    logits = (forward[-1] + inputs[-1]) / problem.num_ranks + fixed
-    rows = weights[-1] / problem.num_ranks + also_fixed
+    message = costs.handling_seconds(lengths)
+    logits = (forward[-1] + inputs[-1]) / problem.num_ranks + fixed + 2 * message
+    rows = weights[-1] / problem.num_ranks + also_fixed + message
+    losses = fixed + 2 * (problem.num_ranks - 1) * message
     times = dict(table.times)
     for index in range(len(slices)):
-        times[last, index, Op.L] = float(fixed[index])
+        times[last, index, Op.L] = float(losses[index])
         for stage in range(last + 1):
             times[stage, index, Op.V] = float(logits[index])
             times[stage, index, Op.VW] = float(rows[index])
             if problem.tied:
-                times[stage, index, Op.E] = float(forward[0, index])
-                times[stage, index, Op.EW] = float(weights[0, index])
+                times[stage, index, Op.E] = float(forward[0, index] + message[index])
+                times[stage, index, Op.EW] = float(weights[0, index] + message[index])
     return replace(table, times=times)
 
 
@@ -188,6 +191,9 @@ class UnitsWithoutHead:
 
     def message_bytes(self, lengths: Ints) -> Floats:
         return self.costs.message_bytes(lengths)
+
+    def handling_seconds(self, lengths: Ints) -> Floats:
+        return self.costs.handling_seconds(lengths)
 
 
 def _without_last(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:

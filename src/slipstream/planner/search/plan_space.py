@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import CostSource, Stage, StageParts, parts_of
+from slipstream.planner.costs import WITH_MESSAGES, CostSource, Stage, StageParts, messages_of_stages, parts_of
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import AUTO, Configuration
@@ -177,8 +177,10 @@ class PlanSpace:
     def _compute_times(self, tensor: int, size: int, cut: PlacedPartition, slices: tuple[int, ...]) -> StageTimes:
         rows = [self._row(tensor, size, self.alike(layers), slices) for layers in cut.stages]
         compute, reduce, replay = np.split(np.stack(rows, axis=1), (len(_COMPUTE), len(_COMPUTE) + len(_REDUCE)))
+        handling = self.costs(tensor, size).handling_seconds(np.array(slices))
+        messages = np.outer(messages_of_stages(len(cut.stages)), handling)
         return StageTimes(
-            compute=dict(zip(_COMPUTE, compute, strict=True)),
+            compute={op: each + (op in WITH_MESSAGES) * messages for op, each in zip(_COMPUTE, compute, strict=True)},
             replay=dict(zip(self.source.recomputations, replay, strict=True)),
             reduce=dict(zip(_REDUCE, reduce, strict=True)),
             slices=slices,

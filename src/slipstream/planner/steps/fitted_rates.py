@@ -8,7 +8,7 @@ from itertools import accumulate, product
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.planner.costs import OPS, AttentionWindow
+from slipstream.planner.costs import OPS, WITH_MESSAGES, AttentionWindow, messages_of_stages
 from slipstream.planner.joint import UnitCosts
 from slipstream.planner.steps.stage_rates import StageRates
 
@@ -40,10 +40,9 @@ def fit_rates(
     bounds = _unit_bounds(units, partition)
     scores = [np.asarray(window.scores(i + j) - window.scores(j), float) for window in windows]
     features = np.stack([np.ones(len(i)), i.astype(float), *scores], axis=1)
-    seconds = {
-        op: np.array([_least_squares(features, each) for each in _of_stages(*units.seconds(op, i, j), bounds)])
-        for op in OPS
-    }
+    handled = np.outer(messages_of_stages(len(partition)), units.handling_seconds(i))
+    times = {op: _of_stages(*units.seconds(op, i, j), bounds) + (op in WITH_MESSAGES) * handled for op in OPS}
+    seconds = {op: np.array([_least_squares(features, each) for each in stages]) for op, stages in times.items()}
     held = _of_stages(*units.activation_bytes(lengths), bounds)
     per_token = np.stack([np.ones(len(lengths)), lengths.astype(float)], axis=1)
     return StageRates(
