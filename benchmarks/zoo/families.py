@@ -13,8 +13,7 @@ _GENERATE_FROM = (  # what decoders of other models read: text, speech, images
     modeling_auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )
 _OTHER_DECODERS = {"trocr", "moshi"}  # of TrOCR's images and of Moshi's audio, in none of these lists
-
-
+_NEVER_ENCODERS = {"gpt_neox_japanese"}  # whose configurations have is_decoder=False all the same
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _RELEASED = {  # what released models have and the defaults lack: a number without which transformers fails, or layers
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
@@ -47,7 +46,7 @@ def kind_of(model_type: str) -> Kind:
     if model_type in _OTHER_DECODERS or any(model_type in names for names in _GENERATE_FROM):
         return Kind.PART
     is_masked = model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    is_switched = getattr(CONFIG_MAPPING[model_type], "is_decoder", None) is False
+    is_switched = getattr(CONFIG_MAPPING[model_type], "is_decoder", None) is False and model_type not in _NEVER_ENCODERS
     return Kind.ENCODER if is_masked or is_switched else Kind.PLAIN
 
 
