@@ -45,7 +45,7 @@ FEATURES = {
     "two attentions a layer": Sample("diffllama"),
     "latent attention, groups of experts": Sample("deepseek_v3"),
     "positions that skip padding, parameters with two names": Sample("roberta"),
-    "an embedding in parts, projected to the layers' width": Sample("electra"),
+    "an embedding in parts, whose dtype rotary tables take": Sample("modernbert-decoder"),
     "biases": Sample("starcoder2", "biases"),
     "a tied head": Sample("qwen3", "tied the other way"),
     "gated delta rule": Sample("qwen3_next", paths=("attention", "convolution", "recurrence")),
