@@ -27,6 +27,7 @@ from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
 from slipstream.model.model_cutting import PassThrough, has_end, keep_layers, second_half
+from slipstream.model.saving.expert_weights import add_expert_gradients_in_place
 from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.model.vocabulary.head_rows import SpreadHead
@@ -97,6 +98,7 @@ class CausalLMStage:
             # dropout differs from where the ranks begin to compute different things, to where they compute the same
             shared.install(model, partial(self._seed_part, "own", shared.rank), self._leave_own)
         add_weight_gradients_in_place(model)
+        add_expert_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
         self._second_names = anatomy.second_names
         self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_last)

@@ -37,7 +37,7 @@ def defer_weight_gradients() -> Iterator[list[WeightGradient]]:
 def add_weight_gradients_in_place(model: nn.Module) -> None:
     """Gives every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below.
 
-    Subclasses, modules inside a compiled one and experts in one 3-D tensor stay as they are: I has their gradients.
+    Subclasses and modules inside a compiled one stay as they are: I has their gradients.
     """
     for module in deferrable_layers(model):
         module.forward = partial(_forward, module, module.forward)
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
         weight = ctx.weight
         rows = grad_output.flatten(0, -2), x.flatten(0, -2)  # (b T, out), (b T, in)
         left, right = reversed(rows) if ctx.transposed else rows
-        _now_or_later(partial(add_product, weight, left, right))
+        now_or_later(partial(add_product, weight, left, right))
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         grad_x = grad_output @ (weight.t() if ctx.transposed else weight) if needs_x else None
         return grad_x, None, rows[0].sum(0, dtype=ctx.bias.grad_dtype) if needs_bias else None, None
@@ -113,11 +113,12 @@ class _Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         if ctx.padding_idx is not None:
             grad_output = grad_output.masked_fill((ids == ctx.padding_idx)[..., None], 0)
-        _now_or_later(partial(add_rows, ctx.weight, ids.flatten(), grad_output.flatten(0, -2)))
+        now_or_later(partial(add_rows, ctx.weight, ids.flatten(), grad_output.flatten(0, -2)))
         return None, None, None
 
 
-def _now_or_later(work: WeightGradient) -> None:
+def now_or_later(work: WeightGradient) -> None:
+    """Adds a weight's gradient, or leaves that to W where this backward is an I."""
     if _deferred is None:
         work()
     else:
@@ -125,7 +126,7 @@ def _now_or_later(work: WeightGradient) -> None:
 
 
 @torch.no_grad()
-def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice = slice(None)) -> None:
+def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice | int = slice(None)) -> None:
     """Adds left^T right to weight.grad[rows], in one pass unless a GPU multiplies in a narrower dtype than it adds."""
     dtype = weight.grad_dtype or left.dtype
     if left.dtype != dtype and not left.is_cuda:
