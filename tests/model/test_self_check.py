@@ -48,3 +48,9 @@ def test_catches_a_feature_that_slices_get_wrong(monkeypatch: pytest.MonkeyPatch
     dynamic = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(SlipstreamError, match="layer 0 of the sliced model differs"):
         check_sliceable(dynamic)
+
+
+def test_a_load_balancing_loss_is_never_left_out_silently() -> None:
+    config = MixtralConfig(num_hidden_layers=2, hidden_size=16, vocab_size=61, output_router_logits=True)
+    with pytest.raises(SlipstreamError, match=r"load-balancing loss of 'mixtral'.*Set output_router_logits=False"):
+        slipstream.Pipeline.from_config(config, slices=1, runtime=slipstream.Runtime(self_check=False))

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
-    DeepseekV32Config,
     Llama4TextConfig,
     MambaConfig,
     MiniMaxM3VLTextConfig,
@@ -130,7 +129,6 @@ def test_documents_below_the_scale_are_separate_sequences() -> None:
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
 
 
-_LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 8, "index_n_heads": 2}
 _LAYERS = {"num_key_value_heads": 2, "head_dim": 16}
 _STATES: dict[str, tuple[PretrainedConfig, str]] = {
     "minimax_m3": (
@@ -139,7 +137,6 @@ _STATES: dict[str, tuple[PretrainedConfig, str]] = {
         ),
         "layer 1 carries an indexer's keys.*sparse attention",
     ),
-    "deepseek_v32": (DeepseekV32Config(**_SIZES, **_LATENT), "reads the attention mask.*sparse attention"),
 }
 
 

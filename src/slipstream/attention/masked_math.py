@@ -1,4 +1,4 @@
-"""Computes attention by its formulas, for what no fused kernel does: softcap, dropout, any device and dtype."""
+"""Computes attention by its formulas, for what no fused kernel does: softcap, dropout, keys selected for each query."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class MaskedMath:
     """
 
     site: AttentionSite
+    selected: Tensor | None = None  # (B,T,k) the keys that each query sees of those in its range; None: all
     width_multiple: ClassVar[int | None] = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
         """See `attention_backend`."""
         query, key, value = (each.to(out.dtype) for each in (query, key, value))
         generator = self._generator(query.device, tile)
-        for block, seen in _blocks(query, key, tile):
+        for block, seen in self._blocks(query, key, tile):
             scores = self._scores(query[:, :, block], key, seen)  # (B,H,t,S)
             lse[:, :, block] = scores.logsumexp(-1)  # (B,H,t)
             probs = scores.sub_(lse[:, :, block, None]).exp_()
@@ -41,7 +42,7 @@ class MaskedMath:
         wide = grads.query.dtype
         key, value = key.to(wide), value.to(wide)
         generator = self._generator(key.device, tile)
-        for block, seen in _blocks(queries.query, key, tile):
+        for block, seen in self._blocks(queries.query, key, tile):
             query, out, lse, grad_out = (each.to(wide) for each in queries.rows(block))
             scores = self._scores(query, key, seen)  # (B,H,t,S)
             probs = (scores - lse[..., None]).exp_()
@@ -60,6 +61,23 @@ class MaskedMath:
             scores.div_(self.site.softcap).tanh_().mul_(self.site.softcap)
         return scores.masked_fill_(~seen, -torch.inf)
 
+    def _blocks(self, query: Tensor, key: Tensor, tile: ScoreTile) -> Iterator[tuple[slice, Tensor]]:
+        """Yields some queries at a time, with a mask (t,S) or (B,1,t,S) of the keys they see."""
+        batch, heads, length, _ = query.shape
+        rows = max(1, SCORES_AT_ONCE // (batch * heads * key.shape[2]))
+        for start in range(0, length, rows):
+            block = slice(start, min(start + rows, length))
+            seen = tile.mask(ScoreRectangle(block, slice(0, key.shape[2])), query.device)
+            yield block, seen if self.selected is None else seen & self._is_selected(self.selected, tile, block)
+
+    def _is_selected(self, selected: Tensor, tile: ScoreTile, block: slice) -> Tensor:
+        """Returns which of the tile's keys were selected for some of its queries, (B,1,t,S)."""
+        first = tile.start - self.site.ranges.start
+        keys = selected[tile.rows, first + block.start : first + block.stop].long()  # (B,t,k)
+        length = max(tile.end, self.site.store.length)
+        found = torch.zeros(*keys.shape[:2], length, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)
+        return found[:, None, :, tile.first : tile.end]
+
     def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator:
         return torch.Generator(device).manual_seed((self.site.seed * 1_000_003 + tile.index) % (1 << 63))
 
@@ -68,15 +86,6 @@ class MaskedMath:
             return probs
         draw = torch.rand(probs.shape, generator=generator, device=probs.device, dtype=probs.dtype)
         return probs.mul_((draw >= self.site.dropout) / (1 - self.site.dropout))
-
-
-def _blocks(query: Tensor, key: Tensor, tile: ScoreTile) -> Iterator[tuple[slice, Tensor]]:
-    """Yields some queries at a time, with a mask (t, S) of the keys they see."""
-    batch, heads, length, _ = query.shape
-    rows = max(1, SCORES_AT_ONCE // (batch * heads * key.shape[2]))
-    for start in range(0, length, rows):
-        block = slice(start, min(start + rows, length))
-        yield block, tile.mask(ScoreRectangle(block, slice(0, key.shape[2])), query.device)
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:

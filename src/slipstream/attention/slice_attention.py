@@ -21,7 +21,14 @@ from slipstream.errors import SlipstreamError
 AttentionBackend = FlashCPU | FlashCUDA | MaskedMath
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, site: AttentionSite, sinks: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    site: AttentionSite,
+    sinks: Tensor | None = None,
+    selected: Tensor | None = None,
+) -> Tensor:
     """Returns the attention of one slice to every key that its queries see, including those of earlier slices.
 
     It is exact: over all slices, the gradients of query, key, value and sinks are those of unsliced attention. Not
@@ -33,6 +40,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, site: AttentionSite, sinks
         value: (B, Hkv, T, Dv).
         site: where the slice's keys and values are kept, which keys each query sees, and how scores are computed.
         sinks: (H,), one logit per head that takes probability and has no value.
+        selected: (B, T, k), the numbers of the sequence's keys that each query sees, of those in its range; None: all.
 
     Returns:
         (B, H, T, Dv), stored as (B, T, H, Dv).
@@ -43,12 +51,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, site: AttentionSite, sinks
     """
     query, key, value = _autocast(query, key, value)
     _check(query, key, value, sinks, site.ranges)
-    backend = _backend(query, value, site)
+    backend = _backend(query, value, site) if selected is None else MaskedMath(site)
     value_width = value.shape[-1]
     if backend.width_multiple is not None:
         width = ceil(max(query.shape[-1], value_width) / backend.width_multiple) * backend.width_multiple
         query, key, value = (_padded(each, width) for each in (query, key, value))
-    output: Tensor = _SliceAttention.apply(query, key, value, sinks, backend)  # type: ignore[no-untyped-call]
+    output: Tensor = _SliceAttention.apply(query, key, value, sinks, selected, backend)  # type: ignore[no-untyped-call]
     return output if output.shape[-1] == value_width else output[..., :value_width]
 
 
@@ -83,20 +91,27 @@ class _SliceAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, backend: AttentionBackend
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        selected: Tensor | None,
+        backend: AttentionBackend,
     ) -> Tensor:
         site = backend.site
         keys, values = site.store.write(site.call, key, value, site.ranges)  # (B,Hkv,L,D)
-        output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, backend))
-        ctx.save_for_backward(query, output, logsumexp, sinks)
+        computing = _selecting(backend, selected)
+        output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, computing))
+        ctx.save_for_backward(query, output, logsumexp, sinks, selected)
         ctx.backend = backend
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, output, logsumexp, sinks = ctx.saved_tensors
-        backend: AttentionBackend = ctx.backend
+        query, output, logsumexp, sinks, selected = ctx.saved_tensors
+        backend = _selecting(ctx.backend, selected)
         site = backend.site
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
         grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)  # once, not for every rectangle
@@ -111,7 +126,12 @@ class _SliceAttention(torch.autograd.Function):
         mine = slice(site.ranges.start, site.ranges.end)
         grad_key, grad_value = (_copy(each[:, :, mine], query.dtype) for each in (grad_keys, grad_values))
         site.store.finish(site.call, site.ranges)
-        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None
+        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None
+
+
+def _selecting(backend: AttentionBackend, selected: Tensor | None) -> AttentionBackend:
+    """Returns the backend for these keys, which the graph keeps as it keeps the query, and may drop as such."""
+    return backend if selected is None else MaskedMath(backend.site, selected)
 
 
 def _attend(

@@ -1,6 +1,6 @@
 """Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
-from slipstream.model.causal_lm_stage import CausalLMStage, uses_randomness
+from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy
 from slipstream.model.fused_kernels import check_compiler, fuse_kernels
 from slipstream.model.layer_halves import find_halves
@@ -13,11 +13,12 @@ from slipstream.model.layer_range import (
     StagePart,
     are_allowed_layer_counts,
 )
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy
+from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy, uses_randomness
 from slipstream.model.model_config import (
     check_counted_positions,
     check_is_causal_lm,
     check_length,
+    check_router_loss,
     check_token_ids,
     config_from_settings,
     load_config,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
+from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import attention_interface
+from slipstream.model.hooks.crossing_tensors import CrossingTensor, CrossingTensors
 from slipstream.model.hooks.document_resets import recorded_carriers, reset_at_documents
 from slipstream.model.hooks.layer_arguments import first_output, with_first_output, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
 from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.own_attention import masks_and_biases
+from slipstream.model.hooks.shared_layers import TensorParallelLayers
 from slipstream.model.hooks.slice_cache import SliceCache, cache_name
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
+from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, uses_randomness
 from slipstream.model.model_cutting import PassThrough, has_end, keep_layers, second_half
 from slipstream.model.saving.expert_weights import add_expert_gradients_in_place
 from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
@@ -37,34 +40,12 @@ from slipstream.model.vocabulary.tied_weight import separate_head
 _SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
 
 
-class TensorParallelLayers(Protocol):
-    """The ranks that share every layer of a stage; `parallel.TensorParallel` implements it."""
-
-    sequence: bool  # whether they also split the tokens between the parts of a layer
-
-    @property
-    def rank(self) -> int: ...
-
-    def install(self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-        """Installs the exchange between the ranks in the model.
-
-        `enter` is called where computing becomes different on each rank, `leave` where it is the same on all again.
-        """
-
-    def begin(self, length: int) -> None:
-        """Announces a slice of `length` tokens."""
-
-    def local_length(self, length: int) -> int:
-        """Returns how many of the slice's tokens are on this rank between the parts of a layer."""
-        ...
-
-
 class CausalLMStage:
     """The layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
 
-    What travels between stages is described by `hidden`. With `shared` the model has this rank's shares of all weights,
-    and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the last stage gives
-    the head's input, and `vocabulary` has the rows that lie next to this stage.
+    What travels between stages is described by `receives` and `sends`. With `shared` the model has this rank's shares
+    of all weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the
+    last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage.
     """
 
     def __init__(
@@ -103,6 +84,7 @@ class CausalLMStage:
         self._second_names = anatomy.second_names
         self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size
+        self._form, self._takes_more = anatomy.hidden_form(self.hidden_size), anatomy.hidden is not None
         self.hidden_dtype = next(chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())).dtype
         if getattr(model.config, "residual_in_fp32", False):  # Mamba's
             self.hidden_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
@@ -114,8 +96,19 @@ class CausalLMStage:
         layers = anatomy.layers_of(model)
         self.layers = [layers[index] for index in self.layers_here]
         give_initial_states(self.model)
+        self._crossing = CrossingTensors(anatomy.crossing, owned, self.is_first)
         self._watch(layers, anatomy.halves)
+        self._crossing.install(layers)
         self._run_token(1, records_masks=True)  # records the model's mask functions, before documents wrap them
+
+    def check_measurable(self) -> None:
+        """Raises SlipstreamError where times and memory aren't those of hidden states that go from stage to stage."""
+        if self._takes_more:
+            raise SlipstreamError(
+                f"layers of {self.model.config.model_type!r} take more than hidden states from other stages, which "
+                "plans and accounts of memory don't count. Name schedule, slices and partition, and give no "
+                "memory.limit."
+            )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the unsplit model's names, tied weights once under the canonical name."""
@@ -142,7 +135,19 @@ class CausalLMStage:
         Returns:
             (b, T, hidden) or, on the last stage with a whole head, the logits (b, T, vocabulary).
         """
+        return self._run(token_slice, () if hidden is None else (hidden,), store, records_masks)[0]
+
+    def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Any:
+        """Runs `forward`, with tuples for what travels between stages; the last stage returns the head's outputs."""
+        output, *crossing = self._run(token_slice, inputs, store)
+        return output if self.has_loss else (output.to(self.hidden_dtype), *crossing)
+
+    def _run(
+        self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore, records_masks: bool = False
+    ) -> Tensors:
+        hidden = inputs[0] if inputs else None
         context = SliceContext(token_slice, store, self.tables, hidden, self.attends_itself, records_masks)
+        context.received = inputs[1:]
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
             self._shared.begin(token_slice.input_ids.shape[1])
@@ -163,9 +168,9 @@ class CausalLMStage:
         if context.num_masks != (first := len(self.tables.functions)):
             raise RuntimeError(f"the model built {context.num_masks} masks, {first} when it was first run")
         if self.is_last:
-            return output.logits  # type: ignore[no-any-return]
+            return (output.logits,)
         assert context.output is not None, f"the last of {self.owned} did not run"
-        return context.output
+        return context.output, *self._crossing.leaving(context, self.hidden_dtype)
 
     def _past(self, context: SliceContext) -> tuple[dict[str, SliceCache], AbstractContextManager[None]]:
         """Returns the cache as the model's argument, and what keeps the model from generating text with it."""
@@ -190,26 +195,28 @@ class CausalLMStage:
             self._carriers = found
         return self._carriers
 
-    def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Any:
-        """Runs `forward`, with tuples for what travels between stages; the last stage returns the head's outputs."""
-        output = self.forward(token_slice, inputs[0] if inputs else None, store)
-        return output if self.has_loss else (output.to(self.hidden_dtype),)
-
     def receives(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that come from the stage before, or from the rows of a spread embedding."""
         if self.is_first:
             return (self.embedded(token_slice),) if self.embeds_by_parts else ()
-        return (self.hidden(token_slice),)
+        return self.hidden(token_slice), *self._specs(self._crossing.received, token_slice)
 
     def sends(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
         """Returns the tensors that go to the next stage."""
-        return () if self.has_loss else (self.hidden(token_slice),)
+        return () if self.has_loss else (self.hidden(token_slice), *self._specs(self._crossing.sent, token_slice))
 
     def hidden(self, token_slice: TokenSlice) -> TensorSpec:
-        """Returns (b, T, hidden_size) of what comes in and goes out; T may be a part of the slice's tokens."""
+        """Returns (b, T, hidden) of the hidden states in and out; T may be a part of the slice's tokens."""
         batch, length = token_slice.input_ids.shape
         here = self._shared.local_length(length) if self._shared else length
-        return TensorSpec(torch.Size((batch, here, self.hidden_size)), self.hidden_dtype)
+        return TensorSpec(self._form.shape(batch, here, token_slice.length), self.hidden_dtype)
+
+    def _specs(self, crossing: Sequence[CrossingTensor], token_slice: TokenSlice) -> list[TensorSpec]:
+        sizes = (*token_slice.input_ids.shape, token_slice.length)
+        return [
+            TensorSpec(each.sent_form.shape(*sizes), each.dtype or self.hidden_dtype, each.dtype is None)
+            for each in crossing
+        ]
 
     @property
     def embeds_by_parts(self) -> bool:
@@ -282,20 +289,10 @@ class CausalLMStage:
         """Runs the first token of a sequence of `length` tokens."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         token_slice = TokenSlice(zero, zero, None, start=0, length=length, max_position=length - 1)
-        spec = next(iter(self.receives(token_slice)), self.hidden(token_slice))
-        hidden = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+        specs = self.receives(token_slice)
+        inputs = tuple(torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            self.forward(token_slice, hidden, ContextStore(length), records_masks)
+            self._run(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)
-
-
-def uses_randomness(model: nn.Module) -> bool:
-    """Returns whether training draws random numbers: dropout of any kind, or a router's jitter."""
-    return any(
-        isinstance(value, float) and value > 0
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
-    )

@@ -36,6 +36,8 @@ def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerP
     gradients of input and parameters. Raises SlipstreamError, naming the layer, where they are not equal.
     """
     try:
+        if anatomy.hidden is not None:
+            raise _NotTwoHalvesError("layers: they take more than hidden states from the layers before")
         with torch.random.fork_rng(devices=[]), full_precision():
             return _find_halves(toy_model(config), anatomy, toy_tokens(config))
     except Exception as error:  # the model's own code may raise any

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.hooks.crossing_tensors import CrossingTensor, TensorForm, find_layer_tensors, takes_more
 from slipstream.model.hooks.own_attention import check_own_attention
 from slipstream.model.layer_range import LayerHalf, ModelEnd
 from slipstream.model.model_config import check_is_causal_lm
-from slipstream.model.toy import toy_model, toy_tokens
+from slipstream.model.toy import shapes_model, toy_model, toy_tokens
 from slipstream.model.toy_comparison import attends_itself, full_precision, recorded_attention
 from slipstream.model.toy_failure import toy_failure
 
@@ -38,12 +40,14 @@ class LayerPart:
 
 @dataclass(frozen=True)
 class ModelAnatomy:
-    """The names of a model's parts, the same for every size of one architecture."""
+    """The names of a model's parts, the same for every size of one architecture, and what crosses cuts between them."""
 
     layers: str  # the nn.ModuleList of decoder layers, such as "model.layers"
     before: tuple[str, ...]  # such as ("model.embed_tokens",)
     after: tuple[str, ...]  # such as ("model.norm", "lm_head")
     tuple_length: int = 0  # the length of the tuple that layers return, hidden states first; 0: a tensor
+    hidden: TensorForm | None = None  # of hidden states, where layers take more than (b, T, hidden)
+    crossing: tuple[CrossingTensor, ...] = ()  # what they take besides; both depend on the model's size
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter): one weight on two stages
     aliases: frozenset[str] = frozenset()  # second names of parameters within one stage, such as of the head's bias
     halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty if that isn't needed or isn't possible
@@ -55,6 +59,10 @@ class ModelAnatomy:
     def second_names(self) -> frozenset[str]:
         """The names of parameters that have another name, which is the canonical one."""
         return self.aliases | {name for name, _ in self.tied}
+
+    def hidden_form(self, width: int) -> TensorForm:
+        """Returns the form of the hidden states, given their width."""
+        return self.hidden or TensorForm((1, 1, width), row_dim=0, token_dim=1)
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
         """Returns the layers of a model of this architecture, or what an earlier cut has put in their places."""
@@ -78,6 +86,22 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
         raise
     except Exception as error:  # the model's own code
         raise _refusal(config, toy_failure(config, error)) from error
+
+
+def anatomy_of_size(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnatomy:
+    """Returns the anatomy for a config of the architecture with other sizes, on which what crosses cuts depends."""
+    return anatomy if anatomy.hidden is None else _with_tensors(anatomy, config)
+
+
+def _with_tensors(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnatomy:
+    try:
+        with torch.enable_grad():
+            model = shapes_model(config)
+            hidden, crossing = find_layer_tensors(model, anatomy.layers_of(model))
+    except Exception as error:  # the model's own code
+        reason = f"its layers take more than hidden states from others, which can't be told ({error})"
+        raise _refusal(config, reason) from error
+    return replace(anatomy, hidden=hidden, crossing=crossing)
 
 
 def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
@@ -122,9 +146,18 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     itself = attends_itself(model, list(model.get_submodule(layers).children()), tokens, attending)
     if itself:
         check_own_attention(config)
-    return ModelAnatomy(
-        layers, tuple(before), tuple(after), tuple_length, tied, aliases, skips_padding=skips, attends_itself=itself
+    anatomy = ModelAnatomy(
+        layers,
+        tuple(before),
+        tuple(after),
+        tuple_length,
+        tied=tied,
+        aliases=aliases,
+        skips_padding=skips,
+        attends_itself=itself,
     )
+    with full_precision():
+        return _with_tensors(anatomy, config) if takes_more(model, anatomy.layers_of(model)) else anatomy
 
 
 def _find_layers(model: nn.Module, tokens: Tensor) -> str:
@@ -152,7 +185,7 @@ def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
         prefix = ".".join(path[:depth])
         for name, child in model.get_submodule(prefix).named_children():
             if name != path[depth]:
-                found[f"{prefix}.{name}" if prefix else name] = child
+                found |= _called(f"{prefix}.{name}" if prefix else name, child)
     return found
 
 
@@ -162,6 +195,14 @@ def _skips_padding(model: nn.Module) -> bool:
     return any("position_ids" in inspect.signature(module.forward).parameters for module in makers)
 
 
+def _called(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """Returns the module, or those in a list, which isn't called itself."""
+    if not isinstance(module, nn.ModuleList):
+        return {name: module}
+    inside = (_called(f"{name}.{number}", child) for number, child in module.named_children())
+    return dict(chain.from_iterable(each.items() for each in inside))
+
+
 def _within(parameter: str, modules: list[str]) -> bool:
     return any(parameter.startswith(f"{module}.") for module in modules)
 
@@ -169,6 +210,16 @@ def _within(parameter: str, modules: list[str]) -> bool:
 def has_parameters(module: nn.Module) -> bool:
     """Returns whether a module has parameters; other stages' placeholders have none."""
     return next(module.parameters(), None) is not None
+
+
+def uses_randomness(model: nn.Module) -> bool:
+    """Returns whether training draws random numbers: dropout of any kind, or a router's jitter."""
+    return any(
+        isinstance(value, float) and value > 0
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+    )
 
 
 def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:

@@ -61,7 +61,15 @@ def toy_model(config: PretrainedConfig) -> PreTrainedModel:
         return reference_model(toy_config(config), attention="eager")
 
 
-def reference_model(config: PretrainedConfig, attention: str | None = REFERENCE_ATTENTION) -> PreTrainedModel:
+def shapes_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Returns the whole model on the meta device, which takes no memory and computes shapes alone."""
+    with torch.device("meta"):
+        return reference_model(config, experts="batched_mm")  # the products of which depend on no number
+
+
+def reference_model(
+    config: PretrainedConfig, attention: str | None = REFERENCE_ATTENTION, experts: str = "eager"
+) -> PreTrainedModel:
     """Returns a model in float64 on the CPU, with the model's own eager attention, in evaluation mode.
 
     Some models do more than attend where the implementation is called "eager", such as selecting keys: give that name
@@ -73,7 +81,7 @@ def reference_model(config: PretrainedConfig, attention: str | None = REFERENCE_
             copy.deepcopy(config),  # from_config writes the dtype into it
             dtype=torch.float64,  # of the parameters; rope's tables stay float32, and routers that are made so
             attn_implementation=attention,
-            experts_implementation="eager",  # grouped matrix products don't support float64
+            experts_implementation=experts,  # grouped matrix products don't support float64
         )
     widen_parameters(model)
     return model.eval()

@@ -78,6 +78,7 @@ class StageBench:
         others: Tensor | None = None,
         shared: TensorParallel | None = None,
     ) -> None:
+        stage.check_measurable()
         self.stage, self.seq_len, self._others, self._shared = stage, seq_len, others, shared
         self._loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = causal_cross_entropy
         if shared is not None:

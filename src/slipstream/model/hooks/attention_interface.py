@@ -38,6 +38,7 @@ def sliced_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # attention sinks, one logit a head
+    indices: Tensor | None = None,  # (b, T, k) the keys that an indexer selected
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Returns the attention of one slice to itself and all slices before, (b, T, heads, d), as transformers expects."""
@@ -49,7 +50,7 @@ def sliced_attention(
     context = current_slice()
     call, scale = context.next_call(module), query.shape[-1] ** -0.5 if scaling is None else scaling
     site = AttentionSite(context.store, call, attention_mask, scale, softcap, dropout, context.attention_seed())
-    return attend(query, key, value, site, s_aux).transpose(1, 2), None
+    return attend(query, key, value, site, s_aux, indices).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, sliced_attention)

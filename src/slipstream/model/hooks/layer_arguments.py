@@ -1,4 +1,4 @@
-"""Finds and replaces the hidden states in the arguments with which transformers' code calls a layer."""
+"""Finds and replaces hidden states and others of the arguments with which transformers' code calls a layer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: An
     if args:
         return (hidden, *args[1:]), kwargs
     return args, kwargs | {_keyword(kwargs): hidden}
+
+
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str) -> Any:
+    """Returns the argument at a position or of a keyword."""
+    return args[place] if isinstance(place, int) else kwargs[place]
+
+
+def with_argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any) -> Arguments:
+    """Returns the arguments with `value` at a position or for a keyword."""
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, kwargs | {place: value}
 
 
 def first_output(output: Any) -> Tensor:

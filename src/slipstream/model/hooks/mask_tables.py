@@ -13,15 +13,18 @@ sequence's start; the installed version decides.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 
 from slipstream.attention import KeyRanges
+from slipstream.errors import SlipstreamError
 
 MaskFunction = Callable[..., Tensor]
 _COUNTS_WITHIN_DOCUMENTS = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+_ALL = slice(None)
 _PAIRS_AT_ONCE = 1 << 24  # limits the memory of an evaluation to about 100 MB
 
 
@@ -55,6 +58,30 @@ class NotCausalError(Exception):
     """
 
 
+class SliceMask(KeyRanges):
+    """What a model's layers are given as a mask.
+
+    Some models' code takes parts of theirs: its last queries, which here are all, or what an indexer may select from.
+    """
+
+    def __init__(self, first_key: Tensor, start: int, length: int, device: torch.device) -> None:
+        super().__init__(first_key, start)
+        self._length, self._device = length, device
+
+    def __getitem__(self, index: Any) -> SliceMask | Tensor:
+        """Returns itself for all queries, and for [:, 0, :, :] whether a query sees a key of the sequence.
+
+        This has shape (rows, T, length), rows being 1 where all are alike. Raises SlipstreamError for anything else.
+        """
+        if index == (_ALL, _ALL, slice(0, None), _ALL):
+            return self
+        if index != (_ALL, 0, _ALL, _ALL):
+            raise SlipstreamError(f"its own code reads the attention mask, {index} of it, which slices don't have")
+        key = torch.arange(self._length, device=self._device)
+        query = torch.arange(self.start, self.end, device=self._device)[:, None]
+        return (key <= query) & (key >= self.first_key.to(self._device)[..., None])
+
+
 class MaskTables:
     """The masks of one stage's model, their `functions` in the order in which its forward builds them."""
 
@@ -62,11 +89,11 @@ class MaskTables:
         self._device = device
         self.functions: list[MaskFunction] = []
         self._tables: dict[int, Tensor | NotCausalError] = {}
-        self._ranges: dict[tuple[int, int, int], KeyRanges] = {}
+        self._ranges: dict[tuple[int, int, int, int], SliceMask] = {}
 
     def ranges(
         self, mask: int, start: int, end: int, length: int, document_start: Tensor | None
-    ) -> KeyRanges | NotCausalError:
+    ) -> SliceMask | NotCausalError:
         """Returns what queries [start, end) of a sequence see; document_start is (b, end - start) or None."""
         table = self._table(mask, length)
         if isinstance(table, NotCausalError):
@@ -74,10 +101,11 @@ class MaskTables:
         if document_start is not None:
             begins, query = document_start.cpu(), torch.arange(start, end)
             within = begins + table[query - begins] if _COUNTS_WITHIN_DOCUMENTS else begins.maximum(table[query])
-            return KeyRanges(within, start)
-        if (mask, start, end) not in self._ranges:
-            self._ranges[mask, start, end] = KeyRanges(table[None, start:end], start)
-        return self._ranges[mask, start, end]
+            return SliceMask(within, start, length, self._device)
+        place = mask, start, end, length
+        if place not in self._ranges:
+            self._ranges[place] = SliceMask(table[None, start:end], start, length, self._device)
+        return self._ranges[place]
 
     def _table(self, mask: int, length: int) -> Tensor | NotCausalError:
         """Returns the first keys for at least `length` queries: a longer sequence's begin with a shorter one's."""

@@ -3,7 +3,8 @@
 transformers generates text in pieces, and a piece learns from the cache how many tokens came before it. Some layers
 take positions from there and not from `position_ids`: Llama 4 scales its queries by them where it has no rotary
 embedding, and BART looks its position embeddings up. Keys and values are in the context store, so the cache returns
-those of the slice as they come; to layers that attend by code of their own it returns those of all tokens so far.
+those of the slice as they come; to layers that attend by code of their own it returns those of all tokens so far. An
+indexer's keys are there, too.
 
 Others continue from what the tokens before left there: the last inputs of a convolution, or a recurrent state (Mamba 2,
 the gated delta rule). These go from slice to slice, with their gradients in the other direction. Whatever else a layer
@@ -21,16 +22,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache
 
-from slipstream.attention import read_prefix
+from slipstream.attention import KeyRanges, read_prefix
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.token_slice import SliceContext, current_slice
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")  # how models and their parts call the argument
-_INDEXER = "an indexer's keys, which select what a query sees (sparse attention)"
+_INDEXER = "an indexer's keys, which select blocks that a query sees (sparse attention)"
 _STATES = {  # what a layer asks its part of the cache for -> the state that it carries from token to token
     "conv_states": "the window of a convolution",
     "recurrent_states": "a recurrent state",
-    "update_indexer": _INDEXER,
     "update_index": _INDEXER,
     "indexer_keys": _INDEXER,
     "update_compressor": "compressed keys and values",
@@ -56,6 +56,12 @@ class CarriedState(NamedTuple):
     layer: int
     kind: str
     number: int  # among those of its kind
+
+
+class IndexerKeys(NamedTuple):
+    """What keeps keys by which queries select others: a layer's indexer."""
+
+    layer: int
 
 
 class SliceCache(Cache):  # type: ignore[misc]
@@ -146,9 +152,17 @@ class SliceCache(Cache):  # type: ignore[misc]
         """Returns True: a slice of one token, too, keeps a new window and changes none in place."""
         return True
 
-    def update_indexer(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises SlipstreamError: a slice's queries would choose among its own keys."""
-        refuse_state(_INDEXER)
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Adds a slice's keys (b, T, d) to those by which an indexer selects; returns them, (b, length, d).
+
+        They have no gradient. Like a static cache's they are as many as the sequence has tokens, and a mask hides those
+        that aren't there yet: among equal scores it depends on their number which are selected.
+        """
+        context = self._context
+        tokens, keys = context.token_slice, indexer_key_states.detach()[:, None]  # (b, 1, T, d)
+        ranges = KeyRanges.causal(tokens.start, tokens.end)
+        buffer, _ = context.store.write(IndexerKeys(layer_idx), keys, keys[..., :0], ranges)
+        return buffer[:, 0]
 
     @property
     def rnn_state(self) -> defaultdict[int, tuple[Any, ...]]:

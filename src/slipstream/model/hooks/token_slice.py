@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -60,6 +60,8 @@ class SliceContext:
     reads_prefixes: bool = False  # whether layers attend by their own code, to keys and values from the cache
     records_masks: bool = False  # true in the first forward of a stage, which learns what masks its model builds
     carries_states: bool = False  # from slice to slice or between documents: the model is given a cache
+    received: Sequence[Tensor] = ()  # from the stage before, besides the hidden states
+    taken: dict[int, Tensor] = field(default_factory=dict)  # of what the stage sends, by number; computed here
     tensor_rank: int = 0  # among the ranks that share this stage's layers, each with different heads
     layer: int = -1  # the layer that runs, counted over the whole model
     calls_in_layer: int = 0

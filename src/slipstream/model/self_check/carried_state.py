@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.attention import ContextStore, KeyRanges
+from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.causal_lm_stage import CausalLMStage
+from slipstream.model.hooks.mask_tables import SliceMask
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.layer_range import LayerRange
-from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
+from slipstream.model.model_anatomy import ModelAnatomy, anatomy_of_size, find_anatomy
+from slipstream.model.model_config import check_router_loss
 from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.self_check.toy_runs import TokenCuts, sliced_outputs, whole_outputs
 from slipstream.model.toy import perturb_parameters, toy_model, toy_tokens
@@ -34,15 +36,14 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
     Returns the toy's layers that carry a state from slice to slice. Raises SlipstreamError, naming the layer and the
     state, where slices can't be exact whatever the sizes are.
     """
-    if getattr(config, "output_router_logits", False):  # of mixtures of experts: not a sum over tokens
-        reason = "output_router_logits=True adds a load-balancing loss over the whole batch, which slices don't sum to"
-        raise refusal(config, f"{reason}. Set output_router_logits=False")
+    check_router_loss(config)
     anatomy = anatomy or find_anatomy(config)
     try:
         with torch.no_grad(), full_precision():
             model = toy_model(config)
             perturb_parameters(model)  # so that states count
-            return _ToyInSlices(model, anatomy, toy_tokens(config, _SLICES.length)).carrying()
+            sized = anatomy_of_size(anatomy, model.config)
+            return _ToyInSlices(model, sized, toy_tokens(config, _SLICES.length)).carrying()
     except SlipstreamError as error:
         raise refusal(config, str(error)) from error
     except Exception as error:  # the model's own code
@@ -84,7 +85,7 @@ class _ToyInSlices:
             failed = error
         carrying = frozenset(call.layer for call in store.carried.calls if isinstance(call, CarriedState))
         self._check_layers(outputs, carrying)
-        if failed is not None and KeyRanges.__name__ in str(failed):
+        if failed is not None and SliceMask.__name__ in str(failed):
             raise SlipstreamError(
                 "its own code reads the attention mask, as an indexer does that selects keys (sparse attention)"
             )

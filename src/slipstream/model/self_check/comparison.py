@@ -17,7 +17,7 @@ import torch
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.model_anatomy import ModelAnatomy, find_anatomy
+from slipstream.model.model_anatomy import ModelAnatomy, anatomy_of_size, find_anatomy
 from slipstream.model.self_check.carried_state import TOLERANCE, check_carried_state, refusal
 from slipstream.model.self_check.causality import check_causal
 from slipstream.model.self_check.toy_runs import INPUT, TokenCuts, cut_in_two, run_sliced, run_whole
@@ -98,12 +98,12 @@ class _ToyPair:
     """A toy and the stages that it is cut into, over the same weights."""
 
     def __init__(self, toy: PretrainedConfig, anatomy: ModelAnatomy) -> None:
-        self.toy, self.anatomy = toy, anatomy
+        self.toy, self.anatomy = toy, anatomy_of_size(anatomy, toy)
         # code of its own may compute something else under another name: Falcon adds its position biases twice if eager
         self.model = reference_model(toy, attention=None if anatomy.attends_itself else "eager")
         perturb_parameters(self.model)  # so that what begins as zero or one counts
         self.num_layers = len(anatomy.layers_of(self.model))
-        self._stages = cut_in_two(self.model, anatomy)
+        self._stages = cut_in_two(self.model, self.anatomy)
         self.paths: tuple[frozenset[str], ...] = ()  # of the last comparison
 
     def compare(self, cuts: TokenCuts) -> tuple[float, float]:

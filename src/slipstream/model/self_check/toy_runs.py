@@ -23,6 +23,7 @@ from slipstream.model.hooks.token_slice import TokenSlice
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy
 from slipstream.model.model_cutting import copy_with_shared_weights
+from slipstream.model.tensor_spec import Tensors
 from slipstream.model.toy_comparison import output_weights
 
 INPUT = "input of layer 0"
@@ -119,7 +120,7 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
     """Runs the stages on every slice: forwards, then backwards in reverse order."""
     stores = [ContextStore(cuts.length) for _ in stages]
     outputs: _Slices = defaultdict(list)
-    runs: list[list[tuple[Tensor | None, Tensor]]] = []
+    runs: list[list[tuple[Tensors, Tensors]]] = []  # of each slice, what each stage received and sent
     for stage in stages:
         stage.model.zero_grad()
         for tied in stage.tied:
@@ -127,24 +128,26 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
         if len(cuts.documents) > 2:
             stage.find_carriers()  # before anything is recorded
     for piece in cuts.token_slices(tokens):
-        hidden: Tensor | None = None
-        ends: list[tuple[Tensor | None, Tensor]] = []
+        sent: Tensors = ()
+        ends: list[tuple[Tensors, Tensors]] = []
         for stage, store in zip(stages, stores, strict=True):
-            received = None if hidden is None else hidden.detach().requires_grad_()
+            received = tuple(each.detach().requires_grad_(each.is_floating_point()) for each in sent)
             with _recording(anatomy.layers_of(stage.model), stage.layers_here, outputs):
-                output = hidden = stage.forward(piece, received, store)
-            ends.append((received, output))
+                computed = stage.compute(piece, received, store)
+            sent = computed if isinstance(computed, tuple) else (computed,)
+            ends.append((received, sent))
             _check_attention(stage, store, piece.index + 1)
         runs.append(ends)
     paths = tuple(path for stage, store in zip(stages, stores, strict=True) for path in _paths(stage, store))
-    outputs["logits"] = [ends[-1][1].detach() for ends in runs]
+    outputs["logits"] = [ends[-1][1][0].detach() for ends in runs]
     sizes = [b - a for a, b in pairwise(cuts.slices)]
     weights = torch.split(output_weights(torch.cat(outputs["logits"], 1)), sizes, dim=1)
     for ends, gradient in reversed(list(zip(runs, weights, strict=True))):
-        for received, output in reversed(ends):
-            torch.autograd.backward(output, gradient)
-            if received is not None and received.grad is not None:
-                gradient = received.grad
+        gradients: Tensors = (gradient,)
+        for received, sent in reversed(ends):
+            reached = [(each, grad) for each, grad in zip(sent, gradients, strict=True) if each.requires_grad]
+            torch.autograd.backward([each for each, _ in reached], [grad for _, grad in reached])
+            gradients = tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in received)
     return ToyRun(_joined(outputs), _stage_gradients(stages), paths)
 
 
@@ -164,7 +167,7 @@ def _recording(layers: list[nn.Module], owned: range, outputs: _Slices) -> Itera
 
 
 def _joined(outputs: _Slices) -> dict[str, Tensor]:
-    return {place: torch.cat(slices, dim=1) for place, slices in outputs.items()}
+    return {place: torch.cat(slices, dim=-2) for place, slices in outputs.items()}  # (b, T, n), or streams of these
 
 
 def _paths(stage: CausalLMStage, store: ContextStore) -> Iterator[frozenset[str]]:

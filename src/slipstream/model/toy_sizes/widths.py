@@ -24,14 +24,15 @@ _MORE_FEATURES = (
     *("shared_intermediate_size", "feed_forward_size"),
 )
 _RECURRENT_HEAD_SIZES = ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim")  # without rotary embedding
+_INDEX_HEADS = ("index_n_heads",)  # several, as keys of equal scores are selected by their places
 _INNER = 32  # features inside a feed-forward
 _MOST = {  # sizes that change no code path: largest toy value -> names
     128: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "encoder_hash_byte_group_vocab"),
     _INNER: (*_FEATURES, *_MORE_FEATURES, "q_lora_rank", "kv_lora_rank", "position_bias_num_buckets"),
     4: ("decoder_layers", "encoder_layers", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    16: ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim", *_RECURRENT_HEAD_SIZES),
+    16: ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim", *_RECURRENT_HEAD_SIZES, *_INDEX_HEADS),
     2: ("decoder_attention_heads", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
-    1: ("n_group", "topk_group", "index_n_heads"),
+    1: ("n_group", "topk_group"),
 }
 _HEADLESS_WIDTH = 64
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")

@@ -92,6 +92,11 @@ def find_tensor_plan(
             f"model_type {config.model_type!r} has other {', '.join(sorted(config.per_layer_attributes))} in some "
             "layers, which tensor ranks can't share. Train with tp=1."
         )
+    if anatomy.crossing:
+        raise SlipstreamError(
+            f"tensor parallelism for {config.model_type!r}, whose layers take keys, values or inputs from far before: "
+            "these are sent whole between stages. Train with tp=1."
+        )
     embedding = _name_of(model, model.get_input_embeddings(), anatomy.before, "embedding")  # type: ignore[operator]
     head = _name_of(model, model.get_output_embeddings(), anatomy.after, "head")  # type: ignore[operator]
     styles = _resolve(model, config, given, embedding, head)

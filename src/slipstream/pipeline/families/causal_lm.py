@@ -23,6 +23,7 @@ from slipstream.model import (
     check_compiler,
     check_counted_positions,
     check_length,
+    check_router_loss,
     check_sliceable,
     check_token_ids,
     copy_with_shared_weights,
@@ -92,6 +93,7 @@ class CausalLMFamily:
                 "Leave it out for cross-entropy, or use a mesh with tp=1."
             )
         self.config: PretrainedConfig = source.config
+        check_router_loss(self.config)
         self.compiled = source.compiled
         self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
         self._options, self._ranks, self._device = options, ranks, device

@@ -221,7 +221,7 @@ class WeighedModel:
 
     def score_products(self, layer: int) -> float:
         """The multiplications of a token with a key and a value that it sees, in a layer; 0 where it has none."""
-        text = self._text
+        text = self._of_layer(layer)
         kinds = getattr(text, "layer_types", None)
         if not hasattr(text, "num_attention_heads") or (kinds is not None and kinds[layer] in _WITHOUT_SCORES):
             return 0.0
@@ -230,9 +230,15 @@ class WeighedModel:
 
     def window(self, layer: int) -> AttentionWindow:
         """Returns the keys that a layer's attention sees."""
-        kinds, width = getattr(self._text, "layer_types", None), getattr(self._text, "sliding_window", None)
+        text = self._of_layer(layer)
+        kinds, width = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
         slides = width is not None and (kinds is None or "sliding" in kinds[layer])
         return AttentionWindow("sliding", width) if slides else AttentionWindow()
+
+    def _of_layer(self, layer: int) -> PretrainedConfig:
+        """Returns the layer's own configuration where sizes vary from layer to layer."""
+        is_varied = getattr(self._text, "is_heterogeneous", False)
+        return self._text.per_layer_config[layer] if is_varied else self._text
 
     def _attended(self, layer: int) -> float:
         """Returns the multiplications of a token with the keys and the values that it sees on average."""

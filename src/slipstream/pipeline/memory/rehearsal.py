@@ -171,6 +171,7 @@ def _message_bytes(step: RehearsedStep) -> list[float]:
     """Returns the bytes of each slice's message."""
     stage = next(iter(step.stages.values()))
     assert isinstance(stage, CausalLMStage)
+    stage.check_measurable()
     pieces: Any = step.batch.slices[0]
     sizes = [part_size(stage.hidden(piece).shape.numel(), step.num_parts) for piece in pieces]
     return [size * stage.hidden_dtype.itemsize for size in sizes]

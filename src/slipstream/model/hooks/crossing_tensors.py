@@ -1,0 +1,223 @@
+"""Finds the tensors that layers take besides hidden states, and hands them over where a cut between stages parts them.
+
+Some models compute an input of every layer before the first one (per-layer embeddings), and some layers take keys and
+values from layers far before. Wherever such a tensor is computed on one stage and read on a later one, it is sent along
+with the hidden states, and its gradient comes back with theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.hooks.layer_arguments import Arguments, argument, hidden_states, with_argument
+from slipstream.model.hooks.token_slice import SliceContext, current_slice
+from slipstream.model.layer_range import LayerRange
+
+_RUNS = ((2, 3), (3, 5), (2, 1 << 14))  # rows and tokens of runs that tell which dims of a tensor these are
+
+
+class TensorForm(NamedTuple):
+    """The shape of a tensor for any number of rows and tokens."""
+
+    sizes: tuple[int, ...]  # those of rows and tokens don't count
+    row_dim: int
+    token_dim: int
+    key_dim: int | None = None  # of at most that many of the sequence's tokens
+
+    def shape(self, rows: int, tokens: int, length: int) -> torch.Size:
+        """Returns the shape for so many tokens of so many sequences of `length` tokens."""
+        sizes = list(self.sizes)
+        sizes[self.row_dim], sizes[self.token_dim] = rows, tokens
+        if self.key_dim is not None:
+            sizes[self.key_dim] = min(length, sizes[self.key_dim])
+        return torch.Size(sizes)
+
+
+class LayerInput(NamedTuple):
+    """Where a layer takes a tensor from: an argument, or an entry of one that is a mapping, which layers share."""
+
+    layer: int
+    argument: int | str  # by position or by keyword
+    key: Any = None  # of the mapping
+    item: int = 0  # of the tuple that is the mapping's value
+
+
+@dataclass(frozen=True)
+class CrossingTensor:
+    """A tensor that layers take besides hidden states: one with a gradient, or numbers that a layer returned."""
+
+    form: TensorForm | None  # None: not of some tokens of some rows
+    made: int  # the layer that computes it; -1: what comes before the layers
+    inputs: tuple[LayerInput, ...]  # in the order of the layers
+    dtype: torch.dtype | None = None  # of numbers without a gradient; None: that of the hidden states
+
+    def crosses(self, layer: int) -> bool:
+        """Returns whether it is computed before this layer, and read by it or a later one."""
+        return self.made < layer <= self.inputs[-1].layer
+
+    @property
+    def sent_form(self) -> TensorForm:
+        """The form; raises SlipstreamError where it can't be sent slice by slice."""
+        if self.form is None:
+            raise SlipstreamError(
+                f"layer {self.inputs[-1].layer} takes {self.inputs[-1].argument!r} from a layer before, which isn't a "
+                "tensor of tokens, so no stage may end between the two"
+            )
+        return self.form
+
+
+class LayerTensors(NamedTuple):
+    """The tensors that go from layer to layer: the hidden states, and what crosses besides."""
+
+    hidden: TensorForm
+    crossing: tuple[CrossingTensor, ...]
+
+
+def takes_more(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Returns whether layers take more than hidden states (b, T, hidden), found by running the model on few tokens."""
+    run = _Record(model, layers, torch.zeros(*_RUNS[0], dtype=torch.int64))
+    return bool(run.taken) or len(run.hidden) != 3
+
+
+def find_layer_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> LayerTensors:
+    """Returns what goes from layer to layer in a model on the meta device, which is run on few tokens and on many."""
+    runs = []
+    for sizes in _RUNS:
+        ids = torch.zeros(*sizes, dtype=torch.int64, device="meta")
+        # without a mask transformers would look for packed documents in positions, which have no values
+        ones = torch.ones(*sizes, dtype=torch.int64)
+        runs.append(_Record(model, layers, ids, position_ids=ids, attention_mask=ones))
+    hidden = _form([run.hidden for run in runs])
+    assert hidden is not None, "hidden states have rows and tokens"
+    crossing = []
+    for each in zip(*(run.taken.values() for run in runs), strict=True):
+        tensor, first = each[0].tensor, each[0]
+        dtype = None if tensor.requires_grad else tensor.dtype
+        form = _form([taken.tensor.shape for taken in each])
+        crossing.append(CrossingTensor(form, first.made(layers), tuple(first.inputs), dtype))
+    return LayerTensors(hidden, tuple(crossing))
+
+
+class _Taken(NamedTuple):
+    tensor: Tensor
+    returned: int | None  # the layer that returned it; None: none did
+    inputs: list[LayerInput]
+
+    def made(self, layers: Sequence[nn.Module]) -> int:
+        """Returns the last layer whose parameters it depends on, or that returned it; -1 where there is none."""
+        if self.returned is not None or not self.tensor.requires_grad:
+            return -1 if self.returned is None else self.returned
+        owned = [(number, p) for number, layer in enumerate(layers) for p in layer.parameters() if p.requires_grad]
+        given = [p for _, p in owned]
+        gradients = torch.autograd.grad(self.tensor.sum(), given, retain_graph=True, allow_unused=True)
+        return max((number for (number, _), g in zip(owned, gradients, strict=True) if g is not None), default=-1)
+
+
+class _Record:
+    """The shape of the hidden states, and what layers took besides, in one run of a model."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, **given: Tensor) -> None:
+        self.hidden = torch.Size()
+        self.taken: dict[int, _Taken] = {}  # by identity, of tensors that live until the end
+        self._returned: dict[int, tuple[int, Tensor]] = {}
+        with torch.enable_grad(), ExitStack() as hooks:
+            for number, layer in enumerate(layers):
+                hooks.enter_context(layer.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True))
+                hooks.enter_context(layer.register_forward_hook(partial(self._leave, number)))
+            model(input_ids=ids, use_cache=False, **given)
+
+    def _enter(self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = hidden_states(args, kwargs)
+        self.hidden = own.shape
+        for place, tensor in _tensors(layer, args, kwargs):
+            returned, _ = self._returned.get(id(tensor), (None, tensor))
+            if tensor is not own and (tensor.requires_grad or returned is not None):
+                self.taken.setdefault(id(tensor), _Taken(tensor, returned, [])).inputs.append(place)
+
+    def _leave(self, layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        for item in output[1:] if isinstance(output, tuple) else ():
+            if isinstance(item, Tensor):
+                self._returned.setdefault(id(item), (layer, item))
+
+
+def _tensors(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[LayerInput, Tensor]]:
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in given:
+        if isinstance(value, Tensor):
+            yield LayerInput(layer, place), value
+        elif isinstance(value, Mapping):
+            for key, entry in value.items():
+                for item, tensor in enumerate(entry if isinstance(entry, tuple) else (entry,)):
+                    if isinstance(tensor, Tensor):
+                        yield LayerInput(layer, place, key, item), tensor
+
+
+def _form(shapes: Sequence[Sequence[int]]) -> TensorForm | None:
+    """Returns the form of a tensor with these shapes in the runs; None where it isn't of some tokens of some rows."""
+    rows, lengths = zip(*_RUNS, strict=True)
+    places: dict[str, int] = {}
+    for dim, sizes in enumerate(zip(*shapes, strict=True)):
+        if len(set(sizes)) > 1:
+            kind = {rows: "row", lengths: "token"}.get(sizes, "key" if sizes[:2] == lengths[:2] else "")
+            if not kind or kind in places:
+                return None
+            places[kind] = dim
+    if not {"row", "token"} <= places.keys():
+        return None
+    return TensorForm(tuple(shapes[-1]), places["row"], places["token"], places.get("key"))
+
+
+class CrossingTensors:
+    """The tensors that come to a stage with the hidden states, and those that leave it with them.
+
+    What is received and read later, too, goes on as it came. What the stage computes is taken where a later layer would
+    read it, in whose place the stage has a placeholder.
+    """
+
+    def __init__(self, tensors: Sequence[CrossingTensor], owned: LayerRange, is_first: bool) -> None:
+        """Raises SlipstreamError for a tensor that can't be sent in slices."""
+        self._owned = range(int(owned.start), ceil(owned.stop))
+        self.received = [] if is_first else [each for each in tensors if each.crosses(self._owned.start)]
+        self.sent = [each for each in tensors if each.crosses(self._owned.stop)]
+        for each in (*self.received, *self.sent):
+            each.sent_form  # noqa: B018  raises
+
+    def install(self, layers: Sequence[nn.Module]) -> None:
+        """Makes the layers here take what the stage received, and placeholders give what it sends."""
+        for number, tensor in enumerate(self.received):
+            for place in tensor.inputs:
+                if place.layer in self._owned:
+                    layers[place.layer].register_forward_pre_hook(partial(_put, number, place), with_kwargs=True)
+        for number, tensor in enumerate(self.sent):
+            place = next(place for place in tensor.inputs if place.layer >= self._owned.stop)
+            layers[place.layer].register_forward_pre_hook(partial(_take, number, place), with_kwargs=True)
+
+    def leaving(self, context: SliceContext, dtype: torch.dtype) -> list[Tensor]:
+        """Returns what the stage sends, in `sent`'s order."""
+        came = dict(zip(self.received, context.received, strict=True))
+        found = (came.get(tensor, context.taken[number]) for number, tensor in enumerate(self.sent))
+        return [value.to(tensor.dtype or dtype) for value, tensor in zip(found, self.sent, strict=True)]
+
+
+def _put(number: int, place: LayerInput, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    tensor = current_slice().received[number]
+    if place.key is None:
+        return with_argument(args, kwargs, place.argument, tensor)
+    mapping = argument(args, kwargs, place.argument)
+    others = mapping.get(place.key, ())  # of the tuple that is there
+    mapping[place.key] = (*others[: place.item], tensor, *others[place.item + 1 :])
+    return args, kwargs
+
+
+def _take(number: int, place: LayerInput, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    value = argument(args, kwargs, place.argument)
+    current_slice().taken[number] = value if place.key is None else value[place.key][place.item]
