@@ -85,7 +85,9 @@ class CausalLMStage:
         self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_last)
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self._form, self._takes_more = anatomy.hidden_form(self.hidden_size), anatomy.hidden is not None
-        self.hidden_dtype = next(chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())).dtype
+        weights = chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())
+        embedded = [] if self._embedded is None else [self._embedded.dtype]  # then an empty end has no weights
+        self.hidden_dtype = next(chain((weight.dtype for weight in weights), embedded))
         if getattr(model.config, "residual_in_fp32", False):  # Mamba's
             self.hidden_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
         self.tables = MaskTables(device)

@@ -62,7 +62,7 @@ def costs_of(config: Config, num_processes: int) -> tuple[CostCache, Profile]:
         units_per_layer=UNITS,
         stages=tuple(stage_of(stage, [parts[part] for part in stage], settings.longest) for stage in stages),
         optimizer_seconds=1e-9,
-        link=MeasuredLink(1e-6, 1e10, "gloo", ((1024, 1e-6),)),
+        link=MeasuredLink(1e-6, 1e10, "gloo", ((1024, 1e-6),), ((1024, 1e-9),)),
     )
     return CostCache(model, settings, cpu, num_processes), profile
 
