@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,6 +54,16 @@ def test_no_order_beats_the_bound(problem: StepProblem) -> None:
     counts = step.counts.tolist()
     exact = step_lower_bound(problem.placement, len(counts), counts, step.costs(), split=problem.may_split)
     assert lower_bound(problem, step) <= exact * (1 + 1e-9)
+
+
+def test_where_only_slices_cost_something_parts_are_of_equal_length() -> None:
+    """As is measured of models so small that no time grows with the tokens."""
+    costs = rates(2)
+    fixed = {op: seconds * [1.0, 0.0, 0.0] for op, seconds in costs.seconds.items()}
+    problem = StepProblem((197, 64, 5), (0, 1), replace(costs, seconds=fixed), num_slices=3)
+    plan = find_step_plan(problem)
+    plan.check(problem.lengths)
+    assert max(max(each) for each in plan.slices) == 128
 
 
 @pytest.mark.parametrize("placement", [(0,), (0, 1), (0, 1, 2, 3)])

@@ -13,6 +13,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import OPS, AttentionWindow
 from slipstream.schedule import Op
 
+_LITTLE = 1e-6  # of a slice's fixed part
+
 
 @dataclass(frozen=True)
 class StageRates:
@@ -76,8 +78,14 @@ class StageRates:
 
     def work(self, tokens: Ints, scores: Floats) -> Floats:
         """Returns the seconds of F and B on all stages of so many tokens and scores, (n,) and (n, windows), without
-        what a slice costs besides."""
+        what a slice costs besides.
+
+        Where no time grows with the tokens, as in models so small that only a slice's fixed part was seen, each token
+        takes a little of that, so that equal parts are those of equal length.
+        """
         total = (self.seconds[Op.F] + self.seconds[Op.B]).sum(axis=0)
+        if not total[1:].any():
+            total[1] = _LITTLE * total[0] if total[0] else 1.0
         work: Floats = total[1] * tokens + scores @ total[2:]
         return work
 
