@@ -21,7 +21,7 @@ from slipstream.model.hooks import TokenSlice
 from slipstream.planner.costs import OPS, AttentionWindow
 from slipstream.profiler import ProfileSettings, identify_hardware, identify_model, profile_model
 from slipstream.profiler.layer_kinds import find_layer_kinds
-from slipstream.profiler.link_measurement import fit_link, measure_link
+from slipstream.profiler.link_measurement import _travel, fit_link, measure_link
 from slipstream.profiler.measurement_grid import MeasurementGrid, make_grid
 from slipstream.profiler.profile_run import make_benches
 from slipstream.profiler.stage_bench import PrefilledStore, StageBench
@@ -257,6 +257,10 @@ def test_a_link_is_a_latency_and_a_bandwidth() -> None:
     assert (link.latency, link.bandwidth) == pytest.approx((1e-4, 2e9))
     assert fit_link([(1024, 1e-4), (1 << 20, 1e-4)], "gloo").latency <= 1e-4
     assert measure_link(CPU) is None  # alone
+
+
+def test_a_round_trip_takes_two_travels_and_what_the_other_end_computes() -> None:
+    assert _travel([5.0, 7.0, 30.0], [3.0, 3.0, 8.0]) == 2.0
 
 
 def test_an_identity_ignores_names_and_sees_sizes() -> None:

@@ -24,7 +24,8 @@ _WARM_UPS = 3
 _REPEATS = 15
 _HANDLED = (2**14, 2**18, 2**20, 2**22)  # bytes
 _WORK = 256  # rows and columns of a matrix that the ranks multiply meanwhile
-_PRODUCTS = 16  # of it before a message is sent, and before one is taken
+_MEANWHILE = 8  # of its products before a message is sent, and while it is on its way
+_PRODUCTS = 16  # before a message is sent, and before one is taken
 _TIMEOUT = timedelta(minutes=1)
 _Message = tuple[Channel, Action]
 
@@ -38,9 +39,9 @@ def measure_link(
     and all gather it; where each has its own tokens, with sequence parallelism, it sends those. The bytes are those of
     the whole message.
 
-    It returns None for a pipeline of a single rank. Both ends wait for the message: the delay of a rank that is busy
-    when it arrives isn't the link's. What a message takes from a busy rank, because threads of its own copy it on the
-    rank's core, is measured apart, on processors.
+    It returns None for a pipeline of a single rank. The receiver waits for the message: the delay of a rank that is
+    busy when it arrives isn't the link's. On processors the sender computes meanwhile, as in a step, so that the
+    threads that copy the message share its core. What they take from a busy rank is measured apart.
 
     Args:
         device: the device between which and another one messages go.
@@ -58,9 +59,9 @@ def measure_link(
         transport = ScatterGather(transport, ranks.tensor)
     end = ranks.pipeline.rank
     mine, theirs = (there, back) if end == 0 else (back, there)
-    sizes = [size // num_parts if end < 2 else 0 for size in _SIZES]
-    seconds = [_ping(transport, mine, theirs, size, device, end == 0) if size else 0.0 for size in sizes]
-    points = ranks.pipeline.gather(tuple(zip(_SIZES, seconds, strict=True)))[0]
+    sizes = [size // num_parts for size in _SIZES] if end < 2 else []
+    gaps = ranks.pipeline.gather([_gaps(transport, mine, theirs, size, device, end == 0) for size in sizes])
+    points = tuple(zip(_SIZES, map(_travel, *gaps[:2]), strict=True))
     copies = device.type == "cpu" and end < 2
     handled = [_handling(transport, mine, theirs, size // num_parts) if copies else 0.0 for size in _HANDLED]
     ends = ranks.pipeline.gather(handled)[:2]
@@ -81,27 +82,43 @@ def fit_link(
     return MeasuredLink(float(latency), float(1 / per_byte), backend, tuple(points), tuple(handling))
 
 
-def _ping(
+def _gaps(
     transport: Transport, mine: _Message, theirs: _Message, num_bytes: int, device: torch.device, sends_first: bool
-) -> float:
-    """Returns the seconds of one message: half of a round trip, the median."""
-    payload = torch.zeros(num_bytes // 4, device=device)
+) -> list[float]:
+    """Returns the seconds of round trips: of the first end from its sending to its taking, of the other from its
+    taking to its sending."""
+    payload, factor = torch.zeros(num_bytes // 4, device=device), torch.ones(_WORK, _WORK)
+    products = _MEANWHILE if device.type == "cpu" else 0
     seconds = []
     for _ in range(_WARM_UPS + _REPEATS):
         transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
-        began = time.perf_counter()
         if sends_first:
+            _compute(factor, products)  # until the other end waits
+            began = time.perf_counter()
             transport.send(*mine, (payload,))
-            transport.receive(theirs[1])
-        else:
-            transport.receive(theirs[1])
+            _compute(factor, products)
+        _take(transport, theirs[1], device)
+        if not sends_first:
+            began = time.perf_counter()
+            _compute(factor, products)
+        seconds.append(time.perf_counter() - began)
+        if not sends_first:
             transport.send(*mine, (payload,))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append((time.perf_counter() - began) / 2)
+            _compute(factor, products)
         transport.release(theirs[1])
         transport.finish()
-    return statistics.median(seconds[_WARM_UPS:])
+    return seconds[_WARM_UPS:]
+
+
+def _take(transport: Transport, message: Action, device: torch.device) -> None:
+    transport.receive(message)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _travel(first: Sequence[float], second: Sequence[float]) -> float:
+    """Returns the seconds of a message on its way, the median, from the gaps of both ends, whose clocks may differ."""
+    return statistics.median((there - here) / 2 for there, here in zip(first, second, strict=True))
 
 
 def _handling(transport: Transport, mine: _Message, theirs: _Message, num_bytes: int) -> float:
@@ -113,10 +130,10 @@ def _handling(transport: Transport, mine: _Message, theirs: _Message, num_bytes:
         if talks:
             transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
         began = time.perf_counter()
-        _compute(factor)
+        _compute(factor, _PRODUCTS)
         if talks:
             transport.send(*mine, (payload,))
-        _compute(factor)
+        _compute(factor, _PRODUCTS)
         if talks:
             transport.receive(theirs[1])
         seconds[talks].append(time.perf_counter() - began)
@@ -127,6 +144,6 @@ def _handling(transport: Transport, mine: _Message, theirs: _Message, num_bytes:
     return max(0.0, talking - alone) / 2
 
 
-def _compute(factor: Tensor) -> None:
-    for _ in range(_PRODUCTS):
+def _compute(factor: Tensor, num_products: int) -> None:
+    for _ in range(num_products):
         factor @ factor
