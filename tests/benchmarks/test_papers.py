@@ -61,8 +61,10 @@ def test_each_setting_was_left_out_of_a_fit_of_its_own() -> None:
 def test_a_fit_without_a_setting_can_be_had_again() -> None:
     without = [row for row in terapipe.rows() if row.setting != "9"]
     found = terapipe.fit(without, CONSTANTS)
-    recorded = TERAPIPE["constants without a setting"]["9"]
-    assert vars(found) == pytest.approx(recorded, rel=0.02)
+    recorded, table = terapipe.Constants(**TERAPIPE["constants without a setting"]["9"]), terapipe.settings()
+    for row in terapipe.rows():  # not the constants: some hardly matter, and end where a processor rounds them to
+        again, before = (terapipe.step(table[row.setting], each, row.slices) for each in (found, recorded))
+        assert again == pytest.approx(before, rel=1e-4)
 
 
 def test_our_slices_are_predicted_at_least_as_fast() -> None:
