@@ -234,7 +234,7 @@ def own_costs(first_run: Path) -> tuple[CostCache, Profile]:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("are_whole", [True, False])
+@pytest.mark.parametrize("are_whole", [True, pytest.param(False, marks=pytest.mark.grid)])
 def test_costs_that_cannot_be_used_are_measured_again(
     first_run: Path, own_costs: tuple[CostCache, Profile], are_whole: bool
 ) -> None:
@@ -263,7 +263,9 @@ WINDOWS = {"model_type": "gemma2", "sliding_window": 16, "query_pre_attn_scalar"
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("family", [MIXTURE, WINDOWS], ids=lambda family: family["model_type"])
+@pytest.mark.parametrize(
+    "family", [MIXTURE, pytest.param(WINDOWS, marks=pytest.mark.grid)], ids=lambda family: family["model_type"]
+)
 def test_layers_of_several_kinds_are_planned(first_run: Path, family: dict[str, Any]) -> None:
     """Every other layer has experts, or a window."""
     name = family["model_type"]
@@ -294,7 +296,7 @@ def test_replicas_are_planned_together(first_run: Path) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.grid), True])
 def test_ranks_that_share_layers_are_planned(first_run: Path, sequence: bool) -> None:
     """From what their shares cost, which is kept apart from what whole layers cost four ranks."""
     name, parallel = f"tensor-{sequence}", {"tensor": 2} | ({"sequence_parallel": True} if sequence else {})

@@ -77,7 +77,15 @@ def logits(folder: Path) -> Tensor:
 
 @pytest.mark.more
 @pytest.mark.usefixtures("compiled_search")
-@pytest.mark.parametrize(("replicas", "tied"), [(1, False), (2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("replicas", "tied"),
+    [
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.grid),
+        pytest.param(1, True, marks=pytest.mark.grid),
+        (2, True),
+    ],
+)
 def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int, tied: bool) -> None:
     """The run that resumes, and the one from the plan file, have it spread too, and train the same to the bit; a run
     with a whole head trains the same but for rounding."""
@@ -116,9 +124,11 @@ def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int, tied: bool) 
 @pytest.mark.parametrize(
     ("sections", "processes"),
     [
-        ({"pipeline": {"schedule": "zb-h1", "slices": 4}}, 2),
+        pytest.param({"pipeline": {"schedule": "zb-h1", "slices": 4}}, 2, marks=pytest.mark.grid),
         ({"pipeline": {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "slices": 4}}, 2),
-        ({"pipeline": {"schedule": "1f1b", "slices": 3}, "parallel": {"data": 2}}, 4),
+        pytest.param(
+            {"pipeline": {"schedule": "1f1b", "slices": 3}, "parallel": {"data": 2}}, 4, marks=pytest.mark.grid
+        ),
         ({"pipeline": {"schedule": "1f1b", "slices": 3}, "data": {"packing": "none"}}, 2),
     ],
     ids=["zb-h1", "interleaved", "replicas", "unpacked"],
