@@ -29,7 +29,17 @@ from support.options import grouped
 from support.parameters import first_of
 
 SLICES = [5, 1, 46, 44]  # the second alone in its slice
-FEATURES = ["qwen3_next", "lfm2", "bamba", "minimax", "jamba", "recurrent_gemma", "rwkv", "xlstm"]  # one of each
+FEATURES = [
+    "qwen3_next",
+    "lfm2",
+    "bamba",
+    "minimax",
+    "jamba",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "zaya",
+]  # one of each
 
 
 def unsplit(name: str) -> PreTrainedModel:
@@ -92,7 +102,7 @@ def documents(*rows: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("slices", [SLICES, [LENGTH]], ids=["slices", "whole"])
-@pytest.mark.parametrize("name", first_of([*FEATURES, "nemotron_h", "kimi_linear"]))
+@pytest.mark.parametrize("name", first_of(["zaya", *FEATURES[:-1], "nemotron_h", "kimi_linear"], 2))
 def test_a_state_is_reset_where_a_document_begins(name: str, slices: list[int]) -> None:
     """Once at a slice's first token, in one row within a slice, for one token, and twice in a slice."""
     model, inputs, rows = unsplit(name), tokens(length=LENGTH), [(6, 20, 70), (40, 1, 11, 44)]

@@ -55,6 +55,9 @@ FEATURES = {
     ),
     "short convolutions": Sample("lfm2", paths=("attention", "convolution")),
     "lightning attention": Sample("minimax", paths=("attention", "recurrence")),
+    "keys and queries of a convolution, values of the token before, routers that read the layer before": Sample(
+        "zaya", paths=("attention", "convolution", "recurrence")
+    ),
     "learned positions, projections in one": Sample("gpt2"),
     "position biases (ALiBi)": Sample("bloom", paths=("own attention",)),
     "attention of its own, one head of keys": Sample("falcon", paths=("own attention",)),

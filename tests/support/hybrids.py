@@ -19,6 +19,7 @@ from transformers import (
     Qwen3NextConfig,
     RecurrentGemmaConfig,
     RwkvConfig,
+    ZayaConfig,
     xLSTMConfig,
 )
 
@@ -126,5 +127,13 @@ HYBRIDS: dict[str, PretrainedConfig] = {
     ),
     "xlstm": xLSTMConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_heads=2, chunk_size=16, pad_token_id=None
+    ),
+    "zaya": ZayaConfig(
+        **_SIZES,
+        head_dim=16,
+        num_experts=4,
+        moe_intermediate_size=16,
+        router_hidden_size=16,
+        layer_types=["hybrid"] * 4,
     ),
 }

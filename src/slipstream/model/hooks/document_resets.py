@@ -7,7 +7,7 @@ some row begins, and what carries the state runs on each part. Everything else i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_first_output
+from slipstream.model.hooks.layer_arguments import hidden_states
 from slipstream.model.hooks.slice_cache import CACHE_NAMES
 from slipstream.model.hooks.token_slice import TokenSlice, current_slice
 
@@ -52,12 +52,27 @@ def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
     length = hidden_states(args, kwargs).shape[1]
     outputs = []
-    for a, b in pairwise([0, *_inner_cuts(begins), length]):
+    cuts = [0, *_inner_cuts(begins), length]
+    for a, b in pairwise(cuts):
         context.fresh_rows = begins[:, a]
         own_args, own_kwargs = tree_map(partial(_tokens, a, b, length), (args, kwargs))
         outputs.append(forward(*own_args, **own_kwargs))
     context.fresh_rows = None
-    return with_first_output(outputs[-1], torch.cat([first_output(output) for output in outputs], dim=1))
+    return _joined(outputs, [b - a for a, b in pairwise(cuts)])
+
+
+def _joined(outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
+    """Returns what a module returned for parts of so many tokens, each tensor of tokens for all of them.
+
+    It returns hidden states, or queries, keys and values in a tuple; what isn't of tokens stays as after the last part.
+    """
+    last = outputs[-1]
+    if isinstance(last, (tuple, list)):
+        return type(last)(_joined(items, lengths) for items in zip(*outputs, strict=True))
+    is_per_token = all(isinstance(each, Tensor) and each.dim() > 1 for each in outputs)
+    if is_per_token and [each.shape[1] for each in outputs] == [*lengths]:
+        return torch.cat([*outputs], dim=1)
+    return last
 
 
 def document_begins(tokens: TokenSlice) -> Tensor | None:
