@@ -58,6 +58,8 @@ FEATURES = {
     "keys and queries of a convolution, values of the token before, routers that read the layer before": Sample(
         "zaya", paths=("attention", "convolution", "recurrence")
     ),
+    "a matrix memory": Sample("xlstm", paths=("matrix memory",)),
+    "a configuration in parts": Sample("dbrx"),
     "learned positions, projections in one": Sample("gpt2"),
     "position biases (ALiBi)": Sample("bloom", paths=("own attention",)),
     "attention of its own, one head of keys": Sample("falcon", paths=("own attention",)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, DbrxConfig, PretrainedConfig
 
 from slipstream.model.toy import reference_model, toy_config, toy_tokens
 from slipstream.model.toy_comparison import full_precision
@@ -17,6 +17,8 @@ COMPOSITE = {  # what a composite configuration needs to be small -> architectur
     "layers that reuse keys of earlier ones": ("gemma3n_text",),
     "a router in float32": ("ernie4_5_moe",),
     "heads in groups of four": ("codegen",),
+    "multiples of the model's width": ("zamba", "zamba2"),
+    "layers counted twice": ("xlstm",),
 }
 
 
@@ -27,6 +29,14 @@ def test_a_toy_of_the_default_configuration_is_small_and_runs(name: str) -> None
         model = reference_model(toy_config(config))
         assert sum(parameter.numel() for parameter in model.parameters()) < MOST_PARAMETERS
         assert model(input_ids=toy_tokens(config), use_cache=False).logits.shape[:2] == (2, 48)
+
+
+def test_parts_of_a_layer_become_small_with_it() -> None:
+    """DBRX has a configuration for its feed-forward, as wide as the model, and one for its attention."""
+    toy = toy_config(DbrxConfig(n_heads=16, attn_config={"kv_n_heads": 8}))
+    assert toy.ffn_config.hidden_size == toy.d_model == 256
+    assert toy.ffn_config.ffn_hidden_size == 32
+    assert (toy.n_heads, toy.attn_config.kv_n_heads) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from transformers import PretrainedConfig
 
 from slipstream.model.toy_sizes.layers import shrink_layers, take_layer_overrides
-from slipstream.model.toy_sizes.widths import WIDTHS, first_of, shrink_widths
+from slipstream.model.toy_sizes.widths import WIDTHS, first_of, layer_parts, shrink_widths
 
 _LINKED = re.compile(r"hidden_size|_dim$|width|output_size|out_size")  # sizes that may be another part's width
 
@@ -24,7 +24,8 @@ def shrink_other_parts(whole: PretrainedConfig, text: PretrainedConfig, text_wid
 
     `text_width` is that of `text` before it was made small.
     """
-    parts = [part for part in _parts(whole) if part is not text]
+    done = [text, *layer_parts(text)]
+    parts = [part for part in _parts(whole) if not any(part is each for each in done)]
     small = {text_width: width_of(text)}
     own: dict[int, dict[int | None, int | None]] = {}  # by part
     for part in parts:

@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from slipstream.model.toy_sizes.widths import first_of
+from slipstream.model.toy_sizes.widths import LAYER_COUNTS, first_of
 
 _NUM_LAYERS = 4
 _MOST_LAYERS = 12
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
+_COUNTED_AGAIN = ("num_blocks",)  # a second name of the number of layers, where it is the same number
 _PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
 _FIRST_OF_KIND = re.compile(r"first_k_dense_replace|num_dense_layers|layer_offset|start_index")
 _REUSING = "num_kv_shared_layers"  # at the end, which use the keys and values of the last ones of their kind before
@@ -33,7 +33,7 @@ def shrink_layers(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
     Returns the `overrides`, values of single layers by the layer's number, of those that are kept.
     """
     fields = vars(toy).keys() | toy.attribute_map.keys()  # some others are computed
-    name = first_of(toy, tuple(name for name in _LAYER_COUNTS if name in fields))
+    name = first_of(toy, tuple(name for name in LAYER_COUNTS if name in fields))
     if name is None:
         return overrides
     num_layers = getattr(toy, name)
@@ -56,7 +56,8 @@ def shrink_layers(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
         setattr(toy, key, [lists[key][index] for index in kept if index < len(lists[key])])
     for key in indices:
         setattr(toy, key, [kept.index(index) for index in lists[key] if index in kept])
-    setattr(toy, name, len(kept))
+    for each in (name, *(again for again in _COUNTED_AGAIN if getattr(toy, again, None) == num_layers)):
+        setattr(toy, each, len(kept))
     return {kept.index(index): values for index, values in overrides.items() if index in kept}
 
 

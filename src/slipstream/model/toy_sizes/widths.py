@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from math import gcd
@@ -35,12 +36,19 @@ _MOST = {  # sizes that change no code path: largest toy value -> names
     1: ("n_group", "topk_group"),
 }
 _HEADLESS_WIDTH = 64
+_POSITIONS = re.compile(r"position|rope|rotary|alibi|seq_len|ctx")  # words of fields of models that count tokens
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 _RECURRENT_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
-_STATE_SPACE_HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
-_STATE_SPACE_HEAD_SIZES = ("mamba_d_head", "mamba_headdim", "mamba_head_dim", "head_dim")
+_LINKED = ("attention_hidden_size", "embedding_dim")  # that are the model's width or a multiple of it
+_STATE_SPACE_HEADS = {  # their number -> their size
+    "mamba_n_heads": "mamba_d_head",
+    "n_mamba_heads": "mamba_headdim",
+    "mamba_num_heads": "mamba_head_dim",
+    "num_heads": "head_dim",
+}
 _STATE_SPACE_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 
 
@@ -51,10 +59,17 @@ def shrink_widths(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
     """
     _shrink_heads(toy, overrides)
     _shrink_state_spaces(toy)
-    for fields in (toy, *overrides.values()):
+    for fields in (toy, *overrides.values(), *layer_parts(toy)):
         for most, names in _MOST.items():
             for name in names:
                 _change(fields, name, partial(min, most))
+
+
+def layer_parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Returns the configurations inside this one of its layers' parts: they have neither layers nor heads of their
+    own."""
+    inside = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return [part for part in inside if first_of(part, (*LAYER_COUNTS, *_HEAD_COUNTS)) is None]
 
 
 def first_of(config: PretrainedConfig, names: tuple[str, ...]) -> str | None:
@@ -79,16 +94,14 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
     heads, width = first_of(toy, _HEAD_COUNTS), first_of(toy, WIDTHS)
     if width is None:
         return
-    if heads is None:  # such as a recurrent model, whose widths are one size
-        before = getattr(toy, width)
-        for name in (width, "attention_hidden_size"):
-            _change(toy, name, lambda size: _HEADLESS_WIDTH if size == before else size)
+    if heads is None:  # such as a recurrent model
+        _set_width(toy, width, _HEADLESS_WIDTH)
         return
     before, after = getattr(toy, heads), _MOST_HEADS.get(toy.model_type, _NUM_HEADS)
-    for fields in (toy, *overrides.values()):
+    for fields in (toy, *overrides.values(), *layer_parts(toy)):
         for name in (heads, *_KEY_VALUE_HEADS):
             _change(fields, name, lambda number: max(1, after * number // before))
-    setattr(toy, width, getattr(toy, width) // before * after)
+    _set_width(toy, width, _head_width(toy, getattr(toy, width) // before) * after)
     recurrent = [name for name in _RECURRENT_HEADS if isinstance(getattr(toy, name, None), int)]
     fewest = min((getattr(toy, name) for name in recurrent), default=1)
     for name in recurrent:
@@ -99,10 +112,27 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
         toy.word_embed_proj_dim = getattr(toy, width)
 
 
+def _head_width(toy: PretrainedConfig, size: int) -> int:
+    """Returns a head's part of the width: smaller only where no position could depend on it, as in a recurrence.
+
+    A matrix memory has the square of it for every token.
+    """
+    return size if any(_POSITIONS.search(name) for name in vars(toy)) else min(size, _HEADLESS_WIDTH)
+
+
+def _set_width(toy: PretrainedConfig, width: str, after: int) -> None:
+    """Sets the model's width, and as many times as before what is as many times as wide, in parts of layers, too."""
+    before = getattr(toy, width)
+    for fields in (toy, *layer_parts(toy)):
+        for name in {fields.attribute_map.get(name, name) for name in (*WIDTHS, *_LINKED)}:
+            _change(fields, name, lambda size: size if size % before else size // before * after)
+
+
 def _shrink_state_spaces(toy: PretrainedConfig) -> None:
     """Keeps as many of Mamba 2's heads, whose width is a multiple of the model's, as fit its smaller width."""
     expand, width = first_of(toy, ("mamba_expand", "expand")), first_of(toy, WIDTHS)
-    heads, size = first_of(toy, _STATE_SPACE_HEADS), first_of(toy, _STATE_SPACE_HEAD_SIZES)
+    heads = first_of(toy, tuple(_STATE_SPACE_HEADS))
+    size = None if heads is None else first_of(toy, (_STATE_SPACE_HEADS[heads],))
     if expand is None or width is None or heads is None or size is None or getattr(toy, "mamba_d_ssm", None):
         return
     num_heads = max(1, getattr(toy, expand) * getattr(toy, width) // getattr(toy, size))
