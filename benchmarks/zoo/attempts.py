@@ -8,7 +8,7 @@ from itertools import count
 
 from benchmarks.zoo.families import default_config
 from benchmarks.zoo.outcomes import DEFAULTS, Outcome, Verdict
-from benchmarks.zoo.trial import described, explained, try_out
+from benchmarks.zoo.trial import at_own_size, described, explained, try_out
 from benchmarks.zoo.variants import ALL_ELSE, alone, tiny_config, variants
 from benchmarks.zoo.workers import Send
 
@@ -26,7 +26,9 @@ def try_defaults(name: str, send: Send) -> None:
         send(explained(Outcome(DEFAULTS, Verdict.NOT_BUILT, described(error)), config))
         return
     outcome = try_out(DEFAULTS, tiny, "first")
-    send(explained(outcome, config) if outcome.verdict is Verdict.NOT_BUILT else outcome)
+    if outcome.verdict is Verdict.NOT_BUILT:
+        outcome = explained(outcome, config)
+    send(at_own_size(outcome, config) if outcome.verdict is Verdict.EXACT else outcome)
 
 
 def try_variants(name: str, send: Send) -> None:

@@ -59,6 +59,15 @@ def explained(outcome: Outcome, config: PretrainedConfig) -> Outcome:
     return replace(outcome, verdict=Verdict.CRASH)
 
 
+def at_own_size(outcome: Outcome, config: PretrainedConfig) -> Outcome:
+    """Returns why Slipstream refuses an architecture that is exact at toy size only, else the same outcome."""
+    try:
+        find_anatomy(config)
+    except SlipstreamError as error:
+        return replace(outcome, **_ended_by(error), error=0.0, paths=())
+    return outcome
+
+
 def _verdict(config: PretrainedConfig, stages: str) -> dict[str, Any]:
     with full_precision(), quiet_transformers():
         try:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, BertConfig, ElectraConfig, LlamaConfig, Lla
 
 import slipstream
 from slipstream import SlipstreamError
-from slipstream.model import check_sliceable, load_config
+from slipstream.model import check_sliceable, find_anatomy, load_config
 from slipstream.model.toy import toy_config
 from support.architectures import llama
 
@@ -105,3 +105,12 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 def test_layers_that_work_on_patches_of_tokens_are_refused() -> None:
     with pytest.raises(SlipstreamError, match=r"input of layer 0 has the shape \(2, 13, \d+\) for 12 tokens"):
         check_sliceable(AutoConfig.for_model("blt"))
+
+
+@pytest.mark.parametrize("name", ["zamba2", pytest.param("zamba", marks=pytest.mark.more)])
+def test_layers_that_share_weights_are_refused(name: str) -> None:
+    """A toy of Zamba 2 has one of the layers that share them."""
+    with pytest.raises(
+        SlipstreamError, match=r"its layers share weights \(model\.layers\.\d+\.shared_transf.* is model"
+    ):
+        find_anatomy(AutoConfig.for_model(name))

@@ -8,6 +8,7 @@ stage, and parts without parameters (rotary tables) to every stage.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -93,11 +94,24 @@ def anatomy_of_size(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAna
     return anatomy if anatomy.hidden is None else _with_tensors(anatomy, config)
 
 
+def check_shared_weights(config: PretrainedConfig, shared: Mapping[str, str], layers: str) -> None:
+    """Raises SlipstreamError where one of the `layers` has a weight of another, by the names of what models share."""
+    for name, other in shared.items():
+        if name.startswith(f"{layers}.") or other.startswith(f"{layers}."):
+            raise _refusal(
+                config,
+                f"its layers share weights ({name} is {other}), which several stages would hold and update differently",
+            )
+
+
 def _with_tensors(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnatomy:
     try:
         with torch.enable_grad():
             model = shapes_model(config)
+            check_shared_weights(config, model.all_tied_weights_keys, anatomy.layers)  # a toy may have one such layer
             hidden, crossing = find_layer_tensors(model, anatomy.layers_of(model))
+    except SlipstreamError:
+        raise
     except Exception as error:  # the model's own code
         reason = f"its layers take more than hidden states from others, which can't be told ({error})"
         raise _refusal(config, reason) from error
@@ -134,6 +148,7 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
         elif has_parameters(module):
             raise _refusal(config, f"{name} ({type(module).__name__}) has parameters and runs between the layers")
     shared = model.all_tied_weights_keys
+    check_shared_weights(config, shared, layers)
     aliases = frozenset(
         a for a, b in shared.items() if any(_within(a, end) and _within(b, end) for end in (before, after))
     )

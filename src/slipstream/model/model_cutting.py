@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.layer_range import HalfLayer, LayerHalf, ModelEnd, StagePart
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, has_parameters
+from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, check_shared_weights, has_parameters
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -25,6 +25,7 @@ def keep_layers(
     Tied embeddings stay on the last stage too, since their weight is the head's. `device` is where the placeholder of
     an embedding claims to be; by default it is the embedding's own device.
     """
+    check_shared_weights(model.config, model.all_tied_weights_keys, anatomy.layers)
     layers: Any = model.get_submodule(anatomy.layers)
     num_layers = len(layers)
     for index, layer in enumerate(list(layers)):
