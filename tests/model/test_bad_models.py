@@ -114,3 +114,8 @@ def test_layers_that_share_weights_are_refused(name: str) -> None:
         SlipstreamError, match=r"its layers share weights \(model\.layers\.\d+\.shared_transf.* is model"
     ):
         find_anatomy(AutoConfig.for_model(name))
+
+
+def test_layers_that_run_in_cycles_are_refused() -> None:
+    with pytest.raises(SlipstreamError, match=r"'hrm_text'.* layers run in cycles, \d+ calls in one forward"):
+        find_anatomy(AutoConfig.for_model("hrm_text"))

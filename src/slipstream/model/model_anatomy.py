@@ -138,7 +138,10 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
         reason = f"only {len(entered)} of its {num_layers} layers run on text alone"
         raise _refusal(config, reason)
     if len(entered) != num_layers:
-        raise _refusal(config, f"its {num_layers} layers are called {len(entered)} times in one forward")
+        raise _refusal(
+            config,
+            f"its {num_layers} layers run in cycles, {len(entered)} calls in one forward, so no stage ends after one",
+        )
     before, after = [], []
     for name, module in outside.items():
         if calls[name] == {num_layers}:
