@@ -118,3 +118,16 @@ def test_what_is_compiled_stays_whole() -> None:
     assert undeferred_weights(model) == ["1.0.weight", "2._orig_mod.weight"]
     assert "forward" in vars(model[0])
     assert "forward" not in vars(model[1][0])
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_outputs_may_be_changed_in_place(index: int) -> None:
+    ours = layers()[index].double()
+    theirs, x = copy.deepcopy(ours), torch.randn(4, 7, 5, dtype=torch.float64)
+    add_weight_gradients_in_place(ours)
+    for layer in (ours, theirs):
+        output = layer(x)
+        output += 1
+        output.square().sum().backward()
+    for ours_, theirs_ in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(ours_.grad, theirs_.grad, rtol=0, atol=1e-12)

@@ -83,7 +83,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.transposed, ctx.bias = weight, transposed, bias
-        return functional.linear(x, weight.t() if transposed else weight, bias)
+        y = functional.linear(x, weight.t() if transposed else weight, bias)
+        # autograd forbids models to change a view in place that was made here, as it can be of (b T, out)
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     @once_differentiable
