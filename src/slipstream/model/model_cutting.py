@@ -132,7 +132,9 @@ def _replace(model: PreTrainedModel, name: str, placeholder: nn.Module) -> None:
 class Placeholder(nn.Module):
     """A module without weights that keeps the plain attributes of the one it replaces.
 
-    Models read some of them: `layer.attention_type`, for example, selects a layer's mask.
+    Models read some of them: `layer.attention_type`, for example, selects a layer's mask. They read those of its parts,
+    too, and the names of parts, so it has such placeholders of these, which are no submodules: nothing finds them that
+    looks for what a stage computes.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -140,6 +142,16 @@ class Placeholder(nn.Module):
         for name, value in vars(original).items():
             if not name.startswith("_") and isinstance(value, (str, int, float, bool, type(None))):
                 setattr(self, name, value)
+        vars(self).update((name, _outline(part)) for name, part in original.named_children())
+
+
+def _outline(part: nn.Module) -> nn.Module:
+    """Returns a part's plain attributes, and those of its own parts."""
+    if isinstance(part, nn.ModuleDict):
+        return nn.ModuleDict({name: _outline(child) for name, child in part.items()})
+    if isinstance(part, (nn.ModuleList, nn.Sequential)):
+        return nn.ModuleList(_outline(child) for child in part)
+    return Placeholder(part)
 
 
 class PassThrough(Placeholder):
@@ -172,7 +184,8 @@ class ZeroBranch(PassThrough):
 class EmptyEmbedding(nn.Module):
     """Replaces the first stage's embedding or a projection of what it gives: the output is never used.
 
-    It has the right shape and, in the place of an embedding, takes no memory.
+    It has the right shape and, in the place of an embedding, takes no memory, unless the model's code changes it in
+    place: the first output, when a stage runs a token to learn its masks, is a real one and tells.
     """
 
     def __init__(self, original: nn.Module, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -182,9 +195,18 @@ class EmptyEmbedding(nn.Module):
         # models read the device and dtype of their embedding's weight
         self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device), persistent=False)
         self.weight: Tensor
+        self._first: Tensor | None = None  # what was returned first, until it has told
+        self._is_changed: bool | None = None  # whether the model changes what it is given; None: not known yet
 
     def forward(self, ids: Tensor | Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
         shape = ids.shape if isinstance(ids, Tensor) else ids  # BART's relatives give the shape (b, T) for positions
         if isinstance(ids, Tensor) and ids.is_floating_point():  # of a projection: its output may be changed in place
             return ids.new_zeros(*shape[:-1], self.embedding_dim)
-        return self.weight.expand(*shape, self.embedding_dim)  # (b, T, hidden)
+        if self._first is not None:
+            self._is_changed, self._first = self._first._version > 0, None
+        empty = self.weight.expand(*shape, self.embedding_dim)  # (b, T, hidden)
+        if self._is_changed is False:
+            return empty
+        real = empty.clone(memory_format=torch.contiguous_format)
+        self._first = real if self._is_changed is None else None
+        return real
