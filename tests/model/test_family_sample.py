@@ -65,6 +65,11 @@ FEATURES = {
     "attention of its own, one head of keys": Sample("falcon", paths=("own attention",)),
     "attention of its own, with rotary embedding": Sample("gptj", paths=("own attention",)),
     "attention of its own, in windows": Sample("gpt_neo", paths=("own attention",)),
+    "masks in which the tokens of an image see each other": Sample("gemma4_unified"),
+    "embeddings changed in place, numbers read off parts of layers": Sample("git", paths=("own attention",)),
+    "keys selected in some layers, windows in others": Sample("dots3_note_text"),
+    "outputs of linear layers changed in place": Sample("roc_bert"),
+    "names of parts read off the first layer": Sample("xmod"),
 }
 
 

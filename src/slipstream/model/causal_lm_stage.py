@@ -25,6 +25,7 @@ from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.own_attention import masks_and_biases
 from slipstream.model.hooks.shared_layers import TensorParallelLayers
 from slipstream.model.hooks.slice_cache import SliceCache, cache_name
+from slipstream.model.hooks.text_masks import masks_of_text
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
@@ -154,7 +155,7 @@ class CausalLMStage:
             context.tensor_rank = self._shared.rank
             self._shared.begin(token_slice.input_ids.shape[1])
         past, as_trained = self._past(context)
-        own = masks_and_biases(self.model, token_slice) if self.attends_itself else nullcontext()
+        own = masks_and_biases(self.model, token_slice) if self.attends_itself else masks_of_text()
         num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
         # layers seed their own dropout: afterwards the caller's random state is as before
         with active_forward(context), as_trained, own, torch.random.fork_rng(enabled=self._is_random):
@@ -291,8 +292,7 @@ class CausalLMStage:
         """Runs the first token of a sequence of `length` tokens."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         token_slice = TokenSlice(zero, zero, None, start=0, length=length, max_position=length - 1)
-        specs = self.receives(token_slice)
-        inputs = tuple(torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
+        inputs = tuple(torch.zeros(s.shape, dtype=s.dtype, device=self._device) for s in self.receives(token_slice))
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():

@@ -69,13 +69,13 @@ class SliceMask(KeyRanges):
         self._length, self._device = length, device
 
     def __getitem__(self, index: Any) -> SliceMask | Tensor:
-        """Returns itself for all queries, and for [:, 0, :, :] whether a query sees a key of the sequence.
+        """Returns itself for all queries, and for [:, 0] whether a query sees a key of the sequence.
 
         This has shape (rows, T, length), rows being 1 where all are alike. Raises SlipstreamError for anything else.
         """
         if index == (_ALL, _ALL, slice(0, None), _ALL):
             return self
-        if index != (_ALL, 0, _ALL, _ALL):
+        if index not in ((_ALL, 0), (_ALL, 0, _ALL, _ALL)):
             raise SlipstreamError(f"its own code reads the attention mask, {index} of it, which slices don't have")
         key = torch.arange(self._length, device=self._device)
         query = torch.arange(self.start, self.end, device=self._device)[:, None]
