@@ -70,6 +70,10 @@ FEATURES = {
     "keys selected in some layers, windows in others": Sample("dots3_note_text"),
     "outputs of linear layers changed in place": Sample("roc_bert"),
     "names of parts read off the first layer": Sample("xmod"),
+    "residual streams within each token": Sample("hy_v4"),
+    "relative positions added to scores, short convolutions": Sample(
+        "inkling_text", paths=("convolution", "own attention")
+    ),
 }
 
 

@@ -36,7 +36,9 @@ def test_an_embedding_elsewhere_may_be_changed_in_place() -> None:
 
 
 class Layer(nn.Module):
-    """A layer off which a model may read attributes of its parts."""
+    """A layer off which a model may read attributes of its class and of its parts."""
+
+    attention_type = "sliding_attention"
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +50,7 @@ class Layer(nn.Module):
 
 def test_a_layer_elsewhere_keeps_what_models_read_off_its_parts() -> None:
     layer = copy.deepcopy(PassThrough(Layer()))
+    assert layer.attention_type == "sliding_attention"
     assert layer.mixer.num_patches == 9
     assert list(layer.mixer.adapters.keys()) == ["en", "de"]
     assert [layer.mixer.blocks[0].p, layer.mixer.blocks[1].in_features] == [0.25, 3]

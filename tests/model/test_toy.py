@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._device import _device_constructors
 
 from slipstream.model.toy_comparison import full_precision
 
@@ -23,3 +24,11 @@ def test_float64_stays_float64() -> None:
     assert {tensor.dtype for tensor in kept} == {torch.float64}
     assert torch.equal(kept[4], wide @ narrow.double())
     assert wide.float().dtype == torch.float32
+
+
+def test_full_precision_leaves_devices_alone() -> None:
+    _device_constructors.cache_clear()  # as in a process that hasn't made a tensor on another device yet
+    with full_precision(), torch.device("meta"):
+        assert torch.full((2,), 1.0).is_meta
+    with torch.device("meta"):
+        assert torch.full((2,), 1.0).is_meta

@@ -130,7 +130,7 @@ def _replace(model: PreTrainedModel, name: str, placeholder: nn.Module) -> None:
 
 
 class Placeholder(nn.Module):
-    """A module without weights that keeps the plain attributes of the one it replaces.
+    """A module without weights that keeps the plain attributes of the one it replaces, and of its class.
 
     Models read some of them: `layer.attention_type`, for example, selects a layer's mask. They read those of its parts,
     too, and the names of parts, so it has such placeholders of these, which are no submodules: nothing finds them that
@@ -139,7 +139,9 @@ class Placeholder(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(original).items():
+        own = type(original).__mro__[: type(original).__mro__.index(nn.Module)]
+        of_classes = {name: value for kind in reversed(own) for name, value in vars(kind).items()}
+        for name, value in (of_classes | vars(original)).items():
             if not name.startswith("_") and isinstance(value, (str, int, float, bool, type(None))):
                 setattr(self, name, value)
         vars(self).update((name, _outline(part)) for name, part in original.named_children())

@@ -11,9 +11,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import _device_constructors
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from slipstream.model.hooks.attention_interface import POSITION_BIAS
 
 REFERENCE_ATTENTION = "slipstream_reference"
 _attending: ContextVar[list[nn.Module] | None] = ContextVar("slipstream_attending", default=None)
@@ -21,7 +24,7 @@ _attending: ContextVar[list[nn.Module] | None] = ContextVar("slipstream_attendin
 
 @contextmanager
 def recorded_attention() -> Iterator[list[nn.Module]]:
-    """Collects the modules that attend through the interface, in order."""
+    """Collects the modules that attend through the interface with what attention here knows, in order."""
     modules: list[nn.Module] = []
     token = _attending.set(modules)
     try:
@@ -64,7 +67,7 @@ class _NotedUpdates(DynamicCache):  # type: ignore[misc]
 def _reference_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Calls what the model's own file calls eager attention, so that it applies every switch that we might miss."""
     attending = _attending.get()
-    if attending is not None:
+    if attending is not None and kwargs.get(POSITION_BIAS) is None:
         attending.append(module)
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     with full_precision():
@@ -81,6 +84,7 @@ def full_precision() -> Iterator[None]:
 
     Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
     """
+    _device_constructors()  # PyTorch remembers those that it finds first, which must be its own, not these below
     softmax, matmul = nn.functional.softmax, Tensor.__matmul__
     total, zeros_like, full = torch.sum, torch.zeros_like, torch.full
     to_float, to, to_type = Tensor.float, Tensor.to, Tensor.type

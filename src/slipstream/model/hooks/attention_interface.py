@@ -18,6 +18,7 @@ from slipstream.model.hooks.mask_tables import MaskFunction, NotCausalError
 from slipstream.model.hooks.token_slice import current_slice
 
 NAME = "slipstream"
+POSITION_BIAS = "position_bias"  # what a model adds to scores by itself, for all pairs of queries and keys
 
 
 def sliced_mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> KeyRanges | NotCausalError:
@@ -47,6 +48,8 @@ def sliced_attention(
             f"{type(module).__name__} attends with {attention_mask or 'no mask of transformers'}, so what a slice may "
             "attend to is unknown. Token slices need causal, sliding-window or blockwise masks."
         )
+    if kwargs.get(POSITION_BIAS) is not None:
+        raise SlipstreamError(f"{type(module).__name__} adds a bias of its own to scores, which slices don't have")
     context = current_slice()
     call, scale = context.next_call(module), query.shape[-1] ** -0.5 if scaling is None else scaling
     site = AttentionSite(context.store, call, attention_mask, scale, softcap, dropout, context.attention_seed())

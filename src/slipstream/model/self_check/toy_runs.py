@@ -84,7 +84,7 @@ def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cut
     torch.autograd.backward(whole, output_weights(whole))
     named = [each for each in model.named_parameters(remove_duplicate=False) if each[0] not in anatomy.second_names]
     gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-    return ToyRun(_joined(outputs), gradients)
+    return ToyRun(_joined(outputs, anatomy), gradients)
 
 
 def whole_outputs(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def whole_outputs(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor)
     layers = anatomy.layers_of(model)
     with _recording(layers, range(len(layers)), outputs):
         model(input_ids=tokens, use_cache=False)
-    return _joined(outputs)
+    return _joined(outputs, anatomy)
 
 
 def sliced_outputs(
@@ -104,7 +104,7 @@ def sliced_outputs(
     with _recording(anatomy.layers_of(stage.model), stage.layers_here, outputs):
         for piece in pieces:
             stage.forward(piece, None, store)
-    return _joined(outputs)
+    return _joined(outputs, anatomy)
 
 
 def cut_in_two(model: PreTrainedModel, anatomy: ModelAnatomy) -> list[CausalLMStage]:
@@ -148,7 +148,7 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
             reached = [(each, grad) for each, grad in zip(sent, gradients, strict=True) if each.requires_grad]
             torch.autograd.backward([each for each, _ in reached], [grad for _, grad in reached])
             gradients = tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in received)
-    return ToyRun(_joined(outputs), _stage_gradients(stages), paths)
+    return ToyRun(_joined(outputs, anatomy), _stage_gradients(stages), paths)
 
 
 @contextmanager
@@ -166,8 +166,10 @@ def _recording(layers: list[nn.Module], owned: range, outputs: _Slices) -> Itera
         yield
 
 
-def _joined(outputs: _Slices) -> dict[str, Tensor]:
-    return {place: torch.cat(slices, dim=-2) for place, slices in outputs.items()}  # (b, T, n), or streams of these
+def _joined(outputs: _Slices, anatomy: ModelAnatomy) -> dict[str, Tensor]:
+    token_dim = 1 if anatomy.hidden is None else anatomy.hidden.token_dim  # of (b, T, n), or streams of these
+    dims = {"logits": 1}
+    return {place: torch.cat(slices, dim=dims.get(place, token_dim)) for place, slices in outputs.items()}
 
 
 def _paths(stage: CausalLMStage, store: ContextStore) -> Iterator[frozenset[str]]:
