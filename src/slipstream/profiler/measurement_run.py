@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import sqrt
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
@@ -17,11 +18,12 @@ from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
 
 FIT_TOLERANCE = 0.02  # TeraPipe's mean relative error
-_LEAST_REPEATS = 3
+_FEWEST_SAMPLES = 2  # of a point, where they agree
+_LEAST_REPEATS = 3  # of points whose samples don't agree, however little time is left
 _STEADY = 0.05  # the relative difference of the quartiles of a point, above which it is measured again
 _FURTHER_ROUNDS = 3
 _REFINEMENTS = 2
-_WARM_UP_SHARE = 0.2  # of the budget: points that weren't reached by then are left out
+_WARM_UP_SHARE = 0.2  # of the budget: points with which warming up, or a round, would take longer are left out
 _GRID_SHARE = 0.7  # of the budget, the rest is for refinements
 _FEWEST_POINTS = 8
 _Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
@@ -34,11 +36,12 @@ class TimeBudget:
         self.ranks, self._budget, self._on_progress = ranks, budget, on_progress
         self._began = time.perf_counter()
 
-    def within(self, share: float) -> bool:
-        """Returns whether less than this fraction of the budget is spent. Collective: synchronises the ranks."""
-        spent = self.ranks.follow((time.perf_counter() - self._began) / self._budget)
-        self._on_progress(min(1.0, spent))
-        return bool(spent < share)
+    def within(self, share: float, planned: float = 0.0) -> bool:
+        """Returns whether less than this fraction of the budget is spent, and also less than it is planned, in seconds,
+        for what follows. Collective: synchronises the ranks."""
+        spent, planned = self.ranks.follow((time.perf_counter() - self._began, planned))
+        self._on_progress(min(1.0, spent / self._budget))
+        return bool(max(spent, planned) < share * self._budget)
 
 
 @dataclass
@@ -49,9 +52,11 @@ class MeasurementRun:
     parts: Sequence[range]  # of every bench
     grid: MeasurementGrid
     budget: TimeBudget
-    repeats: int
+    repeats: int  # of every point, at most
+    doubt: float  # of a point's median, relative: below it the point isn't repeated
     windows: list[tuple[AttentionWindow, ...]] = field(init=False)  # of every bench
     samples: _Samples = field(default_factory=lambda: defaultdict(lambda: {op: [] for op in OPS}))
+    warm: dict[int, float] = field(default_factory=dict)  # seconds that each length's first slice took in all stages
 
     def run(self) -> tuple[MeasuredStage, ...]:
         """Warms up, measures the grid, then measures again where the fit is off. Returns the stages. Collective."""
@@ -64,7 +69,8 @@ class MeasurementRun:
             if not off or not self.budget.within(1.0):
                 break
             again = self.grid.refine(off, self.benches[0].seq_len)
-            self._round(again, counts=False)
+            for length, _ in again:
+                self._warm(length)
             self._repeat(again, 1.0)
         return tuple(self._stage(index) for index in self._indices)
 
@@ -89,13 +95,14 @@ class MeasurementRun:
         )
 
     def _warm_up(self) -> None:
-        """Measures every point once without counting it; ends the grid where that takes too long."""
+        """Warms up every length of the grid; ends the grid where a round of it would take too long."""
         points = self.grid.points
         reached: list[SlicePoint] = []
         for point in points:
-            if not self.budget.within(_WARM_UP_SHARE if len(reached) >= _FEWEST_POINTS else 1.0):
+            planned = sum(self.warm[length] for length, _ in reached)
+            if not self.budget.within(*((_WARM_UP_SHARE, planned) if len(reached) >= _FEWEST_POINTS else (1.0,))):
                 break
-            self._round([point], counts=False)
+            self._warm(point[0])
             reached.append(point)
         if len(reached) < min(_FEWEST_POINTS, len(points)):
             raise SlipstreamError(
@@ -105,33 +112,60 @@ class MeasurementRun:
         self.grid.fitted = [point for point in self.grid.fitted if point in reached]
         self.grid.held_out = [point for point in self.grid.held_out if point in reached]
 
+    def _warm(self, length: int) -> None:
+        """Runs a slice of a length that hasn't run yet, without counting it.
+
+        It is the one with the longest context: the others of its length compute nothing else, and need no more memory.
+        """
+        if length not in self.warm:
+            context = max(context for each, context in self.grid.points if each == length)
+            began = time.perf_counter()
+            for bench in self.benches:
+                bench.run(length, context)
+            self.warm[length] = time.perf_counter() - began
+
     def _repeat(self, points: list[SlicePoint], share: float) -> None:
+        """Measures points until their samples agree, as often as is wanted at most."""
         for repeat in range(self.repeats):
-            if repeat >= _LEAST_REPEATS and not self.budget.within(share):
+            if repeat >= _FEWEST_SAMPLES:
+                points = self._where(points, lambda point: self._doubt(point) > self.doubt)
+            if not points or (repeat >= _LEAST_REPEATS and not self.budget.within(share)):
                 break
-            self._round(points, counts=True)
+            self._round(points)
 
     def _measure_unsteady_again(self) -> None:
         """Adds samples of the points whose samples differ: few of them, of which one was disturbed, move a fit."""
         for _ in range(_FURTHER_ROUNDS):
-            unsteady = self.budget.ranks.follow([point for point in self.grid.points if self._spread(point) > _STEADY])
+            unsteady = self._where(self.grid.points, lambda point: self._spread(point) > _STEADY)
             if not unsteady or not self.budget.within(_GRID_SHARE):
                 break
-            self._round(unsteady, counts=True)
+            self._round(unsteady)
+
+    def _where(self, points: Iterable[SlicePoint], wanted: Callable[[SlicePoint], bool]) -> list[SlicePoint]:
+        """Returns the points of which something holds on the leader. Collective."""
+        found: list[SlicePoint] = self.budget.ranks.follow([point for point in points if wanted(point)])
+        return found
 
     def _spread(self, point: SlicePoint) -> float:
         """Returns the largest relative difference of the quartiles of a stage's ops together."""
-        totals = (list(map(sum, zip(*self.samples[index, point].values(), strict=True))) for index in self._indices)
-        return max(_relative_spread(each)[1] for each in totals)
+        return max(_relative_spread(each)[1] for each in self._totals(point))
 
-    def _round(self, points: Iterable[SlicePoint], counts: bool) -> None:
+    def _doubt(self, point: SlicePoint) -> float:
+        """Returns by how much, relatively, the least certain of the stages' medians may be off."""
+        return max(_relative_spread(each)[1] / sqrt(len(each)) for each in self._totals(point))
+
+    def _totals(self, point: SlicePoint) -> list[list[float]]:
+        """Returns the samples of every stage, of its ops together."""
+        return [list(map(sum, zip(*self.samples[index, point].values(), strict=True))) for index in self._indices]
+
+    def _round(self, points: Iterable[SlicePoint]) -> None:
         """Measures all stages at all points alternately, so that other load on the machine affects all of them
         alike."""
         for point in points:
             self.budget.within(1.0)
             for index, bench in enumerate(self.benches):
                 seconds = bench.run(*point)
-                for op in OPS if counts else ():
+                for op in OPS:
                     self.samples[index, point][op].append(seconds[op])
 
     def _off(self) -> list[SlicePoint]:

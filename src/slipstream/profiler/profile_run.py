@@ -34,6 +34,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float
 _DTYPES["bf16"] = torch.float32  # like training.precision=bf16: float32 weights, bfloat16 autocast
 _LONGEST_SLICE = 8192  # tokens by default: the logits of more would rarely fit
 _OPTIMIZER_REPEATS = 5
+_DOUBT, _DOUBT_OF_FEW = 0.005, 0.01  # of a point's median: a plan's stages add up many of them
 _CACHES = 128 * 2**20  # bytes: many times a core's share of a CPU's caches
 
 
@@ -113,7 +114,8 @@ def profile_model(
         make = make_short_grid if settings.few_points else make_grid
         grid = make(settings.seq_len, settings.longest, settings.step)
         budget = TimeBudget(settings.budget, ranks, on_progress)
-        stages = MeasurementRun(benches, parts, grid, budget, settings.repeats).run()
+        doubt = _DOUBT_OF_FEW if settings.few_points else _DOUBT
+        stages = MeasurementRun(benches, parts, grid, budget, settings.repeats, doubt).run()
     return Profile(
         hardware=identify_hardware(device, ranks.world.size),
         model=identify_model(config),
