@@ -14,6 +14,7 @@ from slipstream.planner.costs import OPS, ActionBytes, AttentionWindow, SlicePoi
 from slipstream.profiler import measurement_run
 from slipstream.profiler.measurement_grid import MeasurementGrid, make_short_grid
 from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
+from slipstream.profiler.measuring_teams import MeasuringTeams
 from slipstream.schedule import Op
 
 SEQ_LEN = 2048
@@ -52,6 +53,7 @@ def measured(bench: CountingBench, grid: MeasurementGrid, repeats: int = 3, budg
         [range(1)],
         grid,
         TimeBudget(budget, Ranks.of(), lambda share: None),
+        MeasuringTeams.of(Ranks.of()),
         repeats,
         doubt=0.01,
     )

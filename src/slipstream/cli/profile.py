@@ -36,7 +36,7 @@ def profile(
         count("Processes of each rank, which share every layer. Default: the training configuration's, or 1."),
     ] = None,
     device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
-    repeats: Annotated[int, Option(help="Largest number of measurements of each point.", min=2)] = 15,
+    repeats: Annotated[int, Option(help="Largest number of rounds in which a point is measured.", min=2)] = 15,
     budget: Annotated[float, Option(help="Largest number of seconds spent measuring.")] = 120.0,
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""

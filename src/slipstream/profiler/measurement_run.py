@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from math import sqrt
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
-from slipstream.planner.costs import OPS, AttentionWindow, MeasuredStage, Measurement, SlicePoint, TimeFit, fit_times
+from slipstream.planner.costs import (
+    OPS,
+    ActionBytes,
+    AttentionWindow,
+    MeasuredStage,
+    Measurement,
+    SlicePoint,
+    TimeFit,
+    fit_times,
+)
 from slipstream.profiler.measurement_grid import MeasurementGrid
+from slipstream.profiler.measuring_teams import MeasuringTeams
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
 
@@ -27,6 +37,7 @@ _WARM_UP_SHARE = 0.2  # of the budget: points with which warming up, or a round,
 _GRID_SHARE = 0.7  # of the budget, the rest is for refinements
 _FEWEST_POINTS = 8
 _Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
+_Sizes = dict[tuple[int, int], tuple[int, ActionBytes]]  # by stage and length: of activations, and of actions
 
 
 class TimeBudget:
@@ -40,8 +51,12 @@ class TimeBudget:
         """Returns whether less than this fraction of the budget is spent, and also less than it is planned, in seconds,
         for what follows. Collective: synchronises the ranks."""
         spent, planned = self.ranks.follow((time.perf_counter() - self._began, planned))
-        self._on_progress(min(1.0, spent / self._budget))
+        self.tell()
         return bool(max(spent, planned) < share * self._budget)
+
+    def tell(self) -> None:
+        """Tells this rank's progress."""
+        self._on_progress(min(1.0, (time.perf_counter() - self._began) / self._budget))
 
 
 @dataclass
@@ -52,11 +67,13 @@ class MeasurementRun:
     parts: Sequence[range]  # of every bench
     grid: MeasurementGrid
     budget: TimeBudget
-    repeats: int  # of every point, at most
+    teams: MeasuringTeams
+    repeats: int  # rounds, at most
     doubt: float  # of a point's median, relative: below it the point isn't repeated
     windows: list[tuple[AttentionWindow, ...]] = field(init=False)  # of every bench
     samples: _Samples = field(default_factory=lambda: defaultdict(lambda: {op: [] for op in OPS}))
     warm: dict[int, float] = field(default_factory=dict)  # seconds that each length's first slice took in all stages
+    rounds: int = 0  # that were measured
 
     def run(self) -> tuple[MeasuredStage, ...]:
         """Warms up, measures the grid, then measures again where the fit is off. Returns the stages. Collective."""
@@ -72,34 +89,49 @@ class MeasurementRun:
             for length, _ in again:
                 self._warm(length)
             self._repeat(again, 1.0)
-        return tuple(self._stage(index) for index in self._indices)
+        contexts, sizes = self._context_bytes(), self._slice_bytes()
+        return tuple(self._stage(index, contexts[index], sizes) for index in self._indices)
 
     @property
     def _indices(self) -> range:
         return range(len(self.benches))
 
-    def _stage(self, index: int) -> MeasuredStage:
+    def _stage(self, index: int, context: tuple[int, int], sizes: _Sizes) -> MeasuredStage:
         bench, parts = self.benches[index], self.parts[index]
-        lengths = sorted({length for length, _ in self.grid.fitted})
-        context_bytes, gradient_bytes = bench.context_bytes()
+        own = {length: each for (stage, length), each in sizes.items() if stage == index}
         return MeasuredStage(
             first=parts.start,
             last=parts.stop - 1,
             fits={op: self._fit(index, op) for op in OPS},
             points={op: tuple(self._measurements(index, op)) for op in OPS},
-            activation_bytes=tuple((length, bench.activation_bytes(length)) for length in lengths),
-            context_bytes=context_bytes,
-            context_gradient_bytes=gradient_bytes,
-            actions=tuple((length, bench.action_bytes(length)) for length in lengths),
+            activation_bytes=tuple((length, own[length][0]) for length in sorted(own)),
+            context_bytes=context[0],
+            context_gradient_bytes=context[1],
+            actions=tuple((length, own[length][1]) for length in sorted(own)),
             num_parameters=sum(parameter.numel() for _, parameter in bench.stage.named_parameters()),
         )
+
+    def _context_bytes(self) -> dict[int, tuple[int, int]]:
+        """Returns the bytes per token of every stage's keys and values, and of their gradients. Collective."""
+        mine = self.teams.share(dict.fromkeys(self._indices, 1.0), fills=False)
+        return dict(ChainMap(*self.teams.gather({index: self.benches[index].context_bytes() for index in mine})))
+
+    def _slice_bytes(self) -> _Sizes:
+        """Returns the bytes of every stage and length: of its activations and of its actions. Collective."""
+        lengths = {length for length, _ in self.grid.fitted}
+        mine = self.teams.share({each: float(each[1]) for each in product(self._indices, lengths)}, fills=False)
+        found: _Sizes = {}
+        for index, length in mine:
+            bench = self.benches[index]
+            found[index, length] = bench.activation_bytes(length), bench.action_bytes(length)
+        return dict(ChainMap(*self.teams.gather(found)))
 
     def _warm_up(self) -> None:
         """Warms up every length of the grid; ends the grid where a round of it would take too long."""
         points = self.grid.points
         reached: list[SlicePoint] = []
         for point in points:
-            planned = sum(self.warm[length] for length, _ in reached)
+            planned = sum(self.warm[length] for length, _ in reached) / len(self.teams.teams)
             if not self.budget.within(*((_WARM_UP_SHARE, planned) if len(reached) >= _FEWEST_POINTS else (1.0,))):
                 break
             self._warm(point[0])
@@ -159,14 +191,21 @@ class MeasurementRun:
         return [list(map(sum, zip(*self.samples[index, point].values(), strict=True))) for index in self._indices]
 
     def _round(self, points: Iterable[SlicePoint]) -> None:
-        """Measures all stages at all points alternately, so that other load on the machine affects all of them
-        alike."""
-        for point in points:
-            self.budget.within(1.0)
-            for index, bench in enumerate(self.benches):
-                seconds = bench.run(*point)
-                for op in OPS:
-                    self.samples[index, point][op].append(seconds[op])
+        """Measures all stages at this rank's share of the points, and takes in what other teams measure. Collective.
+
+        A point's stages are measured one after another on one rank, so that other load on the machine, or a slower
+        core, affects all of them alike: parts are differences of stages.
+        """
+        warm = self.budget.ranks.follow(self.warm)
+        mine = self.teams.share({point: warm[point[0]] for point in points}, self.rounds)
+        self.rounds += 1
+        found: list[tuple[int, SlicePoint, dict[Op, float]]] = []
+        for point in mine:
+            self.budget.tell()
+            found += [(index, point, bench.run(*point)) for index, bench in enumerate(self.benches)]
+        for index, point, seconds in chain.from_iterable(self.teams.gather(found)):
+            for op in OPS:
+                self.samples[index, point][op].append(seconds[op])
 
     def _off(self) -> list[SlicePoint]:
         """Returns the points where an op is off by more than allowed; none where the mean error is within it."""

@@ -27,6 +27,7 @@ from slipstream.planner.costs import MeasuredLink, Profile, choose_stages, part_
 from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
 from slipstream.profiler.measurement_grid import make_grid, make_short_grid
 from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
+from slipstream.profiler.measuring_teams import MeasuringTeams
 from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions
 from slipstream.profiler.stage_bench import StageBench, seconds_of
 
@@ -47,7 +48,7 @@ class ProfileSettings:
     dtype: str = "float32"
     longest_slice: int | None = None  # default: the sequence, at most 8192
     granularity: int | None = None  # slice lengths are multiples of it; default: a 32nd of the longest
-    repeats: int = 15  # of every point, at most
+    repeats: int = 15  # rounds in which a point is measured, at most
     budget: float = 120.0  # seconds of measuring, without building the stages
     few_points: bool = False  # whether a few points are enough, none of them held out of the fit
     sequence_parallel: bool = False  # whether ranks that share layers also share tokens (`slipstream.Parallelism`)
@@ -85,10 +86,11 @@ def profile_model(
     on_progress: Callable[[float], None] = lambda share: None,
     ranks: Ranks | None = None,
 ) -> Profile:
-    """Returns this rank's times of a causal LM with random weights.
+    """Returns the times, on this rank's machine, of a causal LM with random weights.
 
-    Collective in a process group: every rank calls it, and all measure at the same time. Of every weight a rank has the
-    share that it has on the tensor axis of the mesh; its times include what the ranks of that axis exchange.
+    Collective in a process group: every rank calls it, and all measure at the same time. CPU ranks of one host measure
+    a share of the points each, and all of them return the same times. Of every weight a rank has the share that it has
+    on the tensor axis of the mesh; its times include what the ranks of that axis exchange.
 
     Args:
         config: the model's config; only a few of its layers are built.
@@ -115,7 +117,8 @@ def profile_model(
         grid = make(settings.seq_len, settings.longest, settings.step)
         budget = TimeBudget(settings.budget, ranks, on_progress)
         doubt = _DOUBT_OF_FEW if settings.few_points else _DOUBT
-        stages = MeasurementRun(benches, parts, grid, budget, settings.repeats, doubt).run()
+        teams = MeasuringTeams.of(ranks, deals=device.type == "cpu")
+        stages = MeasurementRun(benches, parts, grid, budget, teams, settings.repeats, doubt).run()
     return Profile(
         hardware=identify_hardware(device, ranks.world.size),
         model=identify_model(config),
