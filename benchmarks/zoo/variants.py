@@ -37,7 +37,7 @@ def alone(config: PretrainedConfig) -> Iterator[tuple[str, PretrainedConfig]]:
 def _changed(config: PretrainedConfig, changes: Mapping[str, _Changes]) -> Iterator[tuple[str, PretrainedConfig]]:
     for name, change in changes.items():
         changed = tiny_config(config)
-        with suppress(AttributeError):  # of configurations by layer, and of parts with other fields
+        with suppress(AttributeError, RuntimeError):  # of parts with other fields, and of values that layers differ in
             if change(changed.get_text_config()):
                 yield name, changed
 

@@ -11,12 +11,14 @@ from slipstream.model.initial_states import (
     selective_scan,
     token_shift,
 )
+from slipstream.model.model_cutting import Placeholder
 
 _FEATURES = (selective_scan, gated_recurrence, lightning_attention, token_shift, matrix_memory)
 
 
 def give_initial_states(model: nn.Module) -> None:
     """Makes a model's layers continue, from now on, from what the slice before left, where their own code wouldn't."""
-    for module in model.modules():
+    computing = (module for module in model.modules() if not isinstance(module, Placeholder))
+    for module in computing:
         for feature in _FEATURES:
             feature.continue_from_state(module)

@@ -98,8 +98,10 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
         _set_width(toy, width, _HEADLESS_WIDTH)
         return
     before, after = getattr(toy, heads), _MOST_HEADS.get(toy.model_type, _NUM_HEADS)
+    keys = first_of(toy, _KEY_VALUE_HEADS)
+    as_many = [name for name in _INDEX_HEADS if keys and getattr(toy, name, None) == getattr(toy, keys)]
     for fields in (toy, *overrides.values(), *layer_parts(toy)):
-        for name in (heads, *_KEY_VALUE_HEADS):
+        for name in (heads, *_KEY_VALUE_HEADS, *as_many):  # MiniMax M3's indexer has a head for each of keys
             _change(fields, name, lambda number: max(1, after * number // before))
     _set_width(toy, width, _head_width(toy, getattr(toy, width) // before) * after)
     recurrent = [name for name in _RECURRENT_HEADS if isinstance(getattr(toy, name, None), int)]
