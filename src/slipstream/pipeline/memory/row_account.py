@@ -38,14 +38,14 @@ class RowAccount:
         tokens, ends = sum(slices), np.cumsum(slices)
         features = np.stack([np.ones(len(slices)), np.array(slices, float), ends.astype(float)], axis=1)
         footprints, first = {}, {}
-        for (stage, recomputed, offloaded, op), (leaves, peaks) in self._fits.items():
+        for (stage, recomputed, offloaded, op), (leaves, peaks) in self.fits.items():
             left, most = (features @ leaves).tolist(), (features @ peaks).tolist()
             for index in range(len(slices)):
                 made = self._allocated(op, stage, index, slices)
                 unit = StageSlice(stage, index, recomputed, offloaded)
                 footprints[unit, op] = Footprint(left[index], most[index] + made)
         last = len(slices) - 1
-        for (stage, recomputed, offloaded, op), peaks in self._firsts.items():
+        for (stage, recomputed, offloaded, op), peaks in self.firsts.items():
             made = self._allocated(op, stage, last, slices)
             first[StageSlice(stage, last, recomputed, offloaded), op] = float(features[last] @ peaks) + made
         return replace(
@@ -62,7 +62,7 @@ class RowAccount:
         (stages, 2), with its part of keys, values and their gradients."""
         found = np.zeros((num_stages, 2))
         for stage in range(num_stages):
-            kept = [leaves[:2] for key, (leaves, _) in self._fits.items() if (key[0], key[3]) == (stage, Op.F)]
+            kept = [leaves[:2] for key, (leaves, _) in self.fits.items() if (key[0], key[3]) == (stage, Op.F)]
             found[stage] = np.max(kept, axis=0)
             found[stage, 1] += self._context.get(stage, 0.0) + self._context_gradients.get(stage, 0.0)
         return np.maximum(found, 0.0)
@@ -74,6 +74,29 @@ class RowAccount:
             made = [table.gradients.get((stage, op), 0.0) for op in (Op.B, Op.W)]
             held[rank] += table.parameters.get(stage, 0.0) + table.optimizer.get(stage, 0.0) + max(made)
         return held
+
+    def context_rates(self, num_stages: int) -> tuple[Floats, Floats]:
+        """Returns the bytes of a token's keys and values, and of their gradients, of each stage."""
+        stages, kinds = range(num_stages), (self._context, self._context_gradients)
+        keys, gradients = (np.array([kind.get(stage, 0.0) for stage in stages]) for kind in kinds)
+        return keys, gradients
+
+    def message_bytes(self, lengths: Floats) -> Floats:
+        """Returns the bytes of the messages of slices of so many tokens, without their headers."""
+        return self._message * lengths
+
+    def gradient_bytes(self, stage: int, op: Op) -> float:
+        """Returns the bytes of the weight gradients that a backward of a stage makes."""
+        return self._any.gradients.get((stage, op), 0.0)
+
+    def kept_bytes(self, stage: int) -> float:
+        """Returns the bytes of a stage's parameters and of their optimizer state."""
+        return self._any.parameters.get(stage, 0.0) + self._any.optimizer.get(stage, 0.0)
+
+    @property
+    def header_bytes(self) -> float:
+        """The bytes of each message's header."""
+        return self._any.header_bytes
 
     @property
     def _any(self) -> MemoryTable:
@@ -105,7 +128,7 @@ class RowAccount:
         return 0.0
 
     @cached_property
-    def _fits(self) -> Mapping[tuple[int, bool, bool, Op], tuple[Floats, Floats]]:
+    def fits(self) -> Mapping[tuple[int, bool, bool, Op], tuple[Floats, Floats]]:
         """What each action leaves, and its peak: of a constant, a token of the slice, and a token up to its end."""
         points = defaultdict(list)
         for slices, table in self.rehearsed:
@@ -118,7 +141,7 @@ class RowAccount:
         return {key: (_affine(found, 2), _raised(found, 3)) for key, found in points.items()}
 
     @cached_property
-    def _firsts(self) -> Mapping[tuple[int, bool, bool, Op], Floats]:
+    def firsts(self) -> Mapping[tuple[int, bool, bool, Op], Floats]:
         """The peaks of the actions that make weight gradients."""
         points = defaultdict(list)
         for slices, table in self.rehearsed:

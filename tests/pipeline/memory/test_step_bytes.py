@@ -1,0 +1,103 @@
+"""The compiled account of an order that isn't lowered says what the full account says of the lowered one."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.pipeline.memory.row_account import RowAccount, Slices, rows_to_rehearse
+from slipstream.pipeline.memory.step_bytes import compiled_account
+from slipstream.planner.order.ordering_problem import OrderingProblem
+from slipstream.schedule import Action, Op, Schedule, add_reductions, predecessors
+from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, covers, memory_of
+from support.examples import examples
+from support.step_problems import PLACEMENTS
+
+OPS = (Op.F, Op.B, Op.I, Op.W)
+
+
+@examples(60)
+@given(st.data())
+def test_an_order_holds_what_it_holds_lowered(data: st.DataObject) -> None:
+    random = Random(data.draw(st.integers(0, 10**6)))
+    placement = data.draw(st.sampled_from(PLACEMENTS))
+    row = st.lists(st.sampled_from([1, 2, 64, 100]) | st.integers(1, 700), min_size=1, max_size=6).map(tuple)
+    slices = data.draw(st.lists(row, min_size=1, max_size=6))
+    rows = random_rows(random, len(placement))
+    schedule = random_order(random, placement, [*map(len, slices)])
+    if data.draw(st.booleans()):
+        schedule = add_reductions(schedule)
+    assert covers(schedule)
+    full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
+    assert compiled_account(rows, placement, slices).peaks(schedule) == pytest.approx(full, rel=1e-12)
+
+
+def test_long_waits_fill_the_buffers_of_messages() -> None:
+    """All forwards come before all backwards, so more sends are on their way than a channel lets through."""
+    slices = [(5,) * 12, (7, 5, 3)]
+    rows, placement = random_rows(Random(0), 3), (0, 1, 2)
+    flush = OrderingProblem(placement, 2, [12, 3], UnitCost()).whole
+    forwards = [[each for each in row if each.op is Op.F] for row in flush.actions]
+    backwards = [[each for each in reversed(row) if each.op is Op.B] for row in flush.actions]
+    rest = [sorted(row, key=lambda each: (each.microbatch, -each.slice)) for row in backwards]
+    actions = tuple((*first, *then) for first, then in zip(forwards, rest, strict=True))
+    schedule = Schedule("flush", actions, placement, 2, 12, slice_counts=(12, 3))
+    full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
+    assert compiled_account(rows, placement, slices).peaks(schedule) == pytest.approx(full, rel=1e-12)
+
+
+def random_order(random: Random, placement: tuple[int, ...], counts: list[int]) -> Schedule:
+    """Any order that keeps to the rules, with some of its backwards split."""
+    problem = OrderingProblem(placement, len(counts), counts, UnitCost())
+    split = random.choice([0.0, 0.5, 1.0])
+    rows: list[list[Action]] = []
+    for row in problem.whole.actions:
+        rows.append([])
+        for each in row:
+            halves = each.op is Op.B and random.random() < split
+            rows[-1] += [each.with_op(Op.I), each.with_op(Op.W)] if halves else [each]
+    given = problem.schedule_of(rows)
+    waiting, done = {each: {*predecessors(each, given)} for row in rows for each in row}, []
+    while waiting:
+        done.append(random.choice([each for each, before in waiting.items() if before.issubset(done)]))
+        del waiting[done[-1]]
+    return problem.schedule_of([[each for each in done if placement[each.stage] == rank] for rank in range(len(rows))])
+
+
+def random_rows(random: Random, num_stages: int) -> RowAccount:
+    """What rows of any length hold, at random, as if a few had been rehearsed."""
+    rates = {(stage, op): [random.uniform(-50, 100) for _ in range(8)] for stage in range(num_stages) for op in OPS}
+    state = {stage: random.uniform(1e3, 1e5) for stage in range(num_stages)}
+    context, context_gradients = ({g: random.uniform(0, 30) for g in state} for _ in range(2))
+    gradients = {(stage, op): random.uniform(0, 1e5) for stage in state for op in OPS[1:]}
+    message, header = random.randint(1, 64), random.randint(0, 64)
+
+    def table(slices: Slices) -> MemoryTable:
+        tokens = sum(slices)
+        footprints, first = {}, {}
+        for (stage, op), numbers in rates.items():
+            for index, length in enumerate(slices):
+                made = context[stage] * tokens if op is Op.F and index == 0 else 0.0
+                if op in (Op.B, Op.I) and index == len(slices) - 1:
+                    made = context_gradients[stage] * tokens
+                peak = numbers[2] + numbers[3] * length + numbers[4] * sum(slices[: index + 1])
+                unit = StageSlice(stage, index)
+                footprints[unit, op] = Footprint(numbers[0] + numbers[1] * length, peak + made)
+                if op is not Op.F and index == len(slices) - 1:
+                    first[unit, op] = peak + made + numbers[5] + numbers[6] * length + gradients[stage, op]
+        return MemoryTable(
+            footprints,
+            first,
+            context={stage: each * tokens for stage, each in context.items()},
+            context_gradients={stage: each * tokens for stage, each in context_gradients.items()},
+            message_bytes=[message * length for length in slices],
+            header_bytes=header,
+            parameters=state,
+            gradients=gradients,
+            optimizer=state,
+        )
+
+    return RowAccount(tuple((slices, table(slices)) for slices in rows_to_rehearse(None)))
