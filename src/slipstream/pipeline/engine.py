@@ -25,7 +25,7 @@ from slipstream.pipeline.step_runner import StepRunner
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.steps import StageRates, StepMemory, StepPlan, find_plan_within, find_step_plan
-from slipstream.schedule import Schedule, SlicedMicrobatch
+from slipstream.schedule import Schedule, SlicedMicrobatch, add_reductions
 
 _log = logging.getLogger(__name__)
 _MOST_LAYOUTS = 32  # lowered schedules that are kept
@@ -191,7 +191,10 @@ class Engine:
 
     def _held_with(self, plan: StepPlan) -> list[float]:
         """Returns the bytes that every rank would hold with a step's plan."""
-        return self._memory_limit.held_in(self._laid_out(plan.schedule).training, plan.slices)
+        if self.layout.recompute or self._counts_by_shape:
+            return self._memory_limit.held_in(self._laid_out(plan.schedule).training, plan.slices)
+        order = add_reductions(plan.schedule) if self.layout.reduces else plan.schedule
+        return self._memory_limit.held_in(order, plan.slices)
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""

@@ -16,8 +16,7 @@ from slipstream.array_types import Floats, Ints
 from slipstream.schedule import NARROWEST_WINDOW, Op, Schedule
 from slipstream.simulator.numba_jit import compiled
 
-OPS = (Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD)
-_NUMBERS = {op: number for number, op in enumerate(OPS)}
+_NUMBERS = {op: number for number, op in enumerate((Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD))}
 _F, _B, _I, _W = range(4)
 
 
@@ -25,7 +24,7 @@ class OrderArrays(NamedTuple):
     """A valid order as arrays; rank r's actions are `firsts[r]` up to `firsts[r + 1]`. Slices count over the step."""
 
     firsts: Ints
-    op: Ints  # place in OPS
+    op: Ints  # F, B, I, W, REDUCE_GRAD
     stage: Ints
     slice: Ints
     placement: Ints
@@ -34,7 +33,7 @@ class OrderArrays(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule) -> OrderArrays:
-        """Returns the arrays of a schedule of the ops in OPS, without sends and receives."""
+        """Returns the arrays of a schedule of these ops, without sends and receives."""
         counts = np.array(schedule.slice_counts, np.int64)
         begins = np.cumsum(counts) - counts
         columns = np.array(
@@ -76,11 +75,6 @@ class CompiledAccount:
         """Returns the most bytes that each rank holds."""
         peaks: list[float] = _peaks(OrderArrays.of(schedule), self.step, NARROWEST_WINDOW).tolist()
         return peaks
-
-
-def covers(schedule: Schedule) -> bool:
-    """Returns whether all its actions are ones that this account knows."""
-    return schedule.ops.issubset(OPS)
 
 
 @compiled

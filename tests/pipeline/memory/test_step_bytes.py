@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.pipeline.memory.row_account import RowAccount, Slices, rows_to_rehearse
-from slipstream.pipeline.memory.step_bytes import compiled_account
+from slipstream.pipeline.memory.step_bytes import compiled_account, covers
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Action, Op, Schedule, add_reductions, predecessors
-from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, covers, memory_of
+from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, memory_of
 from support.examples import examples
 from support.step_problems import PLACEMENTS
 

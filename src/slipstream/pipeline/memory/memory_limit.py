@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import token_bytes
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.memory.row_account import RowAccount
+from slipstream.pipeline.memory.step_bytes import compiled_account, covers
 from slipstream.pipeline.tuning import TrialMemory
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 
+_ROUNDED_UP = 1 + 1e-9  # both accounts add the same numbers, but in another order
 _MOST_TABLES = 256  # of different microbatches, as sequences of any lengths make them
 _MOST_STEPS = 1024  # that are known to fit
 
@@ -58,8 +62,15 @@ class MemoryLimit:
 
     def held_in(self, schedule: Schedule, slices: Sequence[tuple[int, ...]]) -> list[float]:
         """Returns the bytes that every rank would hold in a step of rows in these slices, which was planned; raises
-        SlipstreamError where some action was never rehearsed."""
+        SlipstreamError where some action was never rehearsed.
+
+        Without sends and receives a schedule may be given too, and takes far less time.
+        """
         assert self.rows is not None
+        if covers(schedule):
+            peaks = compiled_account(self.rows, schedule.placement, slices).peaks(schedule)
+            if np.isfinite(peaks).all():
+                return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks]
         ranks = memory_of(schedule, [self.rows.table(each) for each in slices])
         return [rank.peak + token_bytes(sum(map(sum, slices))) for rank in ranks]
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.pipeline.memory.row_account import RowAccount, Slices
-from slipstream.schedule import Op
-from slipstream.simulator import CompiledAccount, StepBytes
+from slipstream.schedule import Op, Schedule
+
+if TYPE_CHECKING:
+    from slipstream.simulator.compiled_account import CompiledAccount
 
 _OPS = (Op.F, Op.B, Op.I, Op.W)
+
+
+def covers(schedule: Schedule) -> bool:
+    """Returns whether the compiled account knows all actions of a schedule."""
+    return schedule.ops.issubset((*_OPS, Op.REDUCE_GRAD))
 
 
 def compiled_account(rows: RowAccount, placement: Sequence[int], slices: Sequence[Slices]) -> CompiledAccount:
@@ -19,6 +27,8 @@ def compiled_account(rows: RowAccount, placement: Sequence[int], slices: Sequenc
 
     An action that was never rehearsed takes infinitely many.
     """
+    from slipstream.simulator.compiled_account import CompiledAccount, StepBytes  # loads numba
+
     lengths = np.array([length for row in slices for length in row], float)
     ends = np.concatenate([np.cumsum(row) for row in slices]).astype(float)
     counts = np.array([len(row) for row in slices])

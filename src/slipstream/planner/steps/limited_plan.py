@@ -17,7 +17,8 @@ from slipstream.planner.steps.step_problem import StepProblem
 from slipstream.planner.steps.step_search import NothingFitsError, find_step_plan
 from slipstream.simulator import UnitCost
 
-_TRIES = 4  # with less and less room for activations
+_EFFORTS = (0.6, 0.3, 0.2, 0.2)  # of the tries with less and less room for activations, as shares
+_SPARED = 0.02  # of the limit, on every rank: an order with less room holds other messages, at other times
 _COUNTS = (1, 4, 16)  # slices of a sequence that is alone
 
 
@@ -39,25 +40,26 @@ class StepMemory:
 def find_plan_within(problem: StepProblem, memory: StepMemory) -> StepPlan:
     """Returns the plan of `find_step_plan` that the account says keeps to the limit.
 
-    A plan that holds too much is planned again with as much less room; where that leads nowhere, the sequences come one
-    after the other, which holds least. Where the order or the number of microbatches is given, the plan that holds too
-    much is returned, for the caller to refuse. The same problem gives the same plan.
+    A plan that holds too much is planned again with as much less room, and a little less on every rank. Where that
+    leads nowhere, the sequences come one after the other, which holds least. Where the order or the number of
+    microbatches is given, the plan that holds too much is returned, for the caller to refuse. The same problem gives
+    the same plan.
 
     Raises:
         SlipstreamError: where a sequence is too long even so: which, and what would do.
     """
     room: Floats = memory.limit - np.array(memory.state)
-    for _ in range(_TRIES):
+    for share in _EFFORTS:
         if room.min() <= 0:
             break
         try:
-            plan = find_step_plan(replace(problem, room=tuple(room.tolist())))
+            plan = find_step_plan(replace(problem, room=tuple(room.tolist()), effort=share * problem.effort))
         except NothingFitsError:
             break
         excess = np.array(memory.account(plan)) - memory.limit
         if excess.max() <= 0:
             return plan
-        room = room - np.maximum(excess, 0.0)
+        room = room - np.maximum(excess, 0.0) - _SPARED * memory.limit
     return _one_by_one(problem, memory)
 
 
