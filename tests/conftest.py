@@ -28,7 +28,7 @@ os.environ.update(
 register_profiles()
 
 # Their tests start processes and take longest: begun last, one worker would wait for the other.
-_BEGUN_FIRST = ("training", "pipeline/memory", "launch", "parallel", "cli", "examples", "profiler")
+_BEGUN_FIRST = ("training", "pipeline/memory", "launch", "parallel", "cli", "examples", "profiler", "pipeline/tuning")
 
 
 @pytest.fixture(scope="session")
