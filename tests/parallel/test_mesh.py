@@ -11,6 +11,7 @@ from support.paths import WORKERS
 from workers.parallel.mesh import CASES
 
 IN_MAKE_TEST = {"export", "dropout", "refusals"}
+LONG = {"auto", "planned_halves"}
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +20,12 @@ def ended(request: pytest.FixtureRequest, compiled_search: None) -> CompletedPro
     return launch(4, WORKERS / "parallel/mesh.py", *selected_cases(request))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.more] * (case not in IN_MAKE_TEST)) for case in CASES]
-)
+def mark(case: str) -> list[pytest.MarkDecorator]:
+    if case in IN_MAKE_TEST:
+        return []
+    return [pytest.mark.grid if case in LONG else pytest.mark.more]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=mark(case)) for case in CASES])
 def test_a_mesh_keeps_its_promises(ended: CompletedProcess[str], case: str) -> None:
     assert f"passed {case}\n" in ended.stdout, ended.stderr[-4000:]

@@ -13,7 +13,7 @@ from support.paths import ROOT, WORKERS
 from workers.parallel.zero3 import CASES
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.grid)])
 def ended(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     """All cases in the same processes; the first that fails ends them."""
     return launch(request.param, WORKERS / "parallel/zero3.py", *selected_cases(request))
