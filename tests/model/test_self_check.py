@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from transformers import MixtralConfig, OpenAIGPTConfig, PretrainedConfig
+from transformers import OpenAIGPTConfig, PretrainedConfig
 
 import slipstream
 from slipstream import SlipstreamError
@@ -24,7 +24,6 @@ def test_accepts(name: str) -> None:
     ("config", "reason"),
     [
         (OpenAIGPTConfig(), r"'openai-gpt'.*layer 0 \(Block\) never attends through.* nor to keys and values from"),
-        (MixtralConfig(output_router_logits=True), r"load-balancing loss.*Set output_router_logits=False"),
     ],
 )
 def test_refuses_by_name(config: PretrainedConfig, reason: str) -> None:
@@ -48,9 +47,3 @@ def test_catches_a_feature_that_slices_get_wrong(monkeypatch: pytest.MonkeyPatch
     dynamic = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(SlipstreamError, match="layer 0 of the sliced model differs"):
         check_sliceable(dynamic)
-
-
-def test_a_load_balancing_loss_is_never_left_out_silently() -> None:
-    config = MixtralConfig(num_hidden_layers=2, hidden_size=16, vocab_size=61, output_router_logits=True)
-    with pytest.raises(SlipstreamError, match=r"load-balancing loss of 'mixtral'.*Set output_router_logits=False"):
-        slipstream.Pipeline.from_config(config, slices=1, runtime=slipstream.Runtime(self_check=False))

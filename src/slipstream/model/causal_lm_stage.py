@@ -23,6 +23,7 @@ from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_ro
 from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.own_attention import masks_and_biases
+from slipstream.model.hooks.router_loss import RouterLoss
 from slipstream.model.hooks.shared_layers import TensorParallelLayers
 from slipstream.model.hooks.slice_cache import SliceCache, cache_name
 from slipstream.model.hooks.text_masks import masks_of_text
@@ -46,7 +47,8 @@ class CausalLMStage:
 
     What travels between stages is described by `receives` and `sends`. With `shared` the model has this rank's shares
     of all weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the
-    last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage.
+    last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss`
+    each layer's routers add to the loss.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class CausalLMStage:
         device: torch.device,
         shared: TensorParallelLayers | None = None,
         head: SpreadHead | None = None,
+        router_loss: RouterLoss | None = None,
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
@@ -102,6 +105,9 @@ class CausalLMStage:
         self._crossing = CrossingTensors(anatomy.crossing, owned, self.is_first)
         self._watch(layers, anatomy.halves)
         self._crossing.install(layers)
+        self._router_loss = router_loss
+        if router_loss is not None:
+            router_loss.install(model)
         self._run_token(1, records_masks=True)  # records the model's mask functions, before documents wrap them
 
     def check_measurable(self) -> None:
@@ -167,6 +173,7 @@ class CausalLMStage:
                 position_ids=token_slice.position_ids + self._first_position,
                 use_cache=False,
                 **past,
+                **self._without_router_logits,
             )
         if context.num_masks != (first := len(self.tables.functions)):
             raise RuntimeError(f"the model built {context.num_masks} masks, {first} when it was first run")
@@ -220,6 +227,12 @@ class CausalLMStage:
             TensorSpec(each.sent_form.shape(*sizes), each.dtype or self.hidden_dtype, each.dtype is None)
             for each in crossing
         ]
+
+    @property
+    def _without_router_logits(self) -> dict[str, bool]:
+        """What keeps the model from computing a load-balancing loss of this stage's layers alone, where it would."""
+        asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
+        return {"output_router_logits": False} if asked else {}
 
     @property
     def embeds_by_parts(self) -> bool:
@@ -283,7 +296,12 @@ class CausalLMStage:
     def _leave_states(self, _layer: nn.Module, _args: Any, output: Any) -> Any:
         """Leaves what the layers carry to the next slice."""
         context = current_slice()
-        return with_first_output(output, context.leave_states(first_output(output))) if context.states else None
+        hidden = first_output(output)
+        if context.states:
+            hidden = context.leave_states(hidden)
+        if context.router_sums and self._router_loss is not None:
+            hidden = self._router_loss.finish_slice(context, hidden)
+        return None if hidden is first_output(output) else with_first_output(output, hidden)
 
     def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         current_slice().output = first_output(output)

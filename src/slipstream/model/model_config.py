@@ -150,16 +150,6 @@ def check_length(config: PretrainedConfig, length: int, setting: str = "") -> No
     raise SlipstreamError(f"{given}. Use at most {limit} tokens, or a config with more positions.")
 
 
-def check_router_loss(config: PretrainedConfig) -> None:
-    """Raises SlipstreamError where a mixture of experts asks for transformers' load-balancing loss."""
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        raise SlipstreamError(
-            f"output_router_logits=True asks for the load-balancing loss of {config.model_type!r}. It is over all "
-            "layers and tokens of a batch at once, of which stages and slices have parts, and isn't computed. "
-            "Set output_router_logits=False."
-        )
-
-
 def check_token_ids(config: PretrainedConfig, smallest: int, largest: int) -> None:
     """Raises SlipstreamError for a token id outside the model's vocabulary."""
     size = config.get_text_config().vocab_size

@@ -54,6 +54,15 @@ class SplitBatch:
     num_valid: int
     loss_scale: float = 1.0
 
+    def with_loss_shares(self) -> SplitBatch:
+        """Returns the batch of a causal LM, each slice with its microbatch's share of the scaled loss."""
+        slices = []
+        for pieces, targets in zip(self.slices, self.targets, strict=True):
+            num_valid = sum(int((each != IGNORED).sum()) for each in targets)
+            share = self.loss_scale * num_valid / self.num_valid
+            slices.append([replace(piece, loss_share=share) for piece in pieces])
+        return replace(self, slices=slices)
+
 
 def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
     """Cuts (B, L) inputs and unshifted targets into microbatches, each of some rows, in slices of its own lengths.

@@ -45,6 +45,7 @@ class Engine:
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
         self._given_rates: StageRates | None = options.rates
+        self._adds_router_loss = options.router_loss != "none"
         if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
             self.plan, self._given_rates = self._plan_start(self.family, options, num_ranks)
             options = with_plan(options, self.plan)
@@ -104,6 +105,8 @@ class Engine:
             self._adopt(self.tuner.begin(length))
             batch, microbatches = self._within_limit(whole, length), self._microbatches(whole, length)
         batch = replace(batch, loss_scale=loss_scale)
+        if self._adds_router_loss:
+            batch = batch.with_loss_shares()
         self.last_step = ExecutedStep(self.layout, microbatches)
         self.parameters.begin(loss_scale)
         self.family.begin()

@@ -79,6 +79,9 @@ class Pipeline:
         vocabulary: "whole": the last stage has the head and the loss; "spread": every rank computes the logits of an
             equal number of the head's rows, and their part of the loss, for a head that weighs several layers (see
             docs/slicing.md). "auto": as planned where schedule, slices and partition are, else whole.
+        router_loss: "per_layer": the load-balancing loss of a mixture of experts (Fedus et al. 2021, equations 4 to 6),
+            of each layer by itself and averaged over layers, with the configuration's router_aux_loss_coef. Its
+            gradients are added; the loss that `step` returns is without it.
         layers: of an nn.Sequential, the costs of its layers and an example of its inputs.
         rates: what the stages of a causal LM cost, by which steps on sequences of different lengths are planned: those
             of another pipeline with the same cut. Default: as measured for a plan made here, else multiplications.
@@ -108,14 +111,16 @@ class Pipeline:
         layers: Layers = Layers(),
         microbatches: BatchSlicing | Sequence[SlicedMicrobatch | Sequence[Any]] | None = None,
         vocabulary: Literal["auto", "whole", "spread"] = "auto",
+        router_loss: Literal["none", "per_layer"] = "none",
         rates: StageRates | None = None,
         **old_arguments: Never,
     ) -> None:
         refuse_old_arguments(old_arguments)
         order = schedule, num_microbatches, slices, stages_per_rank, partition, seq_len
-        also = num_ranks, device, microbatches, vocabulary, rates
         records = memory, parallel, precision, runtime, layers
-        self._engine = Engine(model, PipelineOptions(*order, loss_fn, *records, mesh, *also))
+        place = mesh, num_ranks, device
+        options = PipelineOptions(*order, loss_fn, *records, *place, microbatches, vocabulary, router_loss, rates)
+        self._engine = Engine(model, options)
         self.train()
 
     @classmethod

@@ -15,6 +15,7 @@ from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, 
 from slipstream.pipeline.microbatches import given_microbatches
 from slipstream.schedule import AUTOMATIC, Schedule, SlicedMicrobatch
 
+ROUTER_LOSSES = ("none", "per_layer")
 VOCABULARIES = ("auto", "whole", "spread")  # where the rows of the head are
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
 
@@ -40,12 +41,15 @@ class PipelineOptions:
     device: torch.device | str | None = None
     microbatches: Any = None
     vocabulary: str = "auto"
+    router_loss: str = "none"
     rates: Any = None  # StageRates, which the executor's room doesn't import
 
     def __post_init__(self) -> None:
         check_records(vars(self))
         if self.vocabulary not in VOCABULARIES:
             raise SlipstreamError(f"vocabulary={self.vocabulary!r}: give one of {', '.join(VOCABULARIES)}.")
+        if self.router_loss not in ROUTER_LOSSES:
+            raise SlipstreamError(f"router_loss={self.router_loss!r}: give one of {', '.join(ROUTER_LOSSES)}.")
         if self.microbatches is not None:
             self._check_microbatches()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ class TokenSlice:
     microbatch: int = 0
     index: int = 0
     seed: int = 0  # the step's seed
+    loss_share: float = 0.0  # of the step's scaled loss, the microbatch's: what layers add to it counts as much
 
     @property
     def end(self) -> int:
@@ -70,6 +71,7 @@ class SliceContext:
     calls: Counter[Hashable] = field(default_factory=Counter)
     states: dict[Hashable, Tensor] = field(default_factory=dict)  # read or changed by the slice's layers, as they are
     changed_states: set[Hashable] = field(default_factory=set)
+    router_sums: dict[Hashable, Tensor] = field(default_factory=dict)  # over the tokens so far, by router
     fresh_rows: Tensor | None = None  # (b,) whose states are reset, as a document begins; None: nobody's
     output: Tensor | None = None  # the last owned layer's
 
@@ -118,9 +120,13 @@ class SliceContext:
         """Leaves the states to the next slice; returns the stage's last hidden states, whose gradient begins theirs."""
         for call in self.states.keys() - self.changed_states:
             raise SlipstreamError(f"{call!r} is read and not written again, so what to carry on is unknown")
+        return self.leave(self.states, output)
+
+    def leave(self, states: Mapping[Hashable, Tensor], output: Tensor) -> Tensor:
+        """Leaves states to the next slice; returns `output`, whose gradient begins theirs."""
         if self.store.is_replaying:
             return output
-        return self.store.carried.leave(self.states, self.token_slice.start, self.token_slice.end, output)
+        return self.store.carried.leave(states, self.token_slice.start, self.token_slice.end, output)
 
     def attention_seed(self) -> int:
         """Returns the seed of the next attention dropout."""

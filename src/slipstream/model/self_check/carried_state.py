@@ -19,7 +19,6 @@ from slipstream.model.hooks.mask_tables import SliceMask
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy, anatomy_of_size, find_anatomy
-from slipstream.model.model_config import check_router_loss
 from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.self_check.toy_runs import TokenCuts, sliced_outputs, whole_outputs
 from slipstream.model.toy import perturb_parameters, toy_model, toy_tokens
@@ -36,7 +35,6 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
     Returns the toy's layers that carry a state from slice to slice. Raises SlipstreamError, naming the layer and the
     state, where slices can't be exact whatever the sizes are.
     """
-    check_router_loss(config)
     anatomy = anatomy or find_anatomy(config)
     try:
         with torch.no_grad(), full_precision():

@@ -23,7 +23,6 @@ from slipstream.model import (
     check_compiler,
     check_counted_positions,
     check_length,
-    check_router_loss,
     check_sliceable,
     check_token_ids,
     copy_with_shared_weights,
@@ -38,6 +37,7 @@ from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_p
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows
 from slipstream.pipeline.families.causal_lm_layout import WeighedModel, plan_layout
 from slipstream.pipeline.families.planned_vocabulary import planned_vocabulary
+from slipstream.pipeline.families.router_loss import find_router_loss
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.families.weighed_rates import weighed_rates
@@ -93,7 +93,7 @@ class CausalLMFamily:
                 "Leave it out for cross-entropy, or use a mesh with tp=1."
             )
         self.config: PretrainedConfig = source.config
-        check_router_loss(self.config)
+        self._router_loss = ranks.decided(lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size))
         self.compiled = source.compiled
         self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
         self._options, self._ranks, self._device = options, ranks, device
@@ -155,7 +155,8 @@ class CausalLMFamily:
         heads = self._spread_heads(model, layout, here) if layout.spreads_vocabulary else {}
         copies = ((stage, copy_with_shared_weights(model)) for stage in here)
         stages = {
-            g: CausalLMStage(copy, anatomy, layout.layers[g], self._device, tensor, heads.get(g)) for g, copy in copies
+            g: CausalLMStage(copy, anatomy, layout.layers[g], self._device, tensor, heads.get(g), self._router_loss)
+            for g, copy in copies
         }
         return stages, tensor
 

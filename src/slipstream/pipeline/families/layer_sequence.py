@@ -59,6 +59,8 @@ class SequenceFamily:
         self._layers = flatten_layers(model)
         self._routes = find_skip_routes(self._layers)
         self._cut, self._is_sliced = find_cut(self._layers), False
+        if options.router_loss != "none":
+            raise SlipstreamError(f"router_loss={options.router_loss!r}: an option of causal LMs. Leave it out.")
         if options.vocabulary == "spread":
             raise SlipstreamError("vocabulary='spread': an nn.Sequential has no head that is known. Leave it out.")
         if options.rates is not None:

@@ -18,7 +18,7 @@ from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, 
 from slipstream.training.config import sections
 
 # Of a section and of a Pipeline
-_PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary")
+_PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
 # The Pipeline's dtypes by training.precision
 _PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32")}
 

@@ -104,6 +104,9 @@ class PipelineSection(Record):
     vocabulary: Literal["auto", "whole", "spread"] = "auto"
     """spread: every process computes the logits and the loss of its part of the vocabulary; whole: the last stage does
     that alone. auto: as planned where the rest is planned, else whole."""
+    router_loss: Literal["none", "per_layer"] = "none"
+    """per_layer: adds the load-balancing loss of a mixture of experts, of each layer by itself and averaged over
+    layers, with the model's `router_aux_loss_coef`. The loss that is shown is without it."""
 
     @model_validator(mode="after")
     def _microbatches_alone(self) -> Self:

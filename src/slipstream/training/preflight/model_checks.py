@@ -22,6 +22,7 @@ from slipstream.model import (
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
+from slipstream.pipeline.families.router_loss import find_router_loss
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import Tuner
 from slipstream.training.config import Config, ModelSection
@@ -53,6 +54,7 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
     elif config.pipeline.slices != 1:
         check_carried_state(model_config)
     _check_layout(config, model_config)
+    find_router_loss(model_config, config.pipeline.router_loss, config.parallel.tensor, "pipeline.router_loss")
     parallel = config.parallel
     if parallel.tensor > 1:
         plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan)
