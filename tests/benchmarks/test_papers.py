@@ -108,6 +108,7 @@ def test_megatron_table_1_within_4_percent_from_three_rows() -> None:
     assert max(found) < 0.085
 
 
+@pytest.mark.more
 def test_megatron_table_1_fits_the_memory_but_for_its_last_row() -> None:
     rows = REPORT["megatron table 1"]["rows"]
     assert [row["fits"] for row in rows] == [True] * 9 + [False]

@@ -182,6 +182,7 @@ def test_what_is_written_of_a_model_is_what_was_given(model: Path, tmp_path: Pat
     assert settings["training"] == {"seq_len": 4096, "batch_size": 2}
 
 
+@pytest.mark.more
 def test_files_are_replaced_only_when_told(model: Path, cluster: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.yaml"
     plan_file(model, cluster, output, tensor_parallel="1")

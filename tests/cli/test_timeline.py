@@ -239,6 +239,7 @@ def as_shown(seconds: float) -> str:
     return f"{seconds * per_second:.4g} {unit}"
 
 
+@pytest.mark.more
 def test_a_cluster_gives_the_costs_that_a_plan_has(model: Path, cluster: Path, tmp_path: Path) -> None:
     """Of what the joint search finds there, with a cut inside layers that two devices share."""
     degrees = {"tensor_parallel": 2, "pipeline_parallel": 2, "schedule": "auto", "recompute": "none", "offload": 0.0}

@@ -71,6 +71,7 @@ def test_wherever_it_is_cut(name: str, settings: dict[str, Any]) -> None:
     assert error_of(name, self_check=False, **settings) < BOUND
 
 
+@pytest.mark.more
 def test_documents_are_separate_sequences() -> None:
     model, inputs, cuts = unsplit("gemma3n_text"), tokens(length=LENGTH), (0, 22, LENGTH)
     whole = copy.deepcopy(model)
@@ -84,6 +85,7 @@ def test_documents_are_separate_sequences() -> None:
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
 
 
+@pytest.mark.more
 def test_what_is_not_counted_or_cut_is_refused() -> None:
     pipe = Pipeline(unsplit("gemma4_text"), slices=4, num_ranks=2, memory=Memory(limit=1e9))
     inputs = tokens(length=LENGTH)

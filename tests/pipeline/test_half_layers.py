@@ -202,6 +202,7 @@ def step(model: PreTrainedModel, partition: list[float], **settings: object) -> 
     return pipe.step(inputs, labels_of(inputs)), gradients(pipe.named_parameters())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", first_of(["gpt2", "phi3, longrope", "llama, tied", "mixtral"]))
 def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
     """In float32, whose rounding depends on the order of every sum."""

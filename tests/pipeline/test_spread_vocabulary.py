@@ -203,6 +203,7 @@ def test_a_tied_head_with_a_bias() -> None:
     assert pipe.state_dict().keys() == whole.state_dict().keys() - {"lm_head.weight"}
 
 
+@pytest.mark.more
 def test_dropout_after_the_embedding_is_that_of_a_whole_one() -> None:
     config = copy.deepcopy(ARCHITECTURES["gpt2"])
     config.embd_pdrop = 0.5

@@ -202,10 +202,10 @@ def test_a_plan_for_other_lengths_is_refused_and_one_for_rows_of_one_length() ->
 @pytest.mark.parametrize(
     ("case", "num_processes"),
     [
-        pytest.param("replicas", 4, id="replicas"),
+        pytest.param("replicas", 4, marks=pytest.mark.more, id="replicas"),
         pytest.param("tensor_ranks", 4, marks=pytest.mark.more, id="tensor ranks"),
         pytest.param("a_batch_that_one_replica_refuses", 2, marks=pytest.mark.more, id="a refused batch"),
-        pytest.param("ranks_that_plan_differently", 2, marks=pytest.mark.more, id="different plans"),
+        pytest.param("ranks_that_plan_differently", 2, id="different plans"),
     ],
 )
 def test_processes(case: str, num_processes: int) -> None:

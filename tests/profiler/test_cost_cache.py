@@ -52,6 +52,7 @@ def test_a_second_start_measures_nothing(measured: list[float], cache: Path) -> 
     assert (measured, lines) == ([], [])
 
 
+@pytest.mark.more
 def test_other_settings_are_another_file(measured: list[float], cache: Path) -> None:
     measured += [0.0, 0.0]
     costs([])
@@ -68,6 +69,7 @@ def test_costs_of_other_numbers_of_processes_are_other_files() -> None:
     assert len(paths) == 5
 
 
+@pytest.mark.more
 def test_costs_of_another_version_are_measured_again(measured: list[float], cache: Path) -> None:
     measured += [0.0, 0.0]
     costs([])
@@ -82,6 +84,7 @@ def test_costs_of_another_version_are_measured_again(measured: list[float], cach
     assert "torch 1.0" in lines[0]
 
 
+@pytest.mark.more
 def test_costs_without_the_bytes_of_actions_are_measured_again(measured: list[float], cache: Path) -> None:
     measured += [0.0, 0.0]
     costs([])
@@ -95,6 +98,7 @@ def test_costs_without_the_bytes_of_actions_are_measured_again(measured: list[fl
     assert "lack the bytes of actions" in lines[0]
 
 
+@pytest.mark.more
 def test_a_damaged_file_is_measured_again(measured: list[float], cache: Path) -> None:
     measured += [0.0, 0.0]
     costs([])
@@ -106,6 +110,7 @@ def test_a_damaged_file_is_measured_again(measured: list[float], cache: Path) ->
     assert costs([]).parts == costs([]).parts
 
 
+@pytest.mark.more
 def test_a_busy_machine_is_measured_again_and_what_stays_disturbed_is_not_kept(
     measured: list[float], cache: Path
 ) -> None:
@@ -121,6 +126,7 @@ def test_a_busy_machine_is_measured_again_and_what_stays_disturbed_is_not_kept(
     assert [*cache.iterdir()] == []
 
 
+@pytest.mark.more
 def test_a_folder_that_cannot_be_written_costs_a_line_only(
     measured: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_two_ranks_measure_half_each_and_plan_from_the_samples_of_both() -> None
     assert max(found["counts"]) <= warm + (alone - warm) * 0.75  # a share, and what fills the time of the other's
 
 
+@pytest.mark.more
 def test_ranks_that_share_layers_measure_in_step() -> None:
     found = told(1, 2)
     assert found["equal"]

@@ -27,7 +27,6 @@ from slipstream.profiler.profile_run import make_benches
 from slipstream.profiler.stage_bench import PrefilledStore, StageBench
 from slipstream.schedule import Op
 from support.architectures import ARCHITECTURES, llama
-from support.parameters import first_of
 
 CPU = torch.device("cpu")
 SETTINGS = ProfileSettings(seq_len=64, longest_slice=16, granularity=8, repeats=2, budget=20.0)
@@ -159,7 +158,8 @@ def test_layers_of_other_sizes_are_another_kind() -> None:
     assert find_layer_kinds(config, find_anatomy(config)) == ((0, 1, 0, 1), ("layer like 0", "layer like 1"))
 
 
-@pytest.mark.parametrize("name", first_of(["llama, tied", "gemma2"]))
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["llama, tied", "gemma2"])
 def test_a_whole_profile(name: str) -> None:
     """Structure and signs; a later slice of a stage, and every stage of every cut, has its times."""
     shares: list[float] = []
@@ -187,7 +187,8 @@ def test_a_whole_profile(name: str) -> None:
         found.check(identify_model(llama(rope_theta=5e5, intermediate_size=64)))
 
 
-@pytest.mark.parametrize(("num_layers", "dtype"), first_of([(1, "bfloat16"), (2, "bf16")]))
+@pytest.mark.more
+@pytest.mark.parametrize(("num_layers", "dtype"), [(1, "bfloat16"), (2, "bf16")])
 def test_small_models_and_other_dtypes(num_layers: int, dtype: str) -> None:
     settings = replace(SETTINGS, seq_len=32, dtype=dtype, microbatch_size=2, longest_slice=16)
     found = profile_model(llama(num_hidden_layers=num_layers), settings, CPU)

@@ -77,6 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return output
 
 
+@pytest.mark.more
 def test_steps_differ_in_their_tokens(finished: Path) -> None:
     steps = steps_of(finished)
     sequences = WholeDocuments(TokenisedText.load(finished / "inputs", "train"), 64, 0)

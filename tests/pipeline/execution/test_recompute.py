@@ -86,6 +86,7 @@ def test_dropout_is_replayed() -> None:
     assert torch.equal(torch.manual_seed(7).get_state(), random_state)
 
 
+@pytest.mark.more
 def test_autocast_is_the_same() -> None:
     model = build(ARCHITECTURES["llama"]).float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -94,6 +95,7 @@ def test_autocast_is_the_same() -> None:
             assert_same_bits(step(model, recompute), expected)
 
 
+@pytest.mark.more
 def test_frozen_parameters() -> None:
     model = build(ARCHITECTURES["llama"])
     for name, parameter in model.named_parameters():
@@ -125,6 +127,7 @@ def live_bytes(recompute: str | int) -> tuple[int, int]:
     return held_after_three_slices(pipe, tokens(batch=4))[:2]
 
 
+@pytest.mark.more
 def test_less_is_held_between_forward_and_recomputation() -> None:
     """By independent count of everything alive. Full keeps the keys and values; selective what products returned."""
     (none, context), (selective, _) = live_bytes("none"), live_bytes("selective")

@@ -213,6 +213,7 @@ def _named(model: nn.Sequential) -> list[object]:
     return [*flatten_layers(model)]
 
 
+@pytest.mark.more
 def test_lengths_may_change_from_step_to_step() -> None:
     pipe, (source, target), labels = pipeline("transformer", num_microbatches=3, slices=4, num_ranks=2)
     plain = CASES["transformer"].model()
@@ -286,6 +287,7 @@ def test_a_loss_that_depends_on_nothing_is_found() -> None:
         pipe.step(inputs, targets)
 
 
+@pytest.mark.more
 def test_all_slices_have_one_copy_of_the_encoding() -> None:
     """Recomputed in full, more slices hold about as many bytes between forward and backward as one."""
     peaks = []

@@ -75,6 +75,7 @@ def test_a_schedule_that_holds_too_much_is_refused_before_it_runs(settings: dict
     pipe.step(tokens(batch=4, length=32), tokens(batch=4, length=32))  # shorter sequences hold less
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), first_of([("auto", 1), ("auto-v", 2)]))
 def test_auto_uses_the_room_there_is(schedule: str, stages_per_rank: int) -> None:
     inputs, settings = tokens(batch=4), {"schedule": schedule, "stages_per_rank": stages_per_rank}

@@ -40,6 +40,7 @@ def sequences(*lengths: int) -> list[Tensor]:
     return [tokens(batch=1, length=length)[0] for length in lengths]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -59,6 +60,7 @@ def test_a_few_rows_tell_what_all_hold(name: str, settings: dict[str, Any]) -> N
         assert 0.999 * real <= known <= 1.15 * real
 
 
+@pytest.mark.more
 def test_steps_are_planned_within_the_limit() -> None:
     batch = sequences(64, 20, 33, 5, 45, 63)
     free = pipeline(memory_limit=1e9)
@@ -69,6 +71,7 @@ def test_steps_are_planned_within_the_limit() -> None:
     assert rehearsed(pipe) <= limit
 
 
+@pytest.mark.more
 def test_a_sequence_that_is_too_long_is_named_before_anything_runs() -> None:
     batch = sequences(5, 64, 7)
     with pytest.raises(SlipstreamError, match=r"inputs\[1\] has 64 tokens, too many for memory.limit=.*Cut it") as why:

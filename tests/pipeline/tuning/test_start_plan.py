@@ -46,6 +46,7 @@ def test_the_plan_runs_from_the_first_step() -> None:
     assert torch.isfinite(pipe.step(inputs, inputs))
 
 
+@pytest.mark.more
 def test_a_length_that_is_no_multiple_of_the_granularity_is_planned() -> None:
     pipe = planned(seq_len=61)
     assert pipe.plan is not None
@@ -54,6 +55,7 @@ def test_a_length_that_is_no_multiple_of_the_granularity_is_planned() -> None:
     assert torch.isfinite(pipe.step(inputs, inputs))
 
 
+@pytest.mark.more
 def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement_run, "_WARM_UP_SHARE", 0.0)  # only the fewest points: up to 16 tokens
     plan = planned().plan
@@ -61,6 +63,7 @@ def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: 
     assert max(plan.slices) <= 16
 
 
+@pytest.mark.more
 def test_what_it_does_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(start_plan, "_EVERY", 0.0)
     with caplog.at_level(logging.INFO, "slipstream"):
@@ -70,6 +73,7 @@ def test_what_it_does_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capl
     assert "searching for the best plan: " in text
 
 
+@pytest.mark.more
 def test_layers_that_cannot_be_cut_in_half_are_planned_whole(caplog: pytest.LogCaptureFixture) -> None:
     """Both branches of GPT-NeoX start from the same input."""
     with caplog.at_level(logging.INFO, "slipstream"):
@@ -81,7 +85,7 @@ def test_layers_that_cannot_be_cut_in_half_are_planned_whole(caplog: pytest.LogC
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", first_of([2, 3]))
 def test_a_planned_step_has_the_gradients_of_the_whole_model(num_ranks: int) -> None:
     config, inputs = llama(), tokens(batch=2, length=LENGTH)
     whole = build(config).double()
@@ -98,6 +102,7 @@ def held(pipe: Pipeline, inputs: Tensor) -> float:
     return max(engine._memory_limit.held_by(engine.rehearsed_step(WholeBatch.of(pipe.device, inputs, inputs))).peaks)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("vocabulary", "tied"),
     first_of([("whole", False), ("spread", True), ("spread", False)]),
@@ -115,6 +120,7 @@ def test_a_planned_step_keeps_to_the_memory_limit(share: float, vocabulary: str,
     pipe.step(inputs, inputs)
 
 
+@pytest.mark.more
 def test_forwards_run_again_where_the_limit_asks_for_it_and_else_what_would_do_is_said() -> None:
     inputs = tokens(batch=4, length=LENGTH)
     with pytest.raises(

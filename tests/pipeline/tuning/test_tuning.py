@@ -93,6 +93,7 @@ def test_a_v_has_two_stages_a_rank() -> None:
         tuner_of("auto-v", 2, 1, 1, 4)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
 def test_slices_are_shorter_first_and_beat_equal_ones(schedule: str) -> None:
     trial, _ = settle(tuner_of(schedule, 2, 1, 1, "auto"), 2048)
@@ -177,6 +178,7 @@ def unsplit_loss(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs[:, 1:].flatten())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("slices", [4, "auto"])
 def test_auto_repeats_what_it_tries_in_every_flush(slices: int | str) -> None:
     tuner = tuner_of("auto", 2, 4, 1, slices, num_flushes=2)
@@ -218,6 +220,7 @@ def test_a_mistyped_schedule_is_told_the_nearest_and_that_auto_is_one(given: str
         tuner_of(given, 2, 1, 1, 4)
 
 
+@pytest.mark.more
 def test_learning_slices_takes_at_most_29_steps() -> None:
     _, num_steps = settle(tuner_of("1f1b", 2, 1, 1, "auto"), 2048)
     assert 20 <= num_steps <= 29

@@ -90,6 +90,7 @@ def test_messages_take_time_of_the_stages_at_their_ends() -> None:
     np.testing.assert_allclose(handled.stage_seconds(Op.W, bounds), quiet.stage_seconds(Op.W, bounds))
 
 
+@pytest.mark.more
 def test_a_heavy_head_gets_fewer_layers_beside_it_than_equal_layers_would() -> None:
     light, heavy = (find_joint_plan(problem(costs=ToyCosts(head=head))) for head in (0.1, 3.0))
     assert light.seconds / light.ideal < 1.1
@@ -106,10 +107,12 @@ def test_it_beats_equal_stages_and_slices_in_their_best_order() -> None:
     assert plan.seconds < simulate(find_order([0, 1], 1, 8, equal), equal).makespan
 
 
+@pytest.mark.more
 def test_the_same_problem_gives_the_same_plan() -> None:
     assert find_joint_plan(problem()) == find_joint_plan(problem())
 
 
+@pytest.mark.more
 def test_more_ranks_and_microbatches() -> None:
     plan = find_joint_plan(problem(num_ranks=3, num_microbatches=3))
     validate(plan.schedule)
@@ -126,6 +129,7 @@ def test_a_memory_limit_is_kept() -> None:
     assert limited.seconds >= free.bound
 
 
+@pytest.mark.more
 def test_forwards_run_again_where_nothing_else_fits() -> None:
     plan = find_joint_plan(problem(memory_limit=25_000))
     assert plan.recompute
@@ -147,6 +151,7 @@ def account(task: JointProblem, more: float) -> MemoryAccount:
     return peaks
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("share", [0.97, pytest.param(0.6, marks=pytest.mark.more)])
 def test_the_account_decides_what_fits(share: float) -> None:
     """It holds more than the search knows of; backwards are split under a limit, too."""
@@ -161,6 +166,7 @@ def test_the_account_decides_what_fits(share: float) -> None:
     assert Op.W in plan.schedule.ops
 
 
+@pytest.mark.more
 def test_what_would_fit_is_said_where_nothing_does() -> None:
     counted = account(problem(), 700.0)
     with pytest.raises(

@@ -46,6 +46,7 @@ class CostlyLogits(ToyCosts):
         return np.concatenate([units[:-1], units[-1:] * (0.25 + lengths / 256)]), fixed
 
 
+@pytest.mark.more
 def test_work_counts_in_the_slices_of_the_plan() -> None:
     """In one slice all work takes so long that a whole head's plan is shorter than an equal share of it."""
     task = problem(costs=CostlyLogits(num_layers=6, head=7.0, overhead=1.0))
@@ -54,6 +55,7 @@ def test_work_counts_in_the_slices_of_the_plan() -> None:
     assert plan.head == "spread"
 
 
+@pytest.mark.more
 def test_a_spread_head_loses_where_actions_cost_much() -> None:
     plan = find_vocabulary_plan(problem(costs=ToyCosts(num_layers=6, head=2.0, overhead=200.0)), "auto", ignored)
     assert plan.other_head is not None
@@ -61,6 +63,7 @@ def test_a_spread_head_loses_where_actions_cost_much() -> None:
     assert "with its rows spread over the ranks a step takes +" in plan.table()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("head", [0.1, 0.75])
 def test_a_light_head_is_no_question(head: float) -> None:
     task = problem(costs=ToyCosts(num_layers=8, head=head))
@@ -90,6 +93,7 @@ def test_all_parts_together_cost_what_the_head_does_and_their_actions_besides() 
         assert cost.seconds(Action(Op.F, 3, 0, index)) == fixed
 
 
+@pytest.mark.more
 def test_a_tied_embedding_is_spread_with_the_head() -> None:
     """Every rank then looks at every token, as the first one does for a whole embedding."""
     task = problem(costs=HEAVY, tied=True)

@@ -106,6 +106,7 @@ def test_gpt_3_has_the_papers_parameters_and_takes_its_34_days() -> None:
     assert step.mfu == pytest.approx(step.tflops_per_device / 312)
 
 
+@pytest.mark.more
 def test_the_smallest_model_of_table_1_has_its_parameters() -> None:
     config = GPT2Config(n_layer=24, n_embd=2304, n_head=24, vocab_size=51200, n_positions=2048)
     assert FlopsMeter(config, 2048, 1, 1, PEAK).run.num_parameters / 1e9 == pytest.approx(1.7, abs=0.05)
