@@ -6,8 +6,11 @@ import pytest
 import torch
 from transformers import masking_utils
 
+from slipstream import Pipeline, Runtime
+from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.mask_tables import first_keys
 from slipstream.model.hooks.text_masks import masks_of_text
+from support.architectures import llama, tokens
 
 CPU = torch.device("cpu")
 
@@ -26,6 +29,17 @@ def test_a_mask_made_for_one_token_holds_for_many() -> None:
 def test_a_token_of_an_image_is_refused() -> None:
     with masks_of_text(), pytest.raises(RuntimeError, match="a token of an image is in a batch of text"):
         causal_or_in_one_image([-1, 0])
+
+
+def test_a_step_refuses_it_before_anything_runs() -> None:
+    pipe = Pipeline.from_config(llama(image_token_id=7), slices=2, num_ranks=2, runtime=Runtime(self_check=False))
+    inputs = tokens().masked_fill(tokens() == 7, 8)
+    pipe.step(inputs, inputs)
+    inputs[1, 30] = 7
+    with pytest.raises(SlipstreamError, match=r"token 7, image_token_id of 'llama'.*leave such samples out"):
+        pipe.step(inputs, inputs)
+    with pytest.raises(SlipstreamError, match=r"token 7, image_token_id"):
+        pipe.step([inputs[1]], [inputs[1]])
 
 
 def test_afterwards_masks_are_transformers_own() -> None:

@@ -1,10 +1,11 @@
 """Makes models' configs, by code of their own where that is trusted, and checks inputs against what they say.
 
-That is the longest sequence and the largest token id.
+That is the longest sequence, the largest token id, and the ids that stand for no text.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 
 from slipstream.errors import SlipstreamError
 
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")  # fields of tokens that stand for no text
 _CLASSES = ("AutoConfig", "AutoModelForCausalLM")
 
 
@@ -150,11 +152,19 @@ def check_length(config: PretrainedConfig, length: int, setting: str = "") -> No
     raise SlipstreamError(f"{given}. Use at most {limit} tokens, or a config with more positions.")
 
 
-def check_token_ids(config: PretrainedConfig, smallest: int, largest: int) -> None:
-    """Raises SlipstreamError for a token id outside the model's vocabulary."""
+def check_token_ids(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -> None:
+    """Raises SlipstreamError for a token id outside the model's vocabulary, and for one that stands for an image, a
+    sound or a video: the pipeline runs a model on text alone."""
     size = config.get_text_config().vocab_size
+    smallest, largest = int(inputs.min()), int(max(inputs.max(), targets.max()))
     if smallest < 0 or largest >= size:
         raise SlipstreamError(
             f"there is a token id {smallest if smallest < 0 else largest}, but the model has a vocabulary of {size} "
             f"(ids 0 to {size - 1}). Use the tokenizer the model was made for, or a config with a larger vocab_size."
         )
+    for name, token in vars(config).items():
+        if _PLACEHOLDER.fullmatch(name) and isinstance(token, int) and bool((inputs == token).any()):
+            raise SlipstreamError(
+                f"the inputs have token {token}, {name} of {config.model_type!r}, in whose place the model puts what "
+                "isn't text. Only text is trained here: leave such samples out."
+            )

@@ -208,7 +208,7 @@ class CausalLMFamily:
         """Returns the microbatches and slices of a batch. Raises SlipstreamError for tensors that don't fit."""
         (inputs,) = batch.inputs
         check_length(self.config, inputs.shape[-1])
-        check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), batch.targets.max())))
+        check_token_ids(self.config, inputs, batch.targets)
         self._check_positions(inputs)
         return self._checked(cut_batch(batch, microbatches, seed))
 
@@ -216,7 +216,7 @@ class CausalLMFamily:
         """Returns the tokens of each sequence. Raises SlipstreamError for one that doesn't fit the model."""
         for row, (inputs, targets) in enumerate(zip(sequences.token_ids, sequences.targets, strict=True)):
             check_length(self.config, len(inputs), f"the length of inputs[{row}]")
-            check_token_ids(self.config, int(inputs.min()), int(max(inputs.max(), targets.max())))
+            check_token_ids(self.config, inputs, targets)
             self._check_positions(inputs[None])
         return [len(inputs) for inputs in sequences.inputs]
 
