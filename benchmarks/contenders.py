@@ -56,8 +56,16 @@ class Unsliced:
 class Peer:
     """torch.distributed.pipelining as a contender."""
 
-    def __init__(self, schedule: str, num_microbatches: int, batch: int, length: int) -> None:
-        config = model_config(length)
+    def __init__(
+        self,
+        schedule: str,
+        num_microbatches: int,
+        batch: int,
+        length: int,
+        config: PretrainedConfig | None = None,
+    ) -> None:
+        """`config` is of a model of as many layers as the benchmarks' Llama, which is the default."""
+        config = config or model_config(length)
         inputs = tokens(config, batch, length)
         cut = INTERLEAVED_CUT if "interleaved" in schedule else CUT
         self._step, self._parameters = torch_pipeline(schedule, config, cut, num_microbatches, inputs, shifted(inputs))

@@ -52,7 +52,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class LayersOf(nn.Module):
-    """Some layers of a Llama, with its embedding or its head where they are the first or last ones."""
+    """Some layers of a model built as Llama is, with its embedding or its head where they are first or last."""
 
     def __init__(self, model: PreTrainedModel, layers: range) -> None:
         super().__init__()
@@ -73,7 +73,12 @@ class LayersOf(nn.Module):
 
 
 def torch_pipeline(
-    schedule: str, config: LlamaConfig, partition: Sequence[int], num_microbatches: int, inputs: Tensor, targets: Tensor
+    schedule: str,
+    config: PretrainedConfig,
+    partition: Sequence[int],
+    num_microbatches: int,
+    inputs: Tensor,
+    targets: Tensor,
 ) -> tuple[Callable[[], float | None], list[nn.Parameter]]:
     """Returns a step of torch.distributed.pipelining on this rank, with the loss on the last, and its parameters."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()

@@ -154,6 +154,11 @@ SUBJECTS = {
         (*_PLANNER, "benchmarks/joint_problems.py"),
     ),
     "step_search": Subject("how long the plan of a step takes to find, within memory limits", "plan_search", "--steps"),
+    "model_paths": Subject(
+        "attention by a model's own code, and a hybrid next to GPipe of PyTorch",
+        "model_paths",
+        sources=(*_PIPELINE, "benchmarks/model_paths.py"),
+    ),
     "schedule_search": Subject("found orders against their lower bound", "schedule_search", sources=_PLANNER),
     "slicing": Subject("exact slicing against TeraPipe's Algorithm 1", "slicing", sources=_PLANNER),
     "papers": Subject("the papers' tables, predicted", "papers", sources=_PLANNER),

@@ -43,6 +43,7 @@ _RECURRENT_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_nu
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 _LINKED = ("attention_hidden_size", "embedding_dim")  # that are the model's width or a multiple of it
+_WIDTH_PARTS = "axial_pos_embds_dim"  # sizes that add up to the width
 _STATE_SPACE_HEADS = {  # their number -> their size
     "mamba_n_heads": "mamba_d_head",
     "n_mamba_heads": "mamba_headdim",
@@ -128,6 +129,10 @@ def _set_width(toy: PretrainedConfig, width: str, after: int) -> None:
     for fields in (toy, *layer_parts(toy)):
         for name in {fields.attribute_map.get(name, name) for name in (*WIDTHS, *_LINKED)}:
             _change(fields, name, lambda size: size if size % before else size // before * after)
+    parts = getattr(toy, _WIDTH_PARTS, None)
+    if parts and sum(parts) == before:
+        smaller = [size * after // before for size in parts[:-1]]
+        setattr(toy, _WIDTH_PARTS, [*smaller, after - sum(smaller)])
 
 
 def _shrink_state_spaces(toy: PretrainedConfig) -> None:
