@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,24 +245,92 @@ def test_too_little_text_to_validate(refuse: Refuse, values: dict[str, Any]) -> 
     assert "less than one batch of 3200; give more text" in refuse(values)
 
 
-@pytest.mark.parametrize("kept", ["config.json", "x.safetensors", "model/config.json", "metrics.jsonl"])
-def test_an_output_folder_that_holds_a_model(refuse: Refuse, values: dict[str, Any], tmp_path: Path, kept: str) -> None:
-    path = tmp_path / "output" / kept
+OWN = [
+    "config.yaml",
+    "config.json",
+    "x.safetensors",
+    "inputs/x",
+    "model/config.json",
+    "model-step-8/x",
+    "checkpoints/x",
+]
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": "latest"}], ids=["plainly", "overwrite", "resume"])
+def test_what_no_run_has_made_is_never_replaced(
+    refuse: Refuse, values: dict[str, Any], tmp_path: Path, own: str, how: dict[str, Any]
+) -> None:
+    path = tmp_path / "output" / own
     path.parent.mkdir(parents=True)
-    path.write_text("{}")
+    path.write_text("mine")
+    values["training"]["overwrite"] = how.get("overwrite", False)
+    values["checkpoint"] = {"resume": how.get("resume", "no")}
     message = refuse(values)
-    assert f"already holds {Path(kept).parts[0]}" in message
-    assert "--training.overwrite=true" in message
+    assert f"already holds {own}, which isn't in its list of what runs made" in message
+    assert f"choose another folder, such as --training.output={tmp_path / 'output' / 'run-1'}" in message
+    assert "overwrite" not in message
 
 
-def test_overwriting_removes_what_runs_make_and_nothing_else(values: dict[str, Any], tmp_path: Path) -> None:
+@pytest.fixture
+def earlier(values: dict[str, Any], tmp_path: Path) -> RunFolder:
+    """What a run leaves that took steps, saved a checkpoint and exported, without having run."""
+    preflight(parse_config(values), Progress(None)).write()
     output = RunFolder(tmp_path / "output")
-    output.model_at(3).mkdir(parents=True)
+    output.listed.add(output.metrics)
     output.metrics.write_text("{}")
+    output.listed.add_folder(output.model_at(3))
+    output.model_at(3).mkdir()
+    output.listed.add_folder(output.checkpoints)
+    (output.checkpoints / "step-00000003").mkdir(parents=True)
     (output.path / "notes.txt").write_text("mine")
+    return output
+
+
+def test_an_earlier_run_is_gone_on_with_first(refuse: Refuse, values: dict[str, Any], earlier: RunFolder) -> None:
+    message = refuse(values)
+    assert (
+        "already holds model-step-3; go on from its checkpoint of step 3 with --checkpoint.resume=latest, " in message
+    )
+    assert "choose another folder, or replace it with --training.overwrite=true" in message
+    shutil.rmtree(earlier.checkpoints)
+    message = refuse(values)
+    assert "already holds model-step-3; choose another folder, or replace it with --training.overwrite=true" in message
+
+
+def test_overwriting_removes_what_runs_made_and_nothing_else(values: dict[str, Any], earlier: RunFolder) -> None:
     values["training"]["overwrite"] = True
     preflight(parse_config(values), Progress(None)).write()
-    assert sorted(path.name for path in output.path.iterdir()) == ["config.yaml", "inputs", "notes.txt"]
+    names = sorted(path.name for path in earlier.path.iterdir())
+    assert names == ["config.yaml", "inputs", "notes.txt", "slipstream-run"]
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_again(refuse: Refuse, values: dict[str, Any]) -> None:
+    preflight(parse_config(values), Progress(None)).write()
+    output = RunFolder(values["training"]["output"])
+    output.listed.add_folder(output.model)
+    output.model.mkdir()
+    values["checkpoint"] = {"resume": "latest"}
+    assert "already holds model, and no checkpoint to go on from; choose another folder" in refuse(values)
+
+
+@pytest.mark.parametrize("left", [["slipstream-run"], ["slipstream-run", "config.yaml"], ["slipstream-run", "inputs"]])
+@pytest.mark.parametrize("resume", ["latest", "no"])
+def test_a_run_that_was_killed_while_it_started_is_begun_again(
+    values: dict[str, Any], tmp_path: Path, left: list[str], resume: str
+) -> None:
+    """Whatever it had written by then: it has nothing to lose."""
+    values["checkpoint"] = {"resume": resume}
+    preflight(parse_config(values), Progress(None)).write()
+    for path in (tmp_path / "output").iterdir():
+        if path.name not in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    preflight(parse_config(values), Progress(None)).write()
+
+
+def test_a_checkpoint_that_is_not_there(refuse: Refuse, values: dict[str, Any], earlier: RunFolder) -> None:
+    values["checkpoint"] = {"resume": 7}
+    assert f"there is no checkpoint 7 in {earlier.checkpoints}; give one of its steps (3), latest" in refuse(values)
 
 
 def test_more_ranks_than_devices(refuse: Refuse, values: dict[str, Any]) -> None:

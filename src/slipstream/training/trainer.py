@@ -45,6 +45,8 @@ class Trainer:
         self._folder = RunFolder(training.output)
         self._checkpoints = Checkpoints(self._folder.checkpoints, world, section.keep, section.keep_every, progress.say)
         if section.every:
+            if world.rank == 0:
+                self._folder.listed.add_folder(self._folder.checkpoints)
             self._checkpoints.prepare()
         saved = None if section.resume == "no" else self._checkpoints.find(section.resume)
         train = TokenisedText.load(self._folder.inputs, "train")
@@ -91,7 +93,7 @@ class Trainer:
         self._checkpoints.close()
         self._reporter.close()
         draw_last_step(pipe, timeline, self._folder, self._progress)
-        export(pipe, self._folder.inputs, self._folder.model, self._progress)
+        export(pipe, self._folder, self._folder.model, self._progress)
         write_sample(pipe, self._config, self._progress)
 
     @property
@@ -113,7 +115,7 @@ class Trainer:
         if every and (step % every == 0 or last):
             self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), self._state.facts())
         if training.export_every and step % training.export_every == 0 and not last:
-            export(self._pipe, self._folder.inputs, self._folder.model_at(step), self._progress)
+            export(self._pipe, self._folder, self._folder.model_at(step), self._progress)
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""
