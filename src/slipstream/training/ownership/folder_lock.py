@@ -30,7 +30,7 @@ from slipstream.training.ownership.listed_files import FOLDER
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0  # without a heartbeat; far above what a full disk or a busy interpreter delays one
 _NAME = re.compile(r"owner-(\d{4,})\.json")
-_UNKNOWN = FolderOwner("", "unknown", 0, "", 0.0, "unknown")
+_UNKNOWN = FolderOwner("", "unknown", 0, "", 0, "unknown")
 
 
 def _end_this_process(message: str) -> None:
