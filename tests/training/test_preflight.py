@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from slipstream.cli import main
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress
+from slipstream.launch import Progress, make_console
 from slipstream.schedule import add_communication, gpipe
+from slipstream.training.checkpoint import CheckpointFolder, Manifest, describe_data, describe_model
 from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.configured_pipeline import make_pipeline
+from slipstream.training.data import TokenisedText, sequences_of
 from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
+from slipstream.training.start_training import start_training
 from slipstream.training.training_rank import check_world_size
 
 Refuse = Callable[[dict[str, Any]], str]
@@ -282,7 +285,13 @@ def earlier(values: dict[str, Any], tmp_path: Path) -> RunFolder:
     output.listed.add_folder(output.model_at(3))
     output.model_at(3).mkdir()
     output.listed.add_folder(output.checkpoints)
-    (output.checkpoints / "step-00000003").mkdir(parents=True)
+    place = CheckpointFolder(output.checkpoints).complete(3)
+    place.mkdir(parents=True)
+    sequences = sequences_of(TokenisedText.load(output.inputs, "train"), "fixed", 32, 0)
+    model = describe_model(AutoConfig.from_pretrained(output.inputs))
+    settings = parse_config(values).model_dump(mode="json")
+    facts = {"data": describe_data(sequences), "model": model, "settings": settings}
+    Manifest(format=1, step=3, facts=facts, files={}, tensors={}).write(place)
     (output.path / "notes.txt").write_text("mine")
     return output
 
@@ -326,6 +335,71 @@ def test_a_run_that_was_killed_while_it_started_is_begun_again(
         if path.name not in left:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     preflight(parse_config(values), Progress(None)).write()
+
+
+@pytest.mark.usefixtures("earlier")
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("training", {"seq_len": 16}, "trained on different data: seq_len was 32, is 16"),
+        ("training", {"seed": 7}, "trained on different data: "),
+        ("data", {"validation_fraction": 0.6}, "trained on different data: num_tokens was "),
+        ("model", {"config": LLAMA | {"rms_norm_eps": 0.1}}, "checkpoint of another model: rms_norm_eps is "),
+    ],
+)
+def test_a_run_that_cannot_go_on_from_its_checkpoint(
+    refuse: Refuse, values: dict[str, Any], section: str, changes: dict[str, Any], message: str
+) -> None:
+    values["checkpoint"] = {"resume": "latest"}
+    values[section] |= changes
+    assert message in refuse(values)
+
+
+@pytest.mark.usefixtures("earlier")
+def test_what_changes_is_shown_before_a_run_goes_on(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    values["checkpoint"] = {"resume": "latest"}
+    values["training"] |= {"steps": 9, "batch_size": 2}
+    values["optimizer"] = {"lr": 0.5}
+    assert not preflight(parse_config(values), Progress(make_console())).is_finished
+    table = capsys.readouterr().out.split("resuming after step 3 with other settings than before:\n")[1]
+    assert [line.split() for line in table.splitlines()] == [
+        ["setting", "before", "now"],
+        ["optimizer.lr", "0.0003", "0.5"],
+        ["training.batch_size", "1", "2"],
+        ["training.steps", "2", "9"],
+    ]
+
+
+def test_a_finished_run_starts_no_ranks(
+    values: dict[str, Any], earlier: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slipstream.training.start_training.launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    values["checkpoint"] = {"resume": "latest"}
+    earlier.model.mkdir()
+    (earlier.model / "config.json").touch()
+    earlier.listed.add_folder(earlier.model)
+    assert not preflight(parse_config(values), Progress(None)).is_finished  # it was killed while it exported
+    earlier.listed.itemise(earlier.model)
+    start_training(parse_config(values))
+    assert "the run has reached its last step, 3, and its model is in" in capsys.readouterr().out
+
+
+def test_steps_of_several_epochs_are_reported(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    values["training"] |= {"batch_size": 500, "eval_every": 0}
+    preflight(parse_config(values), Progress(make_console()))
+    assert "each step takes 500 sequences, but the training text has " in capsys.readouterr().out
+
+
+def test_a_tokenizer_without_an_end_of_text(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = preflight(parse_config(values), Progress(None)).tokenizer
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    values["data"]["tokenizer"] = str(tmp_path / "tokenizer")
+    preflight(parse_config(values), Progress(make_console()))
+    out = capsys.readouterr().out
+    assert "the tokenizer has no end-of-text token, so none of the 4 documents is closed by one" in out
 
 
 def test_a_checkpoint_that_is_not_there(refuse: Refuse, values: dict[str, Any], earlier: RunFolder) -> None:

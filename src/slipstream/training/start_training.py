@@ -31,6 +31,8 @@ def start_training(config: Config) -> None:
     progress, folder, num_ranks = Progress(make_console()), RunFolder(config.training.output), config.num_processes
     check_machine(config)
     inputs = preflight(config, progress)
+    if inputs.is_finished:
+        return
     with FolderLock(folder.path, progress.say), _said_how_to_go_on(folder):
         inputs.write()
         progress.say("starting 1 rank" if num_ranks == 1 else f"starting {num_ranks} ranks")

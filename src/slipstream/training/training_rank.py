@@ -54,11 +54,14 @@ def join_run(config: Config) -> None:
     lock = FolderLock(config.training.output, progress.say)  # which rank 0 takes
     try:
         try:
-            _prepare(config, ranks, lock, progress)
+            is_finished = _prepare(config, ranks, lock, progress)
         except SlipstreamError:
             dist.destroy_process_group()
             raise
-        _train(config, device)
+        if is_finished:
+            dist.destroy_process_group()
+        else:
+            _train(config, device)
     finally:
         lock.release()
 
@@ -86,31 +89,37 @@ def _describe(config: Config) -> dict[str, str]:
     return launch.describe_process(config.model_dump(mode="json"), choose_device_type(config), texts)
 
 
-def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, progress: launch.Progress) -> None:
-    """Lets rank 0 check the run, take its folder and write to it. Collective.
+def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, progress: launch.Progress) -> bool:
+    """Lets rank 0 check the run, take its folder and write to it; returns whether nothing is left to train. Collective.
 
     Raises SlipstreamError on every rank if that fails, or if a rank doesn't see the folder.
     """
     world, folder = RankGroup(dist.group.WORLD), RunFolder(config.training.output)
-    problem, run_id = None, uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another id
+    problem, is_finished = None, False
+    run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
     if world.rank == 0:
         progress.say(f"all ranks connected: {ranks}")
         try:
             inputs = preflight(config, progress)
-            lock.take()
-            inputs.write()
-            folder.run_id.write_text(run_id)
+            is_finished = inputs.is_finished
+            if not is_finished:
+                lock.take()
+                inputs.write()
+                folder.run_id.write_text(run_id)
         except SlipstreamError as error:
             problem = str(error)
-    problem, run_id = world.gather((problem, run_id))[0]
+    problem, is_finished, run_id = world.gather((problem, is_finished, run_id))[0]
     if problem is not None:
         raise SlipstreamError(problem)
+    if is_finished:
+        return True
     blind = [rank for rank, sees in enumerate(world.gather(_appears(folder.run_id, run_id))) if not sees]
     if blind:
         raise SlipstreamError(
             f"{launch.name_ranks(blind, ranks.hosts)}: what rank 0 ({ranks.hosts[0]}) wrote to {folder.path} isn't "
             "there; name a training.output on a disk that all machines share"
         )
+    return False
 
 
 def _appears(file: Path, text: str) -> bool:

@@ -42,6 +42,12 @@ class ListedFiles:
         inside = {self._name(file) for file in path.rglob("*") if not file.is_dir()}
         self._write(self._names() - {f"{self._name(path)}/"} | inside)
 
+    def is_itemised(self, path: Path) -> bool:
+        """Returns whether the folder at this path was complete when its files were listed, and they are there."""
+        name = f"{self._name(path)}/"
+        inside = [each for each in self._names() if each.startswith(name)]
+        return bool(inside) and name not in inside and all((self._folder / each).exists() for each in inside)
+
     def has(self, path: Path) -> bool:
         """Returns whether a file or a folder is in the list, by itself or as a part of a folder."""
         name = self._name(path)

@@ -15,6 +15,7 @@ from slipstream.training.ownership import FolderLock
 from slipstream.training.planned_start import what_prevents_a_plan
 from slipstream.training.preflight.folder_check import check_run_folder
 from slipstream.training.preflight.model_checks import check_model, load_model_config
+from slipstream.training.preflight.resume_check import check_resume
 from slipstream.training.preflight.text_preparation import check_vocabulary, prepare_text, split_text
 from slipstream.training.run_folder import RunFolder
 
@@ -28,6 +29,7 @@ class RunInputs:
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     train: TokenisedText
     validation: TokenisedText
+    is_finished: bool  # the run was resumed after its last step, and its model is there
 
     def write(self) -> None:
         """Makes the run folder with `inputs/` inside, and removes what an earlier run left unless it is resumed.
@@ -62,12 +64,14 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
         SlipstreamError: with what was given, what is allowed and what to type.
     """
     check_trackers(config.tracking.to)
-    check_run_folder(config)
     FolderLock(config.training.output, progress.say).check_free()
+    check_run_folder(config)
     model_config = load_model_config(config.model)
     check_model(config, model_config, progress)
     if reason := what_prevents_a_plan(config):
         progress.say(reason)
     tokenizer, text = prepare_text(config, model_config, progress)
     check_vocabulary(int(text.tokens.max()), model_config)
-    return RunInputs(config, model_config, tokenizer, *split_text(config, text))
+    train, validation = split_text(config, text, progress)
+    is_finished = check_resume(config, model_config, train, progress)
+    return RunInputs(config, model_config, tokenizer, train, validation, is_finished)
