@@ -14,6 +14,10 @@ class RankFailedError(RuntimeError):
     """A rank ended early; the message names the rank and the cause."""
 
 
+class InterruptedRunError(RuntimeError):
+    """Ctrl-C ended a run that can go on; the message says how."""
+
+
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Returns the end of a sentence that says `name` is unknown: "; did you mean 'gpipe'?", or "." if none is similar.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from support.forked import launch
 from support.paths import ROOT
+from support.timeouts import LIMIT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -35,6 +38,20 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
     for line, code in blocks(page):
         padded = "\n" * (line - 1) + code  # so that a traceback shows the page's own line
         exec(compile(padded, str(page), "exec"), names)
+
+
+def test_the_loop_of_the_readme_runs_on_two_processes_that_torchrun_starts(tmp_path: Path) -> None:
+    """As one pipeline of two ranks, not as two whole copies."""
+    ((_, code),) = blocks(ROOT / "README.md")
+    script = tmp_path / "loop.py"
+    script.write_text(code + 'print(f"{pipe.num_ranks} ranks, {len(pipe.layout.stages_of([pipe.rank]))} here, {loss}")')
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    result = subprocess.run(torchrun, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("2 ranks, 1 here, ")
+    assert lines[0] == lines[1]
 
 
 def test_the_own_loop_runs_on_two_processes() -> None:

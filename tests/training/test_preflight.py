@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from slipstream.cli import main
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress
+from slipstream.launch import Progress, make_console
 from slipstream.schedule import add_communication, gpipe
+from slipstream.training.checkpoint import CheckpointFolder, Manifest, describe_data, describe_model
 from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.configured_pipeline import make_pipeline
+from slipstream.training.data import TokenisedText, sequences_of
 from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
+from slipstream.training.start_training import start_training
 from slipstream.training.training_rank import check_world_size
 
 Refuse = Callable[[dict[str, Any]], str]
@@ -244,24 +248,163 @@ def test_too_little_text_to_validate(refuse: Refuse, values: dict[str, Any]) -> 
     assert "less than one batch of 3200; give more text" in refuse(values)
 
 
-@pytest.mark.parametrize("kept", ["config.json", "x.safetensors", "model/config.json", "metrics.jsonl"])
-def test_an_output_folder_that_holds_a_model(refuse: Refuse, values: dict[str, Any], tmp_path: Path, kept: str) -> None:
-    path = tmp_path / "output" / kept
+OWN = [
+    "config.yaml",
+    "config.json",
+    "x.safetensors",
+    "inputs/x",
+    "model/config.json",
+    "model-step-8/x",
+    "checkpoints/x",
+]
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": "latest"}], ids=["plainly", "overwrite", "resume"])
+def test_what_no_run_has_made_is_never_replaced(
+    refuse: Refuse, values: dict[str, Any], tmp_path: Path, own: str, how: dict[str, Any]
+) -> None:
+    path = tmp_path / "output" / own
     path.parent.mkdir(parents=True)
-    path.write_text("{}")
+    path.write_text("mine")
+    values["training"]["overwrite"] = how.get("overwrite", False)
+    values["checkpoint"] = {"resume": how.get("resume", "no")}
     message = refuse(values)
-    assert f"already holds {Path(kept).parts[0]}" in message
-    assert "--training.overwrite=true" in message
+    assert f"already holds {own}, which isn't in its list of what runs made" in message
+    assert f"choose another folder, such as --training.output={tmp_path / 'output' / 'run-1'}" in message
+    assert "overwrite" not in message
 
 
-def test_overwriting_removes_what_runs_make_and_nothing_else(values: dict[str, Any], tmp_path: Path) -> None:
+@pytest.fixture
+def earlier(values: dict[str, Any], tmp_path: Path) -> RunFolder:
+    """What a run leaves that took steps, saved a checkpoint and exported, without having run."""
+    preflight(parse_config(values), Progress(None)).write()
     output = RunFolder(tmp_path / "output")
-    output.model_at(3).mkdir(parents=True)
+    output.listed.add(output.metrics)
     output.metrics.write_text("{}")
+    output.listed.add_folder(output.model_at(3))
+    output.model_at(3).mkdir()
+    output.listed.add_folder(output.checkpoints)
+    place = CheckpointFolder(output.checkpoints).complete(3)
+    place.mkdir(parents=True)
+    sequences = sequences_of(TokenisedText.load(output.inputs, "train"), "fixed", 32, 0)
+    model = describe_model(AutoConfig.from_pretrained(output.inputs))
+    settings = parse_config(values).model_dump(mode="json")
+    facts = {"data": describe_data(sequences), "model": model, "settings": settings}
+    Manifest(format=1, step=3, facts=facts, files={}, tensors={}).write(place)
     (output.path / "notes.txt").write_text("mine")
+    return output
+
+
+def test_an_earlier_run_is_gone_on_with_first(refuse: Refuse, values: dict[str, Any], earlier: RunFolder) -> None:
+    message = refuse(values)
+    assert (
+        "already holds model-step-3; go on from its checkpoint of step 3 with --checkpoint.resume=latest, " in message
+    )
+    assert "choose another folder, or replace it with --training.overwrite=true" in message
+    shutil.rmtree(earlier.checkpoints)
+    message = refuse(values)
+    assert "already holds model-step-3; choose another folder, or replace it with --training.overwrite=true" in message
+
+
+def test_overwriting_removes_what_runs_made_and_nothing_else(values: dict[str, Any], earlier: RunFolder) -> None:
     values["training"]["overwrite"] = True
     preflight(parse_config(values), Progress(None)).write()
-    assert sorted(path.name for path in output.path.iterdir()) == ["config.yaml", "inputs", "notes.txt"]
+    names = sorted(path.name for path in earlier.path.iterdir())
+    assert names == ["config.yaml", "inputs", "notes.txt", "slipstream-run"]
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_again(refuse: Refuse, values: dict[str, Any]) -> None:
+    preflight(parse_config(values), Progress(None)).write()
+    output = RunFolder(values["training"]["output"])
+    output.listed.add_folder(output.model)
+    output.model.mkdir()
+    values["checkpoint"] = {"resume": "latest"}
+    assert "already holds model, and no checkpoint to go on from; choose another folder" in refuse(values)
+
+
+@pytest.mark.parametrize("left", [["slipstream-run"], ["slipstream-run", "config.yaml"], ["slipstream-run", "inputs"]])
+@pytest.mark.parametrize("resume", ["latest", "no"])
+def test_a_run_that_was_killed_while_it_started_is_begun_again(
+    values: dict[str, Any], tmp_path: Path, left: list[str], resume: str
+) -> None:
+    """Whatever it had written by then: it has nothing to lose."""
+    values["checkpoint"] = {"resume": resume}
+    preflight(parse_config(values), Progress(None)).write()
+    for path in (tmp_path / "output").iterdir():
+        if path.name not in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    preflight(parse_config(values), Progress(None)).write()
+
+
+@pytest.mark.usefixtures("earlier")
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("training", {"seq_len": 16}, "trained on different data: seq_len was 32, is 16"),
+        ("training", {"seed": 7}, "trained on different data: "),
+        ("data", {"validation_fraction": 0.6}, "trained on different data: num_tokens was "),
+        ("model", {"config": LLAMA | {"rms_norm_eps": 0.1}}, "checkpoint of another model: rms_norm_eps is "),
+    ],
+)
+def test_a_run_that_cannot_go_on_from_its_checkpoint(
+    refuse: Refuse, values: dict[str, Any], section: str, changes: dict[str, Any], message: str
+) -> None:
+    values["checkpoint"] = {"resume": "latest"}
+    values[section] |= changes
+    assert message in refuse(values)
+
+
+@pytest.mark.usefixtures("earlier")
+def test_what_changes_is_shown_before_a_run_goes_on(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    values["checkpoint"] = {"resume": "latest"}
+    values["training"] |= {"steps": 9, "batch_size": 2}
+    values["optimizer"] = {"lr": 0.5}
+    assert not preflight(parse_config(values), Progress(make_console())).is_finished
+    table = capsys.readouterr().out.split("resuming after step 3 with other settings than before:\n")[1]
+    assert [line.split() for line in table.splitlines()] == [
+        ["setting", "before", "now"],
+        ["optimizer.lr", "0.0003", "0.5"],
+        ["training.batch_size", "1", "2"],
+        ["training.steps", "2", "9"],
+    ]
+
+
+def test_a_finished_run_starts_no_ranks(
+    values: dict[str, Any], earlier: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slipstream.training.start_training.launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    values["checkpoint"] = {"resume": "latest"}
+    earlier.model.mkdir()
+    (earlier.model / "config.json").touch()
+    earlier.listed.add_folder(earlier.model)
+    assert not preflight(parse_config(values), Progress(None)).is_finished  # it was killed while it exported
+    earlier.listed.itemise(earlier.model)
+    start_training(parse_config(values))
+    assert "the run has reached its last step, 3, and its model is in" in capsys.readouterr().out
+
+
+def test_steps_of_several_epochs_are_reported(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    values["training"] |= {"batch_size": 500, "eval_every": 0}
+    preflight(parse_config(values), Progress(make_console()))
+    assert "each step takes 500 sequences, but the training text has " in capsys.readouterr().out
+
+
+def test_a_tokenizer_without_an_end_of_text(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = preflight(parse_config(values), Progress(None)).tokenizer
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    values["data"]["tokenizer"] = str(tmp_path / "tokenizer")
+    preflight(parse_config(values), Progress(make_console()))
+    out = capsys.readouterr().out
+    assert "the tokenizer has no end-of-text token, so none of the 4 documents is closed by one" in out
+
+
+def test_a_checkpoint_that_is_not_there(refuse: Refuse, values: dict[str, Any], earlier: RunFolder) -> None:
+    values["checkpoint"] = {"resume": 7}
+    assert f"there is no checkpoint 7 in {earlier.checkpoints}; give one of its steps (3), latest" in refuse(values)
 
 
 def test_more_ranks_than_devices(refuse: Refuse, values: dict[str, Any]) -> None:

@@ -83,6 +83,7 @@ def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Pat
     ended = train(4, again, text, "--dp=2", "--parallel.shard_optimizer=true", "--checkpoint.resume=latest")
     assert ended.returncode == 0, ended.stderr
     assert f"resumed after step {HALF}" in ended.stdout
+    assert "other settings" not in ended.stdout
     models = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, again)]
     assert models[0] == models[1]
     figures = ("step", "loss", "lr", "grad_norm")
@@ -147,9 +148,25 @@ def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: P
     ]
     ended = train(2, here, text, *settings, "--checkpoint.resume=latest", "--training.steps=4")
     assert ended.returncode == 0, ended.stderr
+    table = ended.stdout[ended.stdout.index(f"resuming after step {HALF} with other settings than before:") :]
+    rows = {tuple(line.split()) for line in table.splitlines()}
+    assert rows >= {("setting", "before", "now"), ("training.steps", "6", "4"), ("training.batch_size", "4", "2")}
+    assert rows >= {("parallel.tensor", "1", "2"), ("pipeline.slices", "4", "2")}
     facts = Manifest.read(here / "checkpoints" / "step-00000004").facts
     assert facts["num_samples"] == HALF * 4 + 2
     assert facts["mesh"] == {"pp": 1, "dp": 1, "tp": 2}
+
+
+def test_a_run_that_is_finished_is_left_as_it_is(whole: Path, text: Path, tmp_path: Path) -> None:
+    here = tmp_path / "finished"
+    shutil.copytree(whole, here)
+    before = {path: path.stat().st_mtime_ns for path in here.rglob("*")}
+    ended = train(1, here, text, "--pp=1", "--checkpoint.resume=latest")
+    assert ended.returncode == 0, ended.stderr
+    assert f"the run has reached its last step, {STEPS}, and its model is in {here / 'model'}: nothing is left" in (
+        ended.stdout
+    )
+    assert {path: path.stat().st_mtime_ns for path in here.rglob("*")} == before
 
 
 @pytest.mark.more

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -241,28 +243,62 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:
     assert "lower optimizer.lr (now 1e+30)" in result.stderr.splitlines()[-1]
 
 
+@contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Ends it with its ranks whatever happens: they would train for ever."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=LIMIT)
+
+
+def wait_until(has_happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not has_happened():
+        assert time.monotonic() < deadline, "training didn't start"
+        time.sleep(0.05)
+
+
+def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, output: RunFolder) -> None:
+    settings = ["--training.steps=2", "--checkpoint.every=1", "--checkpoint.resume=latest", "--training.eval_every=0"]
+    with running([*TRAIN, str(config), *settings]) as process:
+        wait_until(output.inputs.exists)
+        process.kill()
+        process.wait()
+    assert not output.metrics.exists()
+    resumed = train(2, config, *settings, "--sample.prompt=null")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"took over {output.path} from process {process.pid}" in resumed.stdout
+    assert [step["step"] for step in read_metrics(output)[0]] == [1, 2]
+
+
 @pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"], 0))
 def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFolder, how: str) -> None:
-    command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    deadline = time.monotonic() + LIMIT
-    while not (output.metrics.exists() and output.metrics.read_text().count("\n") > 3):
-        assert time.monotonic() < deadline, "training didn't start"
-        time.sleep(0.1)
-    ranks = psutil.Process(process.pid).children()
-    assert len(ranks) == 2
-    started = time.monotonic()
-    if how == "interrupt":
-        process.send_signal(signal.SIGINT)
-    else:
-        os.kill(ranks[1].pid, signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
-    assert time.monotonic() - started < 10
-    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+    command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0", "--checkpoint.every=3"]
+    with running(command) as process:
+        wait_until(lambda: output.metrics.exists() and output.metrics.read_text().count("\n") > 9)
+        ranks = psutil.Process(process.pid).children()
+        assert len(ranks) == 2
+        second = slipstream_command("train", config)
+        assert second.returncode == 2
+        assert f"output belongs to a run that is at work: process {process.pid} on host" in second.stderr
+        assert f"Choose another folder, or end that run first: kill {process.pid} on" in second.stderr
+        started = time.monotonic()
+        if how == "interrupt":
+            process.send_signal(signal.SIGINT)
+        else:
+            os.kill(ranks[1].pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+        assert time.monotonic() - started < 10
+        assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
     last = errors.strip().splitlines()[-1]
     if how == "interrupt":
         assert process.returncode == 130
-        assert last == "interrupted; all ranks have ended"
+        assert last.startswith("interrupted; all ranks have ended; the checkpoint of step ")
+        assert last.endswith("to go on from it, type the same command with --checkpoint.resume=latest")
     else:
         assert process.returncode == 1
         assert last.startswith("error: rank ")

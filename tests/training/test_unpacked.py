@@ -16,6 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op, Schedule
 from slipstream.training.config.config_file import dump_config, load_config, parse_config
@@ -337,7 +338,7 @@ def test_a_held_out_text_of_less_than_a_step_is_refused() -> None:
     with pytest.raises(
         SlipstreamError, match="the held-out text has 120 tokens, less than one batch of 200; give more"
     ):
-        split_text(config, text)
+        split_text(config, text, Progress(None))
 
 
 def test_a_plan_file_with_damaged_rates_is_refused() -> None:

@@ -9,7 +9,7 @@ from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
 from slipstream.cli.train import train
-from slipstream.errors import RankFailedError, SlipstreamError
+from slipstream.errors import InterruptedRunError, RankFailedError, SlipstreamError
 
 _INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
 
@@ -36,6 +36,8 @@ def main() -> None:
         _fail(f"error: {error}", 2)
     except RankFailedError as error:
         _fail(f"error: {error}", 1)
+    except InterruptedRunError as interruption:
+        _fail(f"interrupted; all ranks have ended; {interruption}", _INTERRUPTED)
     except SystemExit as ending:
         if ending.code != _INTERRUPTED:
             raise

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import keyed_seed
-from slipstream.parallel import Ranks
+from slipstream.parallel import Ranks, join_launched_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep, both_backwards, rows_to_rehearse
@@ -37,6 +37,7 @@ class Engine:
 
     def __init__(self, model: object, options: PipelineOptions) -> None:
         """Builds this rank's part of the pipeline. Collective."""
+        join_launched_group(options.device)
         self.ranks = Ranks.of(options.mesh)
         # A mesh that is kept would keep its groups alive, with their threads, when the interpreter ends.
         options = replace(options, mesh=None)

@@ -35,9 +35,10 @@ from slipstream.timeline import Timeline
 class Pipeline:
     """Trains a Hugging Face causal LM whose layers are split over ranks and whose sequences are cut into slices.
 
-    Every rank constructs it with an equal model after `init_process_group` and calls `step` with the same batch.
-    Without a process group it is a pipeline in this one process, of `num_ranks` ranks. It takes the model over: don't
-    use the model elsewhere. `step` adds to `.grad`; the loop, the optimizer and `zero_grad` are the caller's.
+    Every rank constructs it with an equal model and calls `step` with the same batch. Under torchrun it makes the
+    process group where there is none; a process alone is a pipeline by itself, of `num_ranks` ranks. It takes the model
+    over: don't use the model elsewhere. `step` adds to `.grad`; the loop, the optimizer and `zero_grad` are the
+    caller's.
 
     The constructor, and each method whose description says "collective", must be called by every rank, in the same
     order; properties never communicate.

@@ -125,7 +125,9 @@ def main() -> None:
         config = load_config(Path(sys.argv[1]))
         if config.model.trust_remote_code:
             trust_remote_code(str(config.model.path))
-        RunFolder(config.training.output).comparison.write_text(json.dumps(measure(config)))
+        folder = RunFolder(config.training.output)
+        folder.listed.add(folder.comparison)
+        folder.comparison.write_text(json.dumps(measure(config)))
 
 
 if __name__ == "__main__":

@@ -191,6 +191,7 @@ def _found_again(config: Config, earlier: Mapping[str, Any]) -> dict[str, Any]:
 def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: RunFolder) -> None:
     """Writes the plan as a training configuration, without the text to train on and the folder for results; for
     documents of any length with the rates of its stages."""
+    folder.listed.add(folder.plan, folder.planned_schedule)
     folder.planned_schedule.write_text(f"{plan.schedule}\n", encoding="utf-8")
     training = config.training
     settings = {

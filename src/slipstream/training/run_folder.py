@@ -1,6 +1,7 @@
 """The names of what a run leaves behind.
 
 output/
+  slipstream-run/      the list of the files that runs made here, and whose folder it is while a run is going on
   config.yaml          the settings it ran with
   inputs/              the tokens, the tokenizer and the model's configuration; run_id, by which ranks see that
                        they share the folder
@@ -19,8 +20,9 @@ output/
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+
+from slipstream.training.ownership import ListedFiles
 
 
 class RunFolder:
@@ -41,24 +43,27 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.model = path / "model"
+        self.listed = ListedFiles(path)
 
     def model_at(self, step: int) -> Path:
         """Returns the folder of the export after a step."""
         return self.path / f"model-step-{step}"
 
-    def find_earlier_run(self) -> Path | None:
-        """Returns something that a run made, or a model that somebody put here; None where there is nothing."""
-        model_files = [self.path / "config.json", *sorted(self.path.glob("*.safetensors"))]
-        kept = [*self._exports(), *model_files, self.metrics, self.checkpoints, self.inputs]
+    def find_result(self) -> Path | None:
+        """Returns something that a run made and that would be missed; None where there is nothing."""
+        kept = [*self.exports(), self.metrics, self.checkpoints]
         return next((path for path in kept if path.exists()), None)
 
-    def clear(self) -> None:
-        """Removes what a run makes, and nothing else."""
-        for folder in [*self._exports(), self.inputs, self.checkpoints, self.tensorboard]:
-            shutil.rmtree(folder, ignore_errors=True)
-        pictures = (self.schedule, self.timeline, self.perfetto, self.comparison)
-        for file in (self.config, self.plan, self.planned_schedule, self.metrics, *pictures):
-            file.unlink(missing_ok=True)
+    def find_unlisted(self, adopts_checkpoints: bool) -> Path | None:
+        """Returns something in the way that no run has listed as its own, or a model that somebody put here; None where
+        there is nothing. `adopts_checkpoints`: whether those that were copied here are to be resumed from."""
+        model_files = [self.path / "config.json", *sorted(self.path.glob("*.safetensors"))]
+        folders = [*self.exports(), self.inputs, self.tensorboard, *([] if adopts_checkpoints else [self.checkpoints])]
+        results = (self.schedule, self.timeline, self.perfetto, self.comparison)
+        files = (self.config, self.plan, self.planned_schedule, self.metrics, *results)
+        paths = [*model_files, *files, *folders]
+        return next((found for path in paths if (found := self.listed.find_unlisted(path))), None)
 
-    def _exports(self) -> list[Path]:
-        return [self.model, *sorted(self.path.glob("model-step-*"))]
+    def exports(self) -> list[Path]:
+        """Returns the folders of exported models that are there."""
+        return [path for path in (self.model, *sorted(self.path.glob("model-step-*"))) if path.exists()]

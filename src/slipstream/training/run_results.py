@@ -17,17 +17,22 @@ from slipstream.training.run_folder import RunFolder
 def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder, progress: Progress) -> None:
     """Writes the measured timeline of all ranks as text, picture and trace; nothing where the run took no step."""
     if pipe.leads and timeline is not None:
+        folder.listed.add(folder.timeline, folder.perfetto, folder.schedule)
         draw_timelines(folder.timeline, timeline)
         save_trace(folder.perfetto, timeline)
         folder.schedule.write_text(f"{pipe.last_step.layout.training}\n", encoding="utf-8")
         progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
 
 
-def export(pipe: Pipeline, inputs: Path, folder: Path, progress: Progress) -> None:
-    """Writes the whole model and its tokenizer, as `AutoModelForCausalLM.from_pretrained` loads them. Collective."""
+def export(pipe: Pipeline, run: RunFolder, folder: Path, progress: Progress) -> None:
+    """Writes the whole model and its tokenizer to `folder` inside of the run's, as
+    `AutoModelForCausalLM.from_pretrained` loads them. Collective."""
+    if pipe.leads:
+        run.listed.add_folder(folder)
     pipe.save_pretrained(folder)
     if pipe.leads:
-        AutoTokenizer.from_pretrained(inputs).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(run.inputs).save_pretrained(folder)
+        run.listed.itemise(folder)
         progress.say(f"exported to {folder}")
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from slipstream.errors import InterruptedRunError
 from slipstream.launch import Progress, has_launcher, launch_ranks, make_console
+from slipstream.training.checkpoint import CheckpointFolder
 from slipstream.training.config import Config
 from slipstream.training.device_choice import check_machine
+from slipstream.training.ownership import FolderLock
 from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
 
@@ -15,6 +21,7 @@ def start_training(config: Config) -> None:
     Raises:
         SlipstreamError: for bad input, before a rank is started.
         RankFailedError: if a rank ended early.
+        InterruptedRunError: after Ctrl-C, where there is a checkpoint to go on from; KeyboardInterrupt where not.
     """
     if has_launcher():
         from slipstream.training.training_rank import join_run
@@ -23,11 +30,30 @@ def start_training(config: Config) -> None:
         return
     progress, folder, num_ranks = Progress(make_console()), RunFolder(config.training.output), config.num_processes
     check_machine(config)
-    preflight(config, progress).write()
-    progress.say("starting 1 rank" if num_ranks == 1 else f"starting {num_ranks} ranks")
-    launch_ranks(["-m", "slipstream.training.training_rank", str(folder.config)], num_ranks)
-    if config.training.single_process_steps:
-        _compare(folder, progress)
+    inputs = preflight(config, progress)
+    if inputs.is_finished:
+        return
+    with FolderLock(folder.path, progress.say), _said_how_to_go_on(folder):
+        inputs.write()
+        progress.say("starting 1 rank" if num_ranks == 1 else f"starting {num_ranks} ranks")
+        launch_ranks(["-m", "slipstream.training.training_rank", str(folder.config)], num_ranks)
+        if config.training.single_process_steps:
+            _compare(folder, progress)
+
+
+@contextmanager
+def _said_how_to_go_on(folder: RunFolder) -> Iterator[None]:
+    """Says after Ctrl-C from which checkpoint the run can go on, if there is one."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        steps = CheckpointFolder(folder.checkpoints).steps()
+        if not steps:
+            raise
+        raise InterruptedRunError(
+            f"the checkpoint of step {steps[0]} is in {folder.checkpoints}: to go on from it, type the same command "
+            "with --checkpoint.resume=latest"
+        ) from None
 
 
 def _compare(folder: RunFolder, progress: Progress) -> None:

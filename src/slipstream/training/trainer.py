@@ -29,7 +29,7 @@ from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord
 from slipstream.training.planned_start import facts_of_documents, start_settings
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export, write_sample
-from slipstream.training.training_step import autocast, make_optimizer, make_scheduler, train_step
+from slipstream.training.training_step import autocast, count_steps, make_optimizer, make_scheduler, train_step
 
 
 class Trainer:
@@ -45,6 +45,8 @@ class Trainer:
         self._folder = RunFolder(training.output)
         self._checkpoints = Checkpoints(self._folder.checkpoints, world, section.keep, section.keep_every, progress.say)
         if section.every:
+            if world.rank == 0:
+                self._folder.listed.add_folder(self._folder.checkpoints)
             self._checkpoints.prepare()
         saved = None if section.resume == "no" else self._checkpoints.find(section.resume)
         train = TokenisedText.load(self._folder.inputs, "train")
@@ -53,13 +55,13 @@ class Trainer:
         earlier = saved.facts["tuned"] if saved else None
         planned = start_settings(config, self._sequences, device, progress, earlier, resumes=saved is not None)
         self._pipe = make_pipeline(config, device, **(planned or tuned_settings(config, earlier)))
-        visits = int((training.epochs or 0) * self._sequences.num_sequences)
-        self._num_steps = training.steps or max(1, len([*self._batch_size.batches(self._sequences, visits)]))
+        self._num_steps = count_steps(training, self._sequences)
         self._optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
         self._scheduler = make_scheduler(self._optimizer, config.optimizer, self._num_steps)
         self._loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
         kept = facts_of_documents(planned)
-        self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, kept)
+        settings = config.model_dump(mode="json")
+        self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
         if saved is not None:
             self._restore(saved)
         self._reporter = Reporter(
@@ -91,7 +93,7 @@ class Trainer:
         self._checkpoints.close()
         self._reporter.close()
         draw_last_step(pipe, timeline, self._folder, self._progress)
-        export(pipe, self._folder.inputs, self._folder.model, self._progress)
+        export(pipe, self._folder, self._folder.model, self._progress)
         write_sample(pipe, self._config, self._progress)
 
     @property
@@ -113,7 +115,7 @@ class Trainer:
         if every and (step % every == 0 or last):
             self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), self._state.facts())
         if training.export_every and step % training.export_every == 0 and not last:
-            export(self._pipe, self._folder.inputs, self._folder.model_at(step), self._progress)
+            export(self._pipe, self._folder, self._folder.model_at(step), self._progress)
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""

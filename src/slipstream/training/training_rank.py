@@ -22,6 +22,7 @@ from slipstream.parallel import RankGroup
 from slipstream.schedule import Schedule
 from slipstream.training.config import Config, load_config, named_schedule
 from slipstream.training.device_choice import check_machine, choose_device, choose_device_type
+from slipstream.training.ownership import FolderLock
 from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import Trainer
@@ -49,12 +50,20 @@ def join_run(config: Config) -> None:
     check_world_size(config)
     ranks.store.set_timeout(_PATIENCE)
     device = _init_process_group(config, rank=ranks.place.rank, world_size=ranks.place.world_size, store=ranks.store)
+    progress = launch.Progress(launch.make_console() if ranks.place.rank == 0 else None)
+    lock = FolderLock(config.training.output, progress.say)  # which rank 0 takes
     try:
-        _prepare(config, ranks)
-    except SlipstreamError:
-        dist.destroy_process_group()
-        raise
-    _train(config, device)
+        try:
+            is_finished = _prepare(config, ranks, lock, progress)
+        except SlipstreamError:
+            dist.destroy_process_group()
+            raise
+        if is_finished:
+            dist.destroy_process_group()
+        else:
+            _train(config, device)
+    finally:
+        lock.release()
 
 
 def check_world_size(config: Config, environment: Mapping[str, str] = os.environ) -> None:
@@ -80,30 +89,37 @@ def _describe(config: Config) -> dict[str, str]:
     return launch.describe_process(config.model_dump(mode="json"), choose_device_type(config), texts)
 
 
-def _prepare(config: Config, ranks: launch.ConnectedRanks) -> None:
-    """Lets rank 0 check the run and write its folder. Collective.
+def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, progress: launch.Progress) -> bool:
+    """Lets rank 0 check the run, take its folder and write to it; returns whether nothing is left to train. Collective.
 
     Raises SlipstreamError on every rank if that fails, or if a rank doesn't see the folder.
     """
     world, folder = RankGroup(dist.group.WORLD), RunFolder(config.training.output)
-    problem, run_id = None, uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another id
+    problem, is_finished = None, False
+    run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
     if world.rank == 0:
-        progress = launch.Progress(launch.make_console())
         progress.say(f"all ranks connected: {ranks}")
         try:
-            preflight(config, progress).write()
-            folder.run_id.write_text(run_id)
+            inputs = preflight(config, progress)
+            is_finished = inputs.is_finished
+            if not is_finished:
+                lock.take()
+                inputs.write()
+                folder.run_id.write_text(run_id)
         except SlipstreamError as error:
             problem = str(error)
-    problem, run_id = world.gather((problem, run_id))[0]
+    problem, is_finished, run_id = world.gather((problem, is_finished, run_id))[0]
     if problem is not None:
         raise SlipstreamError(problem)
+    if is_finished:
+        return True
     blind = [rank for rank, sees in enumerate(world.gather(_appears(folder.run_id, run_id))) if not sees]
     if blind:
         raise SlipstreamError(
             f"{launch.name_ranks(blind, ranks.hosts)}: what rank 0 ({ranks.hosts[0]}) wrote to {folder.path} isn't "
             "there; name a training.output on a disk that all machines share"
         )
+    return False
 
 
 def _appears(file: Path, text: str) -> bool:

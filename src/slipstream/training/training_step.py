@@ -13,8 +13,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from slipstream.parallel.replicas import LossScale
-from slipstream.training.config import Config, OptimizerSection
-from slipstream.training.data import TokenBatch
+from slipstream.training.config import Config, OptimizerSection, TrainingSection
+from slipstream.training.data import BatchSize, Sequences, TokenBatch
 
 
 class StepResult(NamedTuple):
@@ -56,6 +56,14 @@ def train_step(
         loss_scale.update(math.isfinite(norm))
     ended = time.perf_counter()
     return StepResult(float(loss), norm, lr, ended - started, ended - began)
+
+
+def count_steps(training: TrainingSection, sequences: Sequences) -> int:
+    """Returns the steps of the optimizer in a whole run."""
+    if training.steps is not None:
+        return training.steps
+    size, visits = BatchSize(training.batch_size, training.batch_tokens), training.epochs or 0
+    return max(1, sum(1 for _ in size.batches(sequences, int(visits * sequences.num_sequences))))
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:

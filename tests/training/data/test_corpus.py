@@ -27,7 +27,9 @@ def test_files_and_folders_in_order(tmp_path: Path) -> None:
     (tmp_path / "folder" / "code.py").write_text("not asked for")
     (tmp_path / "single.rst").write_text("single")
     config = DataSection(files=[tmp_path / "single.rst", tmp_path / "folder"])
-    assert read_documents(config) == ["single", "a", "b", "c"]
+    said: list[str] = []
+    assert read_documents(config, said.append) == ["single", "a", "b", "c"]
+    assert said[0].endswith("left out 1 of 5 documents: 0 without text (null), 1 empty or of white space")
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
@@ -39,11 +41,19 @@ def test_a_dataset_file(tmp_path: Path, suffix: str) -> None:
         path.write_text("\n".join(json.dumps({"text": text, "other": 1}) for text in TEXTS))
     else:
         pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
-    assert read_documents(DataSection(dataset=str(path))) == TEXTS
+    assert read_documents(DataSection(dataset=str(path)), pytest.fail) == TEXTS
+
+
+def test_rows_without_text_are_counted(tmp_path: Path) -> None:
+    path, said = tmp_path / "data.jsonl", []
+    path.write_text("\n".join(json.dumps({"text": text}) for text in [*TEXTS, None, "", None]))
+    assert read_documents(DataSection(dataset=str(path)), said.append) == TEXTS
+    left_out = "left out 3 of 6 documents: 2 without text (null), 1 empty or of white space"
+    assert said == [f"data.dataset={path}: {left_out}"]
 
 
 def test_the_standard_library_is_here() -> None:
-    documents = read_documents(DataSection(corpus="python-stdlib"))
+    documents = read_documents(DataSection(corpus="python-stdlib"), [].append)
     assert len(documents) > 300
     assert any("class JSONDecodeError" in document for document in documents)
 
@@ -62,26 +72,26 @@ def test_empty_or_unreadable_files(tmp_path: Path, content: bytes | None, words:
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(SlipstreamError, match=words):
-        read_documents(DataSection(files=[path]))
+        read_documents(DataSection(files=[path]), pytest.fail)
 
 
 def test_a_folder_without_text_names_the_endings(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=r"no file ending in \.txt, \.md.*--data.suffixes"):
-        read_documents(DataSection(files=[tmp_path]))
+        read_documents(DataSection(files=[tmp_path]), pytest.fail)
 
 
 def test_a_wrong_column_lists_the_columns(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"body": "x", "title": "y"}))
     with pytest.raises(SlipstreamError, match=r"no column 'text'; choose data.text_column from: body, title"):
-        read_documents(DataSection(dataset=str(path)))
+        read_documents(DataSection(dataset=str(path)), pytest.fail)
 
 
 def test_a_dataset_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="there is no file"):
-        read_documents(DataSection(dataset=str(tmp_path / "none.jsonl")))
+        read_documents(DataSection(dataset=str(tmp_path / "none.jsonl")), pytest.fail)
     with pytest.raises(SlipstreamError, match=r"can't read data.dataset=no-such/data-set"):
-        read_documents(DataSection(dataset="no-such/data-set"))
+        read_documents(DataSection(dataset="no-such/data-set"), pytest.fail)
 
 
 def test_a_trained_tokenizer_closes_documents_and_survives_saving(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
 from slipstream.model.toy import quiet_transformers
 from slipstream.parallel import ParameterShare, Ranks
@@ -20,12 +23,55 @@ from slipstream.pipeline.stage import Stage
 
 
 def save_pretrained(folder: str | Path, config: PretrainedConfig, state: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Writes config and safetensors on the leader, which has the whole model's state. Collective."""
-    if ranks.leads:
+    """Writes config and safetensors on the leader, which has the whole model's state. Collective.
+
+    Raises SlipstreamError on every rank where the state isn't that of the architecture, whose other weights would be
+    random when the folder is loaded; then nothing is written. Also where a file can't be read back.
+    """
+
+    def write() -> None:
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+        model = meta_model(config, dtype)
+        check_state(model, state)
         with quiet_transformers():
-            meta_model(config, dtype).save_pretrained(folder, state_dict=dict(state))
-    ranks.world.barrier()  # no rank continues before the folder is complete
+            model.save_pretrained(folder, state_dict=dict(state))
+        _check_files(Path(folder))
+
+    ranks.decided(write)  # no rank continues before the folder is complete
+
+
+def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raises SlipstreamError unless a state has the names and shapes of the model's, of tied weights one name each."""
+    expected, present = model.state_dict(), set(state)
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    lacking = [tied[0] for tied in names.values() if present.isdisjoint(tied)]
+    unknown = [name for name in state if name not in expected]
+    other = [name for name in state if name in expected and state[name].shape != expected[name].shape]
+    problems = {"lacks": lacking, "has in addition": unknown, "has in another shape": other}
+    found = [f"{what} {_some(these)}" for what, these in problems.items() if these]
+    if found:
+        raise SlipstreamError(
+            f"the weights aren't those of {type(model).__name__}, which would load them with random ones in their "
+            f"place: the pipeline's model {', '.join(found)}. Where these are adapters, merge them into the model "
+            "before the Pipeline takes it; what was trained is in pipe.state_dict(), on rank 0."
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"{', '.join(names[:2])}{more}"
+
+
+def _check_files(folder: Path) -> None:
+    """Raises SlipstreamError where what was just written isn't whole: opening a file compares its header's sizes."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise SlipstreamError(f"{file} was written, but can't be read back: {error}. Check the disk.") from error
 
 
 class _Part(NamedTuple):

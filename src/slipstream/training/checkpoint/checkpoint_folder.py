@@ -19,6 +19,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.training.checkpoint.verified_files import sync_folder
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
+_OWN = re.compile(r"step-\d{8,}(\.part|\.aside(-\d+)?)?|trial\.part")
 
 
 class CheckpointFolder:
@@ -44,6 +45,11 @@ class CheckpointFolder:
         """Returns the steps of the complete checkpoints, the newest first."""
         names = os.listdir(self.path) if self.path.is_dir() else []
         return sorted((int(match[1]) for name in names if (match := _COMPLETE.fullmatch(name))), reverse=True)
+
+    def find_other(self) -> Path | None:
+        """Returns something in the folder that isn't a checkpoint, complete or not; None where there is nothing."""
+        names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
+        return next((self.path / name for name in names if not (_OWN.fullmatch(name) or name.startswith("."))), None)
 
     def prepare(self) -> None:
         """Makes the folder, checks that it can be written, and removes incomplete checkpoints."""

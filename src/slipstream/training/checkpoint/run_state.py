@@ -55,15 +55,14 @@ class RunState:
         scheduler: LambdaLR,
         loss_scale: LossScale,
         sequences: Sequences,
+        settings: dict[str, Any],
         planned: dict[str, Any] | None = None,
     ) -> None:
-        """`planned` is kept of a plan by which steps on documents of any length are planned."""
-        self._planned = planned
+        """`settings` are the run's by section. `planned` is kept of a plan by which steps on documents of any length
+        are planned."""
+        self._settings, self._planned = settings, planned
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
-        tokens = sequences.text.tokens
-        text = {"num_tokens": len(tokens), "crc32": zlib.crc32(tokens.data)}  # computed once: it reads all of it
-        # What decides which sample comes when
-        self._data = {**text, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing}
+        self._data = describe_data(sequences)  # computed once: it reads all of the text
         self.step = 0
         self.num_samples = 0  # sequences that were trained on
 
@@ -75,6 +74,7 @@ class RunState:
             "step": self.step,
             "num_samples": self.num_samples,
             "data": self._data,
+            "settings": self._settings,
             "model": describe_model(pipe.config),
             "random_state": {"seed": seed, "num_steps": num_steps},
             "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
@@ -98,13 +98,7 @@ class RunState:
         Raises:
             SlipstreamError: if the checkpoint was trained on different data.
         """
-        was = {"packing": "fixed"} | facts["data"]  # before there was another, checkpoints didn't say
-        different = [f"{key} was {was[key]!r}, is {value!r}" for key, value in self._data.items() if value != was[key]]
-        if different:
-            raise SlipstreamError(
-                f"the checkpoint was trained on different data: {'; '.join(different)}. Resume with the settings it "
-                "was saved with, or train from the beginning in another folder."
-            )
+        check_data(facts["data"], self._data)
         self.step, self.num_samples = facts["step"], facts["num_samples"]
         self._pipe.random_state = facts["random_state"]["seed"], facts["random_state"]["num_steps"]
         self._pipe.refresh()
@@ -122,6 +116,24 @@ def _cut(pipe: Pipeline) -> dict[str, Any]:
     layers = [stage.stop - stage.start for stage in pipe.layout.layers]
     recompute = pipe.layout.recompute
     return {"partition": layers, "recompute": "none" if recompute is None else recompute.setting}
+
+
+def describe_data(sequences: Sequences) -> dict[str, Any]:
+    """Returns what decides which sample comes when."""
+    tokens = sequences.text.tokens
+    text = {"num_tokens": len(tokens), "crc32": zlib.crc32(tokens.data)}
+    return {**text, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing}
+
+
+def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises SlipstreamError, with what differs, where `describe_data` of a checkpoint isn't that of this run."""
+    was = {"packing": "fixed"} | was  # before there was another, checkpoints didn't say
+    different = [f"{key} was {was[key]!r}, is {value!r}" for key, value in now.items() if value != was[key]]
+    if different:
+        raise SlipstreamError(
+            f"the checkpoint was trained on different data: {'; '.join(different)}. Resume with the settings it was "
+            "saved with, or train from the beginning in another folder."
+        )
 
 
 def describe_model(config: PretrainedConfig) -> dict[str, Any]:

@@ -8,4 +8,5 @@ from slipstream.training.config.sections import (
     OptimizerSection,
     ParallelSection,
     SampleSection,
+    TrainingSection,
 )

@@ -150,7 +150,7 @@ class TrainingSection(Record):
     """The length of the training, its hardware, and where the results go."""
 
     output: Path
-    """Folder for the metrics, the timeline and the exported model."""
+    """Folder for the metrics, the timeline and the exported model. One run at a time; files of your own in it stay."""
     seq_len: PositiveInt
     """Tokens of a sequence; with `data.packing: none`, the most."""
     batch_size: PositiveInt = 1
@@ -177,7 +177,7 @@ class TrainingSection(Record):
     export_every: int = Field(default=0, ge=0)
     """Steps between exports to `model-step-N`; 0 for the final one only."""
     overwrite: bool = False
-    """Replace what an earlier run left in `output`."""
+    """Replace what earlier runs made in `output`, checkpoints too. What no run has listed as its own always stays."""
     single_process_steps: int = Field(default=0, ge=0)
     """Steps of one process measured at the end for comparison; 0 for none."""
 
@@ -215,7 +215,8 @@ class CheckpointSection(Record):
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints whose step is a multiple of it are kept too; 0 for none."""
     resume: Literal["no", "latest", "last-good"] | PositiveInt = "no"
-    """Go on from the newest checkpoint in the output folder, begin where there is none yet; last-good passes over a
+    """Go on from the newest checkpoint in the output folder, begin where there is none yet, also in the folder of a run
+    that was killed while it started; last-good passes over a
     damaged one; a number is the step of one. The mesh, the schedule and the slices may be others than before."""
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.config import DataSection
@@ -14,25 +15,33 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
-def read_documents(config: DataSection) -> list[str]:
+def read_documents(config: DataSection, say: Callable[[str], None]) -> list[str]:
     """Returns all documents that hold any text, in an order that is the same on every machine with the same files.
+
+    `say` gets a line about those that hold none, where there are any.
 
     Raises:
         SlipstreamError: if a source can't be read or holds no text.
     """
     if config.corpus is not None:
         source = f"data.corpus={config.corpus}"
-        documents = [_read_file(path) for path in _standard_library()]
+        documents: list[Any] = [_read_file(path) for path in _standard_library()]
     elif config.files is not None:
         source = "data.files=" + ", ".join(map(str, config.files))
         documents = [_read_file(path) for path in _find_files(config.files, config.suffixes)]
     else:
         source = f"data.dataset={config.dataset}"
         documents = _read_dataset(config)
-    documents = [document for document in documents if document.strip()]
-    if not documents:
+    texts = [document for document in documents if isinstance(document, str) and document.strip()]
+    if not texts:
         raise SlipstreamError(f"{source} holds no text; give a source with at least one document")
-    return documents
+    if len(texts) < len(documents):
+        missing = sum(not isinstance(document, str) for document in documents)
+        say(
+            f"{source}: left out {len(documents) - len(texts):,} of {len(documents):,} documents: {missing:,} without "
+            f"text (null), {len(documents) - len(texts) - missing:,} empty or of white space"
+        )
+    return texts
 
 
 def _standard_library() -> list[Path]:
@@ -70,7 +79,8 @@ def _read_file(path: Path) -> str:
         raise SlipstreamError(f"can't read {path}: {error.strerror}") from error
 
 
-def _read_dataset(config: DataSection) -> list[str]:
+def _read_dataset(config: DataSection) -> list[Any]:
+    """Returns the rows of the text column: a string each, or None."""
     from datasets import load_dataset
     from datasets.utils.logging import disable_progress_bar
 
@@ -91,4 +101,4 @@ def _read_dataset(config: DataSection) -> list[str]:
             f"data.dataset={name} has no column {config.text_column!r}; "
             f"choose data.text_column from: {', '.join(rows.column_names)}"
         )
-    return [text for text in rows[config.text_column] if isinstance(text, str)]
+    return [*rows[config.text_column]]

@@ -20,6 +20,7 @@ from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import MetricsRecord, StepRecord, peak_memory
 from slipstream.training.metrics.trackers import Tracker, make_trackers
 from slipstream.training.metrics.traffic import Traffic
+from slipstream.training.run_folder import RunFolder
 from slipstream.training.training_step import StepResult, compute_dtype
 
 
@@ -59,7 +60,10 @@ class Reporter:
         self._num_tokens = 0  # of all steps
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
-            settings = config.model_dump(mode="json")
+            settings, folder = config.model_dump(mode="json"), RunFolder(training.output)
+            folder.listed.add(folder.metrics)
+            if "tensorboard" in config.tracking.to:
+                folder.listed.add_folder(folder.tensorboard)
             self._trackers = make_trackers(config.tracking.to, training.output, settings, resumed_after)
         if self._figures is not None:
             self.write(self._figures.run)

@@ -11,8 +11,11 @@ from slipstream.launch import Progress
 from slipstream.training.config import Config, dump_config
 from slipstream.training.data import TokenisedText
 from slipstream.training.metrics import check_trackers
+from slipstream.training.ownership import FolderLock
 from slipstream.training.planned_start import what_prevents_a_plan
+from slipstream.training.preflight.folder_check import check_run_folder
 from slipstream.training.preflight.model_checks import check_model, load_model_config
+from slipstream.training.preflight.resume_check import check_resume
 from slipstream.training.preflight.text_preparation import check_vocabulary, prepare_text, split_text
 from slipstream.training.run_folder import RunFolder
 
@@ -26,19 +29,24 @@ class RunInputs:
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     train: TokenisedText
     validation: TokenisedText
+    is_finished: bool  # the run was resumed after its last step, and its model is there
 
     def write(self) -> None:
         """Makes the run folder with `inputs/` inside, and removes what an earlier run left unless it is resumed.
 
+        Call it while the folder is locked.
+
         Raises:
-            SlipstreamError: if the folder can't be written.
+            SlipstreamError: if the folder can't be written, or another run has written to it since the preflight.
         """
+        check_run_folder(self.config)
         folder = RunFolder(self.config.training.output)
         try:
-            if _can_resume(self.config, folder):
-                shutil.rmtree(folder.inputs, ignore_errors=True)
-            else:
-                folder.clear()
+            if self.config.checkpoint.resume == "no":
+                folder.listed.remove()
+            folder.listed.add(folder.config)
+            folder.listed.add_folder(folder.inputs)
+            shutil.rmtree(folder.inputs, ignore_errors=True)
             folder.inputs.mkdir(parents=True)
             folder.config.write_text(dump_config(self.config), encoding="utf-8")
             self.model_config.save_pretrained(folder.inputs)
@@ -56,30 +64,14 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
         SlipstreamError: with what was given, what is allowed and what to type.
     """
     check_trackers(config.tracking.to)
-    _check_run_folder(config)
+    FolderLock(config.training.output, progress.say).check_free()
+    check_run_folder(config)
     model_config = load_model_config(config.model)
     check_model(config, model_config, progress)
     if reason := what_prevents_a_plan(config):
         progress.say(reason)
     tokenizer, text = prepare_text(config, model_config, progress)
     check_vocabulary(int(text.tokens.max()), model_config)
-    return RunInputs(config, model_config, tokenizer, *split_text(config, text))
-
-
-def _check_run_folder(config: Config) -> None:
-    """Raises SlipstreamError where the run would overwrite something that the configuration doesn't allow it to."""
-    folder = RunFolder(config.training.output)
-    if folder.path.exists() and not folder.path.is_dir():
-        raise SlipstreamError(f"training.output={folder.path} is a file; name a folder")
-    if _can_resume(config, folder):
-        return
-    kept = folder.find_earlier_run()
-    if kept is not None and not config.training.overwrite:
-        raise SlipstreamError(
-            f"training.output={folder.path} already holds {kept.relative_to(folder.path)}; "
-            "choose another folder, or replace it with --training.overwrite=true"
-        )
-
-
-def _can_resume(config: Config, folder: RunFolder) -> bool:
-    return config.checkpoint.resume != "no" and folder.checkpoints.is_dir()
+    train, validation = split_text(config, text, progress)
+    is_finished = check_resume(config, model_config, train, progress)
+    return RunInputs(config, model_config, tokenizer, train, validation, is_finished)

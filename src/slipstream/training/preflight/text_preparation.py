@@ -16,7 +16,7 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> tuple
     A tokenizer that is trained here sets the special tokens of `model_config`.
     """
     with progress.waiting("reading text"):
-        documents = data.read_documents(config.data)
+        documents = data.read_documents(config.data, progress.say)
     noun = "document" if len(documents) == 1 else "documents"
     progress.say(f"text: {len(documents):,} {noun}, {sum(map(len, documents)):,} characters")
     name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
@@ -28,6 +28,11 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> tuple
         tokenizer = data.train_tokenizer(documents, vocab_size, progress)
         model_config.eos_token_id = tokenizer.eos_token_id
         model_config.bos_token_id = model_config.pad_token_id = None
+    if tokenizer.eos_token_id is None:
+        progress.say(
+            f"the tokenizer has no end-of-text token, so none of the {len(documents):,} documents is closed by one, "
+            "and the model doesn't learn where a text ends; name one whose eos_token is set in data.tokenizer"
+        )
     text = data.tokenise(tokenizer, documents, progress)
     progress.say(f"tokens: {len(text.tokens):,}, vocabulary {len(tokenizer):,}")
     return tokenizer, text
@@ -44,15 +49,23 @@ def check_vocabulary(largest: int, model_config: Any) -> None:
         )
 
 
-def split_text(config: Config, text: data.TokenisedText) -> tuple[data.TokenisedText, data.TokenisedText]:
-    """Returns the training text and the held-out text.
+def split_text(
+    config: Config, text: data.TokenisedText, progress: Progress
+) -> tuple[data.TokenisedText, data.TokenisedText]:
+    """Returns the training text and the held-out text; says so where a step goes through the former several times.
 
     Raises:
         SlipstreamError: if the first is shorter than a sequence, or the second than a batch that validation needs.
     """
     training, packing = config.training, config.data.packing
     train, validation = text.split(config.data.validation_fraction, training.seed)
-    data.sequences_of(train, packing, training.seq_len, training.seed)  # raises where there is less than one sequence
+    sequences = data.sequences_of(train, packing, training.seq_len, training.seed)  # raises where there is none
+    size = data.BatchSize(training.batch_size, training.batch_tokens).at(sequences, 0)
+    if size > sequences.num_sequences:
+        progress.say(
+            f"each step takes {size:,} sequences, but the training text has {sequences.num_sequences:,}: a step goes "
+            f"through it {size / sequences.num_sequences:.3g} times; give more text or a smaller training.batch_size"
+        )
     if training.eval_every:
         _check_validation(config, validation)
     return train, validation

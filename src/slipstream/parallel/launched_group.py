@@ -1,0 +1,68 @@
+"""Connects processes that a launcher started, where the program hasn't made a process group by itself."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from slipstream.errors import SlipstreamError
+
+# The variables by which other launchers say how many processes they have started
+_COUNTS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
+_PROCESS = {"srun": "SLURM_PROCID", "mpirun": "OMPI_COMM_WORLD_RANK"}
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join_launched_group(device: torch.device | str | None = None) -> None:
+    """Makes the default process group of the processes that torchrun started, unless there is one: by NCCL where each
+    process of this machine has a GPU and `device` isn't a CPU, else by gloo. Nothing for a process that is alone.
+    Collective.
+
+    Without it, every process would train a whole copy of the model by itself. The group is destroyed when the program
+    ends.
+
+    Raises:
+        SlipstreamError: if another launcher has started several processes, which only it can connect.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    environment = os.environ
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        if int(environment["WORLD_SIZE"]) > 1:
+            _make_group(environment, may_use_gpus=device is None or torch.device(device).type == "cuda")
+        return
+    for launcher, count in _COUNTS.items():
+        if _PROCESS[launcher] in environment and int(environment.get(count, 1)) > 1:
+            raise SlipstreamError(
+                f"{launcher} started {environment[count]} processes ({count}), but they have no process group, so each "
+                "would train a copy of its own. Start the program with torchrun, or call "
+                "torch.distributed.init_process_group(...) before the Pipeline is made."
+            )
+
+
+def _make_group(environment: Mapping[str, str], may_use_gpus: bool) -> None:
+    missing = [name for name in _NEEDED if name not in environment]
+    if missing:
+        raise SlipstreamError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']} says that several processes run, but {', '.join(missing)} is "
+            "missing, so they can't be connected. Start them with torchrun, call "
+            "torch.distributed.init_process_group(...) before the Pipeline is made, or, for a process by itself, "
+            "remove WORLD_SIZE."
+        )
+    num_local = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
+    uses_gpus = may_use_gpus and torch.cuda.device_count() >= num_local
+    if uses_gpus:
+        torch.cuda.set_device(int(environment.get("LOCAL_RANK", environment["RANK"])))
+    dist.init_process_group("nccl" if uses_gpus else "gloo")
+    atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    """Destroys the group at the end of a program that hasn't failed: else others may wait, and it would with them."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()

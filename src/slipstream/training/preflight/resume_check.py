@@ -1,0 +1,106 @@
+"""Compares a run that is resumed with its checkpoint: what can't change is refused, and what changes is shown."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from transformers import AutoConfig
+
+from slipstream.launch import Progress
+from slipstream.training.checkpoint import (
+    CheckpointFolder,
+    DamagedError,
+    Manifest,
+    SavedCheckpoint,
+    check_data,
+    describe_data,
+    describe_model,
+)
+from slipstream.training.config import Config
+from slipstream.training.data import TokenisedText, sequences_of
+from slipstream.training.run_folder import RunFolder
+from slipstream.training.training_step import count_steps
+
+_UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they say where, not what
+
+
+def check_resume(config: Config, model_config: Any, train: TokenisedText, progress: Progress) -> bool:
+    """Prints the settings that differ from those of the checkpoint that the run resumes from, if it does; returns
+    whether its last step is done and its model exported.
+
+    Raises:
+        SlipstreamError: where the text, the order of its samples, or the model is another one.
+    """
+    saved = _find(config)
+    if saved is None:
+        return False
+    if changes := list(_changes(saved.facts.get("settings"), config)):
+        progress.say(f"resuming after step {saved.step} with other settings than before:{_table(changes)}")
+    training = config.training
+    sequences = sequences_of(train, config.data.packing, training.seq_len, training.seed)
+    check_data(saved.facts["data"], describe_data(sequences))
+    saved.check_model(describe_model(_as_ranks_load_it(config, model_config)))
+    if not (saved.step >= count_steps(training, sequences) and _is_exported(saved, RunFolder(training.output))):
+        return False
+    progress.say(
+        f"the run has reached its last step, {saved.step}, and its model is in {RunFolder(training.output).model}: "
+        "nothing is left to do. To train further, give a larger --training.steps"
+    )
+    return True
+
+
+def _is_exported(saved: SavedCheckpoint, folder: RunFolder) -> bool:
+    """Returns whether the whole model is there, of this checkpoint and not of a later one."""
+    return saved.step == CheckpointFolder(folder.checkpoints).steps()[0] and folder.listed.is_itemised(folder.model)
+
+
+def _find(config: Config) -> SavedCheckpoint | None:
+    """Returns the checkpoint by what its manifest says; None where there is none, or it is damaged: the ranks, which
+    verify every byte, then say which one is taken."""
+    resume, folder = config.checkpoint.resume, CheckpointFolder(RunFolder(config.training.output).checkpoints)
+    steps = [] if resume == "no" else folder.steps()
+    if not steps:
+        return None
+    place = folder.complete(resume if isinstance(resume, int) else steps[0])
+    try:
+        return SavedCheckpoint(place, Manifest.read(place))
+    except DamagedError:
+        return None
+
+
+def _as_ranks_load_it(config: Config, model_config: Any) -> Any:
+    if config.model.pretrained:
+        return model_config
+    with tempfile.TemporaryDirectory() as folder:  # saving and loading may change it
+        model_config.save_pretrained(folder)
+        return AutoConfig.from_pretrained(folder)
+
+
+def _changes(before: Mapping[str, Any] | None, config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yields name, old and new value of each setting that differs; earlier checkpoints don't have them."""
+    if before is None:
+        return
+    old, new = dict(_flat(before)), dict(_flat(json.loads(config.model_dump_json())))
+    for name in dict.fromkeys(chain(old, new)):
+        values = old.get(name, "absent"), new.get(name, "absent")
+        if values[0] != values[1] and name not in _UNTOLD:
+            yield name, *values
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else key)
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _table(changes: list[tuple[str, str, str]]) -> str:
+    rows = [("setting", "before", "now"), *changes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "".join(f"\n  {line.rstrip()}" for line in lines)

@@ -1,0 +1,39 @@
+"""Processes of a launcher that can't be connected are refused, instead of each training a copy of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream import Pipeline
+from slipstream.errors import SlipstreamError
+from support.architectures import ARCHITECTURES
+from support.options import grouped
+
+TASKS = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (TASKS, r"srun started 4 processes \(SLURM_STEP_NUM_TASKS\), but they have no process group"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started 2 processes"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            "WORLD_SIZE=2 says that several processes run, but MASTER_ADDR, MASTER_PORT",
+        ),
+    ],
+)
+def test_what_no_pipeline_can_connect(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SlipstreamError, match=message) as error:
+        Pipeline.from_config(ARCHITECTURES["llama"], slices=2, **grouped(self_check=False))
+    assert "torch.distributed.init_process_group(...) before the Pipeline is made" in str(error.value)
+
+
+def test_one_task_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TASKS, "SLURM_STEP_NUM_TASKS": "1", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert Pipeline.from_config(ARCHITECTURES["llama"], slices=2, **grouped(self_check=False)).num_ranks == 1

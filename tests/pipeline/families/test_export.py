@@ -1,0 +1,51 @@
+"""An export has the weights of its architecture, or isn't written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from slipstream import Pipeline, SlipstreamError
+from support.architectures import ARCHITECTURES, build, tokens
+from support.options import grouped
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter beside it, under the names that PEFT gives them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base_layer(hidden) + self.lora_B(self.lora_A(hidden))
+
+
+def test_adapters_are_not_exported_as_a_model(tmp_path: Path) -> None:
+    """It would load with a random weight in the place of each that has an adapter."""
+    model = build(ARCHITECTURES["llama"])
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    pipe = Pipeline(model, slices=2, **grouped(self_check=False))
+    pipe.step(tokens(), tokens())
+    with pytest.raises(SlipstreamError, match="the weights aren't those of LlamaForCausalLM") as error:
+        pipe.save_pretrained(tmp_path / "model")
+    assert "lacks model.layers.0.self_attn.q_proj.weight, model.layers.1.self_attn.q_proj.weight" in str(error.value)
+    assert "in addition model.layers.0.self_attn.q_proj.base_layer.weight" in str(error.value)
+    assert "merge them into the model before the Pipeline takes it" in str(error.value)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
+def test_what_is_exported_is_read_back(tmp_path: Path, name: str) -> None:
+    pipe = Pipeline.from_config(ARCHITECTURES[name], seed=3, slices=2, **grouped(self_check=False, num_ranks=2))
+    pipe.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for key, tensor in pipe.state_dict().items():
+        assert torch.equal(loaded[key], tensor), key

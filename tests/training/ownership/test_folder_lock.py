@@ -1,0 +1,121 @@
+"""One run at a time in an output folder, whatever dies, on whatever machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.ownership import FolderLock
+from support.timeouts import LIMIT
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from slipstream.training.ownership.folder_lock import FolderLock
+FolderLock(Path(sys.argv[1]), print).take()
+print("taken", flush=True)
+time.sleep(1000)
+"""
+
+
+def lock(folder: Path, said: list[str], **options: float) -> FolderLock:
+    """Beats often; the owner is this process, but not this object's."""
+    return FolderLock(folder, said.append, pytest.fail, **{"beat_seconds": 0.05, "stale_seconds": 0.5} | options)
+
+
+def owner_file(folder: Path) -> Path:
+    (file,) = folder.glob("slipstream-run/owner-*.json")
+    return file
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    said: list[str] = []
+    with lock(tmp_path, said) as first:
+        second = lock(tmp_path, said, stale_seconds=LIMIT)
+        for attempt in (second.check_free, second.take):
+            with pytest.raises(SlipstreamError, match=f"a run that is at work: process {os.getpid()} on host"):
+                attempt()
+    first.release()  # once more does nothing
+    second.check_free()
+    second.take()
+    second.release()
+    assert not [line for line in said if "took over" in line]
+    assert len([*tmp_path.glob("slipstream-run/*")]) == 1
+
+
+@pytest.mark.parametrize("where", ["here", "on another machine"])
+def test_a_killed_owner_is_taken_over(tmp_path: Path, where: str) -> None:
+    """At once where its process can be seen to be gone, else when its heartbeat has stopped."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        process.send_signal(signal.SIGKILL)
+    if where == "on another machine":
+        values = json.loads(owner_file(tmp_path).read_text())
+        owner_file(tmp_path).write_text(json.dumps(values | {"machine": "another", "host": "node7"}))
+    said: list[str] = []
+    with lock(tmp_path, said, stale_seconds=0.5 if where == "on another machine" else LIMIT):
+        host = "node7" if where == "on another machine" else ""
+        assert f"took over {tmp_path} from process {process.pid} on host {host}" in said[-1]
+        assert ("waiting 0.5 seconds at most for a sign of life" in said[0]) == bool(host)
+
+
+def test_an_owner_that_was_silent_for_too_long_ends(tmp_path: Path) -> None:
+    """As one does that was stopped and goes on: it beats late, and finds that it has lost the folder."""
+    lost = threading.Event()
+    reasons: list[str] = []
+
+    def end(reason: str) -> None:
+        reasons.append(reason)
+        lost.set()
+
+    late = FolderLock(tmp_path, pytest.fail, end, beat_seconds=2.0)
+    late.take()
+    with lock(tmp_path, []):
+        assert lost.wait(LIMIT)
+    assert f"process {os.getpid()} on host" in reasons[0]
+    assert "has taken over" in reasons[0]
+    late.release()
+    assert json.loads(owner_file(tmp_path).read_text()) is None  # the new owner's, which has released it
+
+
+def test_of_many_that_take_over_one_succeeds(tmp_path: Path) -> None:
+    (tmp_path / "slipstream-run").mkdir()
+    (tmp_path / "slipstream-run" / "owner-0001.json").write_text("")  # its owner died before it wrote who it is
+    locks, refused = [lock(tmp_path, [], stale_seconds=0.3) for _ in range(6)], []
+
+    def take(each: FolderLock) -> None:
+        try:
+            each.take()
+        except SlipstreamError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=take, args=[each]) for each in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == len(locks) - 1
+    for each in locks:
+        each.release()
+
+
+def test_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    with lock(tmp_path, []):
+        before = owner_file(tmp_path).read_text()
+        owner_file(tmp_path).unlink()
+        while not [*tmp_path.glob("slipstream-run/owner-*.json")]:
+            time.sleep(0.01)
+        with pytest.raises(SlipstreamError, match="belongs to a run"):
+            lock(tmp_path, []).check_free()
+        assert owner_file(tmp_path).read_text() == before
