@@ -310,6 +310,37 @@ def test_manifests_of_other_versions_and_of_other_programs(run: Run) -> None:
         run.checkpoints.find()
 
 
+@pytest.mark.parametrize("boxes", ["none", "half", "outside"])
+def test_a_manifest_without_all_elements_is_damaged(run: Run, boxes: str) -> None:
+    """Nothing, or half, would be loaded silently; also by PyTorch's own reader."""
+    run.save(1)
+    path = run.folder / "step-00000001" / "manifest.json"
+    record = read_record(path)
+    ((file, (offsets, (rows, columns))),) = record["tensors"]["weight"]["boxes"]
+    less = {
+        "none": [],
+        "half": [[file, [offsets, [rows // 2, columns]]]],
+        "outside": [[file, [[5, 0], [rows, columns]]]],
+    }[boxes]
+    record["tensors"]["weight"]["boxes"] = less
+    write_record(path, record)
+    with pytest.raises(SlipstreamError, match=r"step 1 .* is damaged: manifest.json isn't of a whole checkpoint: "):
+        run.checkpoints.find()
+    with pytest.raises(SlipstreamError, match="isn't of a whole checkpoint"):
+        CheckpointReader(run.folder / "step-00000001")
+
+
+def test_a_folder_that_was_renamed_is_not_the_step_it_says(run: Run) -> None:
+    run.save(1, 2)
+    shutil.copytree(run.folder / "step-00000001", run.folder / "step-00000009")
+    words = (
+        r"step 9 .* is damaged: manifest.json is of step 1: the folder was renamed or copied; rename it to step-0{7}1"
+    )
+    with pytest.raises(SlipstreamError, match=words):
+        run.checkpoints.find()
+    assert loaded(run.checkpoints, "last-good") == 2
+
+
 def test_pytorch_reads_it_into_tensors_of_any_program(run: Run) -> None:
     run.save(1)
     state = {"weight": torch.zeros(300, 10), "step": torch.tensor(0.0)}

@@ -14,7 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
 from slipstream.training.checkpoint.background_save import BackgroundSave, describe_error
 from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
-from slipstream.training.checkpoint.manifest import Manifest
+from slipstream.training.checkpoint.manifest import MANIFEST, Manifest
 from slipstream.training.checkpoint.saved_checkpoint import SavedCheckpoint
 from slipstream.training.checkpoint.snapshot import Snapshot
 from slipstream.training.checkpoint.tensor_shard import TensorShard
@@ -162,6 +162,11 @@ class Checkpoints:
         folder, problem, saved = self._folder.complete(step), "", None
         try:
             saved = SavedCheckpoint(folder, Manifest.read(folder))
+            if saved.step != step:
+                raise DamagedError(
+                    f"{MANIFEST} is of step {saved.step}: the folder was renamed or copied; rename it to "
+                    f"{self._folder.complete(saved.step).name}"
+                )
             for name in sorted(saved.manifest.files)[self._world.rank :: self._world.size]:
                 verify_file(folder / name, saved.manifest.files[name])
         except DamagedError as error:
