@@ -10,6 +10,10 @@ class SlipstreamError(ValueError):
     """Bad input, found before anything runs. The command line prints it and exits with code 2."""
 
 
+class NonFiniteError(RuntimeError):
+    """Losses, gradients or weights are infinite or not numbers. The command line prints it and exits with code 3."""
+
+
 class RankFailedError(RuntimeError):
     """A rank ended early; the message names the rank and the cause."""
 

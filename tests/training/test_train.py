@@ -233,10 +233,29 @@ def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: RunFolder
     assert not output.path.exists()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:
-    result = train(2, config, "--optimizer.lr=1e30", "--optimizer.clip_norm=null")
-    assert result.returncode == 2
-    assert "lower optimizer.lr (now 1e+30)" in result.stderr.splitlines()[-1]
+def test_a_loss_that_is_not_finite_stops_the_run(config: Path, output: RunFolder) -> None:
+    """It has an exit code of its own. What fails twice in one step goes further back."""
+    poisoned = ["--optimizer.lr=1e30", "--optimizer.clip_norm=null", "--checkpoint.every=1"]
+    starts = [0, 1, 0]
+    for number, started_after in enumerate(starts):
+        resume = ["--checkpoint.resume=last-good"] if number else []
+        result = train(2, config, *poisoned, *resume)
+        assert result.returncode == 3, result.stderr
+        assert "lower optimizer.lr (now 1e+30)" in result.stderr.splitlines()[-1]
+        assert ("resumed after step 1" in result.stdout) == (started_after == 1)
+        assert ("only a checkpoint before step 1 is good" in result.stdout) == (number == 2)
+    lines = [json.loads(line) for line in output.failures.read_text().splitlines()]
+    assert lines == [{"step": 2, "started_after": started_after} for started_after in starts]
+
+
+def test_a_model_that_is_not_finite_is_not_exported(config: Path, output: RunFolder) -> None:
+    """The loss of its last step was, but the update after it overflows."""
+    poisoned = ["--optimizer.lr=3e37", "--optimizer.warmup_steps=0", "--optimizer.weight_decay=10"]
+    large = ["--model.config.initializer_range=1.0", "--training.steps=1", "--training.eval_every=0"]
+    result = train(2, config, *poisoned, *large)
+    assert result.returncode == 3, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: the model is not exported: model.")
+    assert not output.model.exists()
 
 
 @pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"], 0))

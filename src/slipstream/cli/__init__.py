@@ -9,7 +9,7 @@ from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
 from slipstream.cli.train import train
-from slipstream.errors import RankFailedError, SlipstreamError
+from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError
 
 _INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
 
@@ -26,7 +26,8 @@ for command in (timeline, check, profile, plan):
 
 
 def main() -> None:
-    """Runs the command. Exits with 0, or with 1 if a rank or a check failed, 2 for bad input, 130 after Ctrl-C.
+    """Runs the command. Exits with 0, or with 1 if a rank or a check failed, 2 for bad input, 3 where numbers of a run
+    aren't finite, 130 after Ctrl-C.
 
     An error is the last thing on standard error.
     """
@@ -34,6 +35,8 @@ def main() -> None:
         app()
     except SlipstreamError as error:
         _fail(f"error: {error}", 2)
+    except NonFiniteError as error:
+        _fail(f"error: {error}", 3)
     except RankFailedError as error:
         _fail(f"error: {error}", 1)
     except SystemExit as ending:

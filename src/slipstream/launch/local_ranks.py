@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import RankFailedError, SlipstreamError
+from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError
 from slipstream.launch.slurm import is_task
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PARENT = "SLIPSTREAM_PARENT"
+_PASSED_ON: dict[str, type[Exception]] = {each.__name__: each for each in (SlipstreamError, NonFiniteError)}
 _POLL_SECONDS = 0.1
 _SECONDS_TO_END = 3  # between asking ranks to end and killing them
 
@@ -43,7 +44,7 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
 
     Raises:
         RankFailedError: if a rank failed; the message has the first cause.
-        SlipstreamError: if the first cause was one.
+        SlipstreamError, NonFiniteError: if the first cause was one.
         KeyboardInterrupt: after Ctrl-C.
     """
     import torch.distributed as dist
@@ -129,8 +130,8 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> N
         raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped")
     if errors:
         rank, error = min(errors.items(), key=lambda item: item[1]["time"])
-        if error["user_error"]:
-            raise SlipstreamError(error["message"])
+        if error["kind"] in _PASSED_ON:
+            raise _PASSED_ON[error["kind"]](error["message"])
         raise RankFailedError(f"rank {rank} failed; the other ranks were stopped\n{error['message']}")
 
 
@@ -148,10 +149,10 @@ def reported_to_the_launcher() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        user_error = isinstance(error, SlipstreamError)
-        message = str(error) if user_error else traceback.format_exc().rstrip()
+        kind = next((name for name, each in _PASSED_ON.items() if isinstance(error, each)), "")
+        message = str(error) if kind else traceback.format_exc().rstrip()
         # torch reads "message" from such files
-        report = {"message": message, "time": time.time(), "user_error": user_error}
+        report = {"message": message, "time": time.time(), "kind": kind}
         part = Path(os.environ[_ERROR_FILE] + ".part")
         part.write_text(json.dumps(report))
         part.replace(os.environ[_ERROR_FILE])

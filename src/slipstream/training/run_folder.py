@@ -7,6 +7,7 @@ output/
   plan.yaml            the plan that was made where the configuration left it open, as a configuration of another run
   plan.txt             the planned order, which plan.yaml names
   metrics.jsonl        one line per step, and one per validation
+  failures.jsonl       one line for each time that numbers were not finite
   schedule.txt         the order in which the last steps ran, sends and receives included
   timeline.png         the last step as it was measured
   timeline.json        the same for ui.perfetto.dev and chrome://tracing
@@ -34,6 +35,7 @@ class RunFolder:
         self.plan = path / "plan.yaml"
         self.planned_schedule = path / "plan.txt"
         self.metrics = path / "metrics.jsonl"
+        self.failures = path / "failures.jsonl"
         self.schedule = path / "schedule.txt"
         self.timeline = path / "timeline.png"
         self.perfetto = path / "timeline.json"
@@ -57,7 +59,7 @@ class RunFolder:
         for folder in [*self._exports(), self.inputs, self.checkpoints, self.tensorboard]:
             shutil.rmtree(folder, ignore_errors=True)
         pictures = (self.schedule, self.timeline, self.perfetto, self.comparison)
-        for file in (self.config, self.plan, self.planned_schedule, self.metrics, *pictures):
+        for file in (self.config, self.plan, self.planned_schedule, self.metrics, self.failures, *pictures):
             file.unlink(missing_ok=True)
 
     def _exports(self) -> list[Path]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.errors import NonFiniteError
 from slipstream.launch import Progress
+from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.timeline import Timeline, draw_timelines, save_trace
+from slipstream.training.checkpoint.finite import describe_non_finite, is_finite
 from slipstream.training.config import Config, SampleSection
 from slipstream.training.run_folder import RunFolder
 
@@ -24,11 +28,22 @@ def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder,
 
 
 def export(pipe: Pipeline, inputs: Path, folder: Path, progress: Progress) -> None:
-    """Writes the whole model and its tokenizer, as `AutoModelForCausalLM.from_pretrained` loads them. Collective."""
+    """Writes the whole model and its tokenizer, as `AutoModelForCausalLM.from_pretrained` loads them. Collective.
+
+    Raises NonFiniteError, on all ranks, where a weight isn't finite.
+    """
+    _refuse_non_finite(pipe)
     pipe.save_pretrained(folder)
     if pipe.leads:
         AutoTokenizer.from_pretrained(inputs).save_pretrained(folder)
         progress.say(f"exported to {folder}")
+
+
+def _refuse_non_finite(pipe: Pipeline) -> None:
+    poisoned = next((each.name for each in pipe.parameter_shards() if not is_finite(each.parameter.detach())), None)
+    found = [name for name in RankGroup(dist.group.WORLD).gather(poisoned) if name is not None]
+    if found:
+        raise NonFiniteError(f"the model is not exported: {describe_non_finite(found[0])}")
 
 
 def write_sample(pipe: Pipeline, config: Config, progress: Progress) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import NonFiniteError
 from slipstream.launch import Progress
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
@@ -25,6 +27,7 @@ from slipstream.training.data import (
     spread_batches,
     unigram_entropy,
 )
+from slipstream.training.failure_log import FailureLog
 from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord
 from slipstream.training.planned_start import facts_of_documents, start_settings
 from slipstream.training.run_folder import RunFolder
@@ -46,7 +49,8 @@ class Trainer:
         self._checkpoints = Checkpoints(self._folder.checkpoints, world, section.keep, section.keep_every, progress.say)
         if section.every:
             self._checkpoints.prepare()
-        saved = None if section.resume == "no" else self._checkpoints.find(section.resume)
+        self._failures = FailureLog(self._folder.failures)
+        saved = self._find_checkpoint(world)
         train = TokenisedText.load(self._folder.inputs, "train")
         self._sequences = sequences_of(train, config.data.packing, training.seq_len, training.seed)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
@@ -79,7 +83,7 @@ class Trainer:
                 "auto tries orders or slices in the first steps, 29 at most; the first search of an installation "
                 "compiles its code, for half a minute or more"
             )
-        with self._progress.training(self._num_steps) as show:
+        with self._progress.training(self._num_steps) as show, self._failures_noted():
             for step in range(state.step + 1, self._num_steps + 1):
                 was_tuning = self._is_tuning
                 record, timeline = self._train_step(step)
@@ -88,11 +92,32 @@ class Trainer:
                     slices = pipe.slices(self._config.training.seq_len)
                     self._progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
                 self._do_what_is_due(step)
-        self._checkpoints.close()
+            self._checkpoints.close()
         self._reporter.close()
         draw_last_step(pipe, timeline, self._folder, self._progress)
         export(pipe, self._folder.inputs, self._folder.model, self._progress)
         write_sample(pipe, self._config, self._progress)
+
+    def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
+        """Returns the checkpoint to resume from, if any. Collective."""
+        wanted = self._config.checkpoint.resume
+        if wanted != "last-good":
+            return None if wanted == "no" else self._checkpoints.find(wanted)
+        before = world.gather(self._failures.earlier_than() if world.rank == 0 else None)[0]
+        if before is not None:
+            self._progress.say(f"the same step has failed twice: only a checkpoint before step {before} is good")
+        return self._checkpoints.find(wanted, before)
+
+    @contextmanager
+    def _failures_noted(self) -> Iterator[None]:
+        """Adds to the list of failures that numbers aren't finite."""
+        started_after = self._state.step
+        try:
+            yield
+        except NonFiniteError:
+            if self._pipe.leads:
+                self._failures.add(self._state.step + 1, started_after)
+            raise
 
     @property
     def _is_tuning(self) -> bool:
@@ -126,7 +151,7 @@ class Trainer:
             self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, self._checkpoints.keep
         )
         if training.precision != "fp16" and not math.isfinite(result.loss + result.grad_norm):
-            raise SlipstreamError(
+            raise NonFiniteError(
                 f"the loss of step {step} is {result.loss}, the norm of its gradient {result.grad_norm}; lower "
                 f"optimizer.lr (now {self._config.optimizer.lr}), lengthen optimizer.warmup_steps, or clip with "
                 "optimizer.clip_norm"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard
 from slipstream.training.checkpoint.saved_checkpoint import ignore_lone_process_warning
@@ -213,6 +215,44 @@ def test_a_full_disk_is_told_and_training_goes_on(run: Run) -> None:
     assert run.names() == ["step-00000001"]
     run.save(3)
     assert loaded(run.checkpoints) == 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_saved(run: Run, value: float) -> None:
+    """A sum of finite elements that overflows is no reason."""
+    run.save(1)
+    large = torch.full((300, 10), 3e38)
+    shards = [TensorShard("large", ParameterShare.whole((300, 10)), large), *pieces(2.0)]
+    run.checkpoints.save(2, shards, {})
+    run.checkpoints.wait()
+    shards[1].tensor[299, 9] = value
+    run.checkpoints.save(3, shards, {})
+    with pytest.raises(NonFiniteError, match=r"step 3 was not saved: rank 0: weight has elements that are infinite or"):
+        run.checkpoints.wait()
+    assert run.names() == ["step-00000001", "step-00000002"]
+
+
+def test_a_checkpoint_that_is_not_finite_is_damaged(run: Run) -> None:
+    """As an earlier version saved it."""
+    run.save(1, 2)
+    folder = run.folder / "step-00000002"
+    data = bytearray((folder / FILE).read_bytes())
+    data[-4:] = struct.pack("<f", float("nan"))
+    (folder / FILE).write_bytes(data)
+    record = read_record(folder / "manifest.json")
+    record["files"][FILE] = [len(data), f"{zlib.crc32(data):08x}"]
+    write_record(folder / "manifest.json", record)
+    with pytest.raises(SlipstreamError, match=rf"step 2 .* is damaged: in {FILE}, .* infinite or not numbers"):
+        run.checkpoints.find()
+    assert loaded(run.checkpoints, "last-good") == 1
+
+
+def test_earlier_ones_are_taken_where_that_is_wanted(run: Run) -> None:
+    run.save(1, 2)
+    found = run.checkpoints.find("last-good", before=2)
+    assert found is not None
+    assert found.step == 1
+    assert run.checkpoints.find("last-good", before=1) is None
 
 
 def test_a_folder_that_is_gone_is_told_and_training_goes_on(run: Run, tmp_path: Path) -> None:
