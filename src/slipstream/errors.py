@@ -18,6 +18,10 @@ class RankFailedError(RuntimeError):
     """A rank ended early; the message names the rank and the cause."""
 
 
+class LostRankError(RankFailedError):
+    """Another rank ended, or doesn't answer; the message says what this one waited for."""
+
+
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Returns the end of a sentence that says `name` is unknown: "; did you mean 'gpipe'?", or "." if none is similar.
 

@@ -283,4 +283,6 @@ def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFo
     else:
         assert process.returncode == 1
         assert last.startswith("error: rank ")
+        assert "rank 0 says: " in errors
+        assert "Traceback" not in errors
         assert last.endswith("was ended by SIGKILL; the other ranks were stopped")
