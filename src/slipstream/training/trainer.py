@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -95,7 +96,7 @@ class Trainer:
             self._checkpoints.close()
         self._reporter.close()
         draw_last_step(pipe, timeline, self._folder, self._progress)
-        export(pipe, self._folder.inputs, self._folder.model, self._progress)
+        self._export(self._folder.model)
         write_sample(pipe, self._config, self._progress)
 
     def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
@@ -138,7 +139,10 @@ class Trainer:
         if every and (step % every == 0 or last):
             self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), self._state.facts())
         if training.export_every and step % training.export_every == 0 and not last:
-            export(self._pipe, self._folder.inputs, self._folder.model_at(step), self._progress)
+            self._export(self._folder.model_at(step))
+
+    def _export(self, folder: Path) -> None:
+        export(self._pipe, self._folder.inputs, folder, self._progress, self._config.model.trust_remote_code)
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""

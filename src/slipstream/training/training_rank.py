@@ -89,7 +89,7 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks) -> None:
     problem, run_id = None, uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another id
     if world.rank == 0:
         progress = launch.Progress(launch.make_console())
-        progress.say(f"all ranks connected: {ranks}")
+        progress.say("; ".join(filter(None, [f"all ranks connected: {ranks}", ranks.describe_store()])))
         try:
             preflight(config, progress).write()
             folder.run_id.write_text(run_id)
