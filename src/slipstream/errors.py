@@ -14,6 +14,10 @@ class NonFiniteError(RuntimeError):
     """Losses, gradients or weights are infinite or not numbers. The command line prints it and exits with code 3."""
 
 
+class StoppedRunError(RuntimeError):
+    """A run was asked to stop, and has; the message says how it goes on. The command line exits with code 75."""
+
+
 class RankFailedError(RuntimeError):
     """A rank ended early; the message names the rank and the cause."""
 

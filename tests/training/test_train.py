@@ -286,3 +286,45 @@ def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFo
         assert "rank 0 says: " in errors
         assert "Traceback" not in errors
         assert last.endswith("was ended by SIGKILL; the other ranks were stopped")
+
+
+def start(config: Path, output: RunFolder, *settings: str) -> subprocess.Popen[str]:
+    """A run of `slipstream train` with two ranks, of which some steps have run."""
+    command = [*TRAIN, str(config), "--training.eval_every=0", "--training.export_every=0", *settings]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + LIMIT
+    while not (output.metrics.exists() and output.metrics.read_text().count("\n") > 25):
+        assert time.monotonic() < deadline, "training didn't start"
+        time.sleep(0.05)
+    return process
+
+
+def test_a_run_that_is_asked_to_stop_saves_its_step(config: Path, output: RunFolder) -> None:
+    """With no checkpoints otherwise; what it saves is a checkpoint to go on from."""
+    process = start(config, output, "--training.steps=100000")
+    ranks = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75
+    step = read_metrics(output)[0][-1]["step"]
+    folder = output.checkpoints / f"step-{step:08}"
+    assert errors.strip().splitlines()[-1] == (
+        f"SIGTERM ended the run after step {step}; it is saved in {folder}: go on from there with "
+        "--checkpoint.resume=latest"
+    )
+    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+    settings = ["--checkpoint.resume=latest", f"--training.steps={step + 1}", "--sample.prompt=null"]
+    resumed = train(2, config, *settings)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed after step {step}" in resumed.stdout
+
+
+def test_a_run_is_started_again_after_a_crash(config: Path, output: RunFolder) -> None:
+    settings = ["--training.max_restarts=1", "--checkpoint.every=10", "--training.steps=300", "--sample.prompt=null"]
+    process = start(config, output, *settings)
+    os.kill(psutil.Process(process.pid).children()[1].pid, signal.SIGKILL)
+    text, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "was ended by SIGKILL; the other ranks were stopped\nrestart 1 of 1 in 1 s, from the last good" in text
+    assert "resumed after step" in text
+    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 301))

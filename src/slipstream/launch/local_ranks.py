@@ -14,13 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError
+from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
 from slipstream.launch.network import listen_at
 from slipstream.launch.slurm import is_task
+from slipstream.launch.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SubprocessContext
@@ -30,7 +31,9 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "858
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PARENT = "SLIPSTREAM_PARENT"
 _LOOPBACK = "127.0.0.1"
-_PASSED_ON: dict[str, type[Exception]] = {each.__name__: each for each in (SlipstreamError, NonFiniteError)}
+_PASSED_ON: dict[str, type[Exception]] = {
+    each.__name__: each for each in (SlipstreamError, NonFiniteError, StoppedRunError)
+}
 _KINDS = {**_PASSED_ON, RankFailedError.__name__: RankFailedError}  # whose messages need no traceback
 # Linux ends a process at the death of its parent if that is asked for, at any moment of its life, its imports included.
 # What a process has asked for stays when it becomes another program.
@@ -60,6 +63,7 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
     Raises:
         RankFailedError: if a rank failed; the message has the first cause.
         SlipstreamError, NonFiniteError: if the first cause was one.
+        StoppedRunError: if the ranks have ended as TERM or USR1 asked them to; both are passed on to them.
         KeyboardInterrupt: after Ctrl-C.
     """
     import torch.distributed as dist
@@ -79,6 +83,7 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
             arguments = dict.fromkeys(range(num_ranks), (*_ENDS_WITH_PARENT, *command))
             specs = multiprocessing.DefaultLogsSpecs(log_dir=logs)
             context = multiprocessing.start_processes("slipstream", sys.executable, arguments, environments, specs)
+            asked = _pass_stop_signals_on(context)
             ended = _wait(context)
         except multiprocessing.SignalException as interruption:
             if interruption.sigval == signal.SIGINT:
@@ -89,6 +94,10 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
             if context is not None:
                 context.close(timeout=_SECONDS_TO_END)
         del store
+        if asked and any(code == -asked[0] for code in ended.values()):
+            raise StoppedRunError(
+                f"{signal.Signals(asked[0]).name} ended the ranks before they could save anything new"
+            )
         _raise_first_cause(ended, {rank: Path(file) for rank, file in context.error_files.items()})
 
 
@@ -118,13 +127,34 @@ def _quiet_with_own_signals() -> Iterator[None]:
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    replaced = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STOP_SIGNALS}
+    handlers = {each: signal.getsignal(each) for each in replaced}
     try:
         yield
     finally:
         logger.setLevel(level)
         for name, handler in handlers.items():
             signal.signal(name, handler)
+
+
+def _pass_stop_signals_on(context: SubprocessContext) -> list[int]:
+    """Sends requests to stop to the ranks, which save and end; returns the list of those that have come. A second one
+    ends the ranks at once, as Ctrl-C does."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    came: list[int] = []
+
+    def take(number: int, _frame: object) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise SignalException(f"{signal.Signals(number).name} came twice", signal.Signals(number))
+        for pid in context.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    for each in STOP_SIGNALS:
+        signal.signal(each, take)
+    return came
 
 
 def _wait(context: SubprocessContext) -> dict[int, int]:

@@ -158,8 +158,8 @@ class RankGroup:
             which = f"rank {others[0]}, which" if len(others) == 1 else f"ranks {', '.join(others)}, of which one"
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise LostRankError(
-                f"rank {self.global_ranks[self.rank]} waited in {what} for {which} has ended or doesn't answer; see its "
-                f"own last lines ({reason})"
+                f"rank {self.global_ranks[self.rank]} waited in {what} for {which} has ended or doesn't answer; see "
+                f"its own last lines ({reason})"
             ) from error
 
     def _count(self, name: str, tensor: Tensor) -> None:

@@ -6,6 +6,7 @@ from slipstream.launch import Progress, has_launcher, launch_ranks, make_console
 from slipstream.training.config import Config
 from slipstream.training.device_choice import check_machine
 from slipstream.training.preflight import preflight
+from slipstream.training.restarts import launch_with_restarts
 from slipstream.training.run_folder import RunFolder
 
 
@@ -14,7 +15,8 @@ def start_training(config: Config) -> None:
 
     Raises:
         SlipstreamError: for bad input, before a rank is started.
-        RankFailedError: if a rank ended early.
+        RankFailedError: if a rank ended early, after `training.max_restarts` more starts.
+        StoppedRunError: if the run was asked to stop.
     """
     if has_launcher():
         from slipstream.training.training_rank import join_run
@@ -25,7 +27,7 @@ def start_training(config: Config) -> None:
     check_machine(config)
     preflight(config, progress).write()
     progress.say("starting 1 rank" if num_ranks == 1 else f"starting {num_ranks} ranks")
-    launch_ranks(["-m", "slipstream.training.training_rank", str(folder.config)], num_ranks)
+    launch_with_restarts(folder, num_ranks, config.training.max_restarts, progress)
     if config.training.single_process_steps:
         _compare(folder, progress)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import NonFiniteError
-from slipstream.launch import Progress
+from slipstream.errors import NonFiniteError, StoppedRunError
+from slipstream.launch import Progress, StopRequest
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
 from slipstream.timeline import Timeline
@@ -39,12 +39,12 @@ from slipstream.training.training_step import autocast, make_optimizer, make_sch
 class Trainer:
     """One rank of a run whose inputs are in the run folder; every rank makes one and calls `run`."""
 
-    def __init__(self, config: Config, device: torch.device, progress: Progress) -> None:
+    def __init__(self, config: Config, device: torch.device, progress: Progress, stop: StopRequest) -> None:
         """Builds this rank's part of the model, and restores the checkpoint that the run resumes from, if any.
 
         Collective.
         """
-        self._config, self._device, self._progress = config, device, progress
+        self._config, self._device, self._progress, self._stop = config, device, progress, stop
         training, section, world = config.training, config.checkpoint, RankGroup(dist.group.WORLD)
         self._folder = RunFolder(training.output)
         self._checkpoints = Checkpoints(self._folder.checkpoints, world, section.keep, section.keep_every, progress.say)
@@ -84,6 +84,8 @@ class Trainer:
                 "auto tries orders or slices in the first steps, 29 at most; the first search of an installation "
                 "compiles its code, for half a minute or more"
             )
+        if asked := next(filter(None, RankGroup(dist.group.WORLD).gather(self._stop.name)), ""):
+            raise StoppedRunError(f"{asked} ended the run before its first step; nothing new is to be saved")
         with self._progress.training(self._num_steps) as show, self._failures_noted():
             for step in range(state.step + 1, self._num_steps + 1):
                 was_tuning = self._is_tuning
@@ -92,6 +94,8 @@ class Trainer:
                 if was_tuning and not self._is_tuning:
                     slices = pipe.slices(self._config.training.seq_len)
                     self._progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
+                if self._reporter.asked_to_stop:
+                    self._save_and_stop(step)
                 self._do_what_is_due(step)
             self._checkpoints.close()
         self._reporter.close()
@@ -131,13 +135,24 @@ class Trainer:
         self._state.restore(saved.facts)
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
 
+    def _save(self, step: int) -> None:
+        self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), self._state.facts())
+
+    def _save_and_stop(self, step: int) -> None:
+        """Saves a checkpoint, whether or not one is due, and ends the run by StoppedRunError. Collective."""
+        self._save(step)
+        self._checkpoints.close()
+        self._reporter.close()
+        where = self._checkpoints.saved_text(step)
+        raise StoppedRunError(f"{self._reporter.asked_to_stop} ended the run after step {step}; {where}")
+
     def _do_what_is_due(self, step: int) -> None:
         training, last = self._config.training, step == self._num_steps
         if training.eval_every and (step % training.eval_every == 0 or last):
             self._validate(step)
         every = self._config.checkpoint.every
         if every and (step % every == 0 or last):
-            self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), self._state.facts())
+            self._save(step)
         if training.export_every and step % training.export_every == 0 and not last:
             self._export(self._folder.model_at(step))
 
@@ -162,7 +177,8 @@ class Trainer:
             )
         state.step, state.num_samples = step, state.num_samples + size
         timeline = self._pipe.timeline()
-        return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial), timeline
+        asked = self._stop.name
+        return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial, asked), timeline
 
     def _mine(self, first: int, size: int) -> TokenBatch:
         """Returns this replica's part of a batch; the batch after it can be planned for."""

@@ -103,6 +103,12 @@ class Checkpoints:
         self.wait()
         self._snapshot = Snapshot()
 
+    def saved_text(self, step: int) -> str:
+        """Returns whether the checkpoint of a step is there, as the end of a sentence, and how to go on from it."""
+        if step not in self._steps():
+            return f"its checkpoint could not be saved in {self._folder.path}"
+        return f"it is saved in {self._folder.complete(step)}: go on from there with --checkpoint.resume=latest"
+
     def find(
         self, wanted: int | Literal["latest", "last-good"] = "latest", before: int | None = None
     ) -> SavedCheckpoint | None:
