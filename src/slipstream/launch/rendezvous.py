@@ -155,10 +155,10 @@ class ConnectedRanks:
 
 def _connect(place: RendezvousPoint) -> Store:
     """Returns the store at MASTER_ADDR; each restart by torchrun has separate keys."""
-    listening = {}
+    listening: int | None = None
     try:
         if place.keeps_store and (address := _listening_address(place)):
-            listening["master_listen_fd"] = listen_at(address, place.port).detach()
+            listening = listen_at(address, place.port).detach()
         store = dist.TCPStore(  # type: ignore[attr-defined]
             place.address,
             place.port,
@@ -166,7 +166,7 @@ def _connect(place: RendezvousPoint) -> Store:
             is_master=place.keeps_store,
             timeout=timedelta(seconds=place.seconds),
             wait_for_workers=False,
-            **listening,
+            master_listen_fd=listening,
         )
     except (RuntimeError, OSError) as error:
         raise SlipstreamError(_describe_silence(place, str(error).splitlines()[0])) from error
