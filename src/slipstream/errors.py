@@ -10,12 +10,24 @@ class SlipstreamError(ValueError):
     """Bad input, found before anything runs. The command line prints it and exits with code 2."""
 
 
+class NonFiniteError(RuntimeError):
+    """Losses, gradients or weights are infinite or not numbers. The command line prints it and exits with code 3."""
+
+
+class StoppedRunError(RuntimeError):
+    """A run was asked to stop, and has; the message says how it goes on. The command line exits with code 75."""
+
+
 class RankFailedError(RuntimeError):
     """A rank ended early; the message names the rank and the cause."""
 
 
 class InterruptedRunError(RuntimeError):
     """Ctrl-C ended a run that can go on; the message says how."""
+
+
+class LostRankError(RankFailedError):
+    """Another rank ended, or doesn't answer; the message says what this one waited for."""
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -133,12 +133,27 @@ def test_a_killed_rank_ends_the_other_and_is_named(script: list[str], tmp_path: 
 def test_the_ranks_end_with_their_launcher(script: list[str], tmp_path: Path, name: str) -> None:
     parent = start_parent(script, "wait")
     pids = rank_pids(tmp_path)
+    connections = [each for pid in (parent.pid, *pids) for each in psutil.Process(pid).net_connections()]
+    listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}  # nobody on another machine reaches the store or a rank
     parent.send_signal(getattr(signal, name))
     _, errors = parent.communicate(timeout=10)
     assert parent.returncode != 0
     assert_gone(pids, seconds=10)
     if name == "SIGINT":
         assert errors.strip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems can't end a process with its parent")
+def test_ranks_that_still_import_end_with_their_launcher(tmp_path: Path) -> None:
+    """An import may hold the interpreter for seconds, in which no thread of it looks for the parent."""
+    write = "pathlib.Path(sys.argv[1], 'pid' + os.environ['RANK']).write_text(str(os.getpid()))"
+    rank = f"import ctypes, os, pathlib, sys; {write}; ctypes.PyDLL(None).sleep(1000)"  # holds the interpreter
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, "-c", rank, str(tmp_path)])
+    pids = rank_pids(tmp_path)
+    parent.kill()
+    parent.wait()
+    assert_gone(pids, seconds=2)
 
 
 def test_ranks_get_the_memory_settings_and_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

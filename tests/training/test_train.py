@@ -237,10 +237,29 @@ def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: RunFolder
     assert not output.path.exists()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(config: Path) -> None:
-    result = train(2, config, "--optimizer.lr=1e30", "--optimizer.clip_norm=null")
-    assert result.returncode == 2
-    assert "lower optimizer.lr (now 1e+30)" in result.stderr.splitlines()[-1]
+def test_a_loss_that_is_not_finite_stops_the_run(config: Path, output: RunFolder) -> None:
+    """It has an exit code of its own. What fails twice in one step goes further back."""
+    poisoned = ["--optimizer.lr=1e30", "--optimizer.clip_norm=null", "--checkpoint.every=1"]
+    starts = [0, 1, 0]
+    for number, started_after in enumerate(starts):
+        resume = ["--checkpoint.resume=last-good"] if number else []
+        result = train(2, config, *poisoned, *resume)
+        assert result.returncode == 3, result.stderr
+        assert "lower optimizer.lr (now 1e+30)" in result.stderr.splitlines()[-1]
+        assert ("resumed after step 1" in result.stdout) == (started_after == 1)
+        assert ("only a checkpoint before step 1 is good" in result.stdout) == (number == 2)
+    lines = [json.loads(line) for line in output.failures.read_text().splitlines()]
+    assert lines == [{"step": 2, "started_after": started_after} for started_after in starts]
+
+
+def test_a_model_that_is_not_finite_is_not_exported(config: Path, output: RunFolder) -> None:
+    """The loss of its last step was, but the update after it overflows."""
+    poisoned = ["--optimizer.lr=3e37", "--optimizer.warmup_steps=0", "--optimizer.weight_decay=10"]
+    large = ["--model.config.initializer_range=1.0", "--training.steps=1", "--training.eval_every=0"]
+    result = train(2, config, *poisoned, *large)
+    assert result.returncode == 3, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: the model is not exported: model.")
+    assert not output.model.exists()
 
 
 @contextmanager
@@ -302,4 +321,48 @@ def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFo
     else:
         assert process.returncode == 1
         assert last.startswith("error: rank ")
+        assert "rank 0 says: " in errors
+        assert "Traceback" not in errors
         assert last.endswith("was ended by SIGKILL; the other ranks were stopped")
+
+
+def start(config: Path, output: RunFolder, *settings: str) -> subprocess.Popen[str]:
+    """A run of `slipstream train` with two ranks, of which some steps have run."""
+    command = [*TRAIN, str(config), "--training.eval_every=0", "--training.export_every=0", *settings]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + LIMIT
+    while not (output.metrics.exists() and output.metrics.read_text().count("\n") > 25):
+        assert time.monotonic() < deadline, "training didn't start"
+        time.sleep(0.05)
+    return process
+
+
+def test_a_run_that_is_asked_to_stop_saves_its_step(config: Path, output: RunFolder) -> None:
+    """With no checkpoints otherwise; what it saves is a checkpoint to go on from."""
+    process = start(config, output, "--training.steps=100000")
+    ranks = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75
+    step = read_metrics(output)[0][-1]["step"]
+    folder = output.checkpoints / f"step-{step:08}"
+    assert errors.strip().splitlines()[-1] == (
+        f"SIGTERM ended the run after step {step}; it is saved in {folder}: go on from there with "
+        "--checkpoint.resume=latest"
+    )
+    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+    settings = ["--checkpoint.resume=latest", f"--training.steps={step + 1}", "--sample.prompt=null"]
+    resumed = train(2, config, *settings)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed after step {step}" in resumed.stdout
+
+
+def test_a_run_is_started_again_after_a_crash(config: Path, output: RunFolder) -> None:
+    settings = ["--training.max_restarts=1", "--checkpoint.every=10", "--training.steps=300", "--sample.prompt=null"]
+    process = start(config, output, *settings)
+    os.kill(psutil.Process(process.pid).children()[1].pid, signal.SIGKILL)
+    text, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "was ended by SIGKILL; the other ranks were stopped\nrestart 1 of 1 in 1 s, from the last good" in text
+    assert "resumed after step" in text
+    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 301))

@@ -9,9 +9,17 @@ from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
 from slipstream.cli.train import train
-from slipstream.errors import InterruptedRunError, RankFailedError, SlipstreamError
+from slipstream.errors import (
+    InterruptedRunError,
+    NonFiniteError,
+    RankFailedError,
+    SlipstreamError,
+    StoppedRunError,
+)
 
 _INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
+
+_STOPPED = 75  # sysexits.h calls it a temporary failure: to be tried again
 
 app = typer.Typer(
     help="Pipeline-parallel training of causal language models with token slices.",
@@ -26,7 +34,8 @@ for command in (timeline, check, profile, plan):
 
 
 def main() -> None:
-    """Runs the command. Exits with 0, or with 1 if a rank or a check failed, 2 for bad input, 130 after Ctrl-C.
+    """Runs the command. Exits with 0, or with 1 if a rank or a check failed, 2 for bad input, 3 where numbers of a run
+    aren't finite, 75 where TERM or USR1 asked the run to stop, 130 after Ctrl-C.
 
     An error is the last thing on standard error.
     """
@@ -34,6 +43,10 @@ def main() -> None:
         app()
     except SlipstreamError as error:
         _fail(f"error: {error}", 2)
+    except NonFiniteError as error:
+        _fail(f"error: {error}", 3)
+    except StoppedRunError as ending:
+        _fail(str(ending), _STOPPED)
     except RankFailedError as error:
         _fail(f"error: {error}", 1)
     except InterruptedRunError as interruption:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -13,12 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import RankFailedError, SlipstreamError
+from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
+from slipstream.launch.network import listen_at
 from slipstream.launch.slurm import is_task
+from slipstream.launch.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SubprocessContext
@@ -27,7 +30,23 @@ if TYPE_CHECKING:
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PARENT = "SLIPSTREAM_PARENT"
+_LOOPBACK = "127.0.0.1"
+_PASSED_ON: dict[str, type[Exception]] = {
+    each.__name__: each for each in (SlipstreamError, NonFiniteError, StoppedRunError)
+}
+_KINDS = {**_PASSED_ON, RankFailedError.__name__: RankFailedError}  # whose messages need no traceback
+# Linux ends a process at the death of its parent if that is asked for, at any moment of its life, its imports included.
+# What a process has asked for stays when it becomes another program.
+_ASK = f"""
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(os.environ["{_PARENT}"]):
+    os._exit(1)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+_ENDS_WITH_PARENT = ["-I", "-S", "-c", _ASK] if sys.platform == "linux" else []
 _POLL_SECONDS = 0.1
+_SECONDS_TO_SAY = 1  # what a rank waited for, after another has failed
 _SECONDS_TO_END = 3  # between asking ranks to end and killing them
 
 
@@ -43,21 +62,28 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
 
     Raises:
         RankFailedError: if a rank failed; the message has the first cause.
-        SlipstreamError: if the first cause was one.
+        SlipstreamError, NonFiniteError: if the first cause was one.
+        StoppedRunError: if the ranks have ended as TERM or USR1 asked them to; both are passed on to them.
         KeyboardInterrupt: after Ctrl-C.
     """
     import torch.distributed as dist
     from torch.distributed.elastic import multiprocessing
 
-    # The parent keeps the store, so that the port is free: the system chose it.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    environments = {rank: _environment(rank, num_ranks, store.port) for rank in range(num_ranks)}
+    # The parent keeps the store, so that the port is free: the system chose it. By itself the store would listen on all
+    # interfaces, and it lets anybody who reaches it write.
+    listening = listen_at(_LOOPBACK)
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    environments = {rank: _environment(rank, num_ranks, port) for rank in range(num_ranks)}
     with tempfile.TemporaryDirectory(prefix="slipstream-") as logs, _quiet_with_own_signals():
         context: Any = None
         try:
-            arguments = dict.fromkeys(range(num_ranks), tuple(command))
+            arguments = dict.fromkeys(range(num_ranks), (*_ENDS_WITH_PARENT, *command))
             specs = multiprocessing.DefaultLogsSpecs(log_dir=logs)
             context = multiprocessing.start_processes("slipstream", sys.executable, arguments, environments, specs)
+            asked = _pass_stop_signals_on(context)
             ended = _wait(context)
         except multiprocessing.SignalException as interruption:
             if interruption.sigval == signal.SIGINT:
@@ -67,6 +93,11 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave orphans
             if context is not None:
                 context.close(timeout=_SECONDS_TO_END)
+        del store
+        if asked and any(code == -asked[0] for code in ended.values()):
+            raise StoppedRunError(
+                f"{signal.Signals(asked[0]).name} ended the ranks before they could save anything new"
+            )
         _raise_first_cause(ended, {rank: Path(file) for rank, file in context.error_files.items()})
 
 
@@ -78,7 +109,7 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         chosen["GLOO_SOCKET_IFNAME"] = min(loopback)
     return {
         **{name: os.environ.get(name, value) for name, value in chosen.items()},
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -96,7 +127,8 @@ def _quiet_with_own_signals() -> Iterator[None]:
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    replaced = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STOP_SIGNALS}
+    handlers = {each: signal.getsignal(each) for each in replaced}
     try:
         yield
     finally:
@@ -105,32 +137,62 @@ def _quiet_with_own_signals() -> Iterator[None]:
             signal.signal(name, handler)
 
 
+def _pass_stop_signals_on(context: SubprocessContext) -> list[int]:
+    """Sends requests to stop to the ranks, which save and end; returns the list of those that have come. A second one
+    ends the ranks at once, as Ctrl-C does."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    came: list[int] = []
+
+    def take(number: int, _frame: object) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise SignalException(f"{signal.Signals(number).name} came twice", signal.Signals(number))
+        for pid in context.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    for each in STOP_SIGNALS:
+        signal.signal(each, take)
+    return came
+
+
 def _wait(context: SubprocessContext) -> dict[int, int]:
-    """Waits until all ranks have ended or one has failed; returns the exit codes of those that have ended."""
-    while True:
-        codes = {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
-        ended = {rank: code for rank, code in codes.items() if code is not None}
-        if len(ended) == len(codes) or any(ended.values()):
-            return ended
+    """Waits until all ranks have ended, or until shortly after one has failed, so that others can say what they waited
+    for; returns the exit codes of those that have ended, in this order."""
+    ended: dict[int, int] = {}
+    deadline = math.inf
+    while len(ended) < len(context.subprocess_handlers) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+        for rank, handler in context.subprocess_handlers.items():
+            code = handler.proc.poll()
+            if code is not None:
+                ended.setdefault(rank, code)
+        if any(ended.values()):
+            deadline = min(deadline, time.monotonic() + _SECONDS_TO_SAY)
+    return ended
 
 
 def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> None:
     """Raises the error that came first, if there was one.
 
-    A rank that was killed wrote no error, and its neighbours' broken connections are only a consequence.
+    A rank that was killed wrote no error, and its neighbours' broken connections are only a consequence, which is
+    written before.
     A rank that raised an error wrote when; its neighbours may have noticed and ended before it did.
     """
     errors = {rank: json.loads(file.read_text()) for rank, file in error_files.items() if file.exists()}
     silent = {rank: code for rank, code in ended.items() if code != 0 and rank not in errors}
     if silent:
-        rank, code = min(silent.items())
+        for survivor, error in sorted(errors.items()):
+            if error["kind"] == RankFailedError.__name__:
+                sys.stderr.write(f"rank {survivor} says: {error['message']}\n")
+        rank, code = next(iter(silent.items()))
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped")
     if errors:
         rank, error = min(errors.items(), key=lambda item: item[1]["time"])
-        if error["user_error"]:
-            raise SlipstreamError(error["message"])
+        if error["kind"] in _PASSED_ON:
+            raise _PASSED_ON[error["kind"]](error["message"])
         raise RankFailedError(f"rank {rank} failed; the other ranks were stopped\n{error['message']}")
 
 
@@ -148,10 +210,10 @@ def reported_to_the_launcher() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        user_error = isinstance(error, SlipstreamError)
-        message = str(error) if user_error else traceback.format_exc().rstrip()
+        kind = next((name for name, each in _KINDS.items() if isinstance(error, each)), "")
+        message = str(error) if kind else traceback.format_exc().rstrip()
         # torch reads "message" from such files
-        report = {"message": message, "time": time.time(), "user_error": user_error}
+        report = {"message": message, "time": time.time(), "kind": kind}
         part = Path(os.environ[_ERROR_FILE] + ".part")
         part.write_text(json.dumps(report))
         part.replace(os.environ[_ERROR_FILE])

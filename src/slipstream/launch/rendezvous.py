@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch.agreement import differences, name_ranks, ranks_by_value
-from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
+from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback, listen_at
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -38,6 +38,7 @@ class RendezvousPoint:
     keeps_store: bool  # torchrun's agent keeps it for its ranks; otherwise rank 0 does
     attempt: str
     seconds: float
+    is_one_machine: bool = False  # whether all ranks run here
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RendezvousPoint:
@@ -48,7 +49,8 @@ class RendezvousPoint:
         try:
             rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-            return cls(rank, world_size, address, port, keeps_store and rank == 0, attempt, seconds)
+            is_one_machine = environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]
+            return cls(rank, world_size, address, port, keeps_store and rank == 0, attempt, seconds, is_one_machine)
         except KeyError as missing:
             raise SlipstreamError(
                 f"RANK and WORLD_SIZE are set, but {missing} is not; start with torchrun or srun, which set it, or "
@@ -110,6 +112,14 @@ class ConnectedRanks:
     def __str__(self) -> str:
         return name_ranks(range(self.place.world_size), self.hosts)
 
+    def describe_store(self) -> str:
+        """Returns where rank 0 keeps the store, which lets whoever reaches it write; "" where torchrun keeps it."""
+        if not self.place.keeps_store:
+            return ""
+        address = _listening_address(self.place)
+        where = f"{address} ({find_interface(address)})" if address else "all interfaces"
+        return f"their store listens at {where}, port {self.place.port}"
+
     def gather(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all ranks, anything that JSON has; raises SlipstreamError that names missing ranks."""
         keys = [f"{name}/{rank}" for rank in range(self.place.world_size)]
@@ -145,7 +155,10 @@ class ConnectedRanks:
 
 def _connect(place: RendezvousPoint) -> Store:
     """Returns the store at MASTER_ADDR; each restart by torchrun has separate keys."""
+    listening: int | None = None
     try:
+        if place.keeps_store and (address := _listening_address(place)):
+            listening = listen_at(address, place.port).detach()
         store = dist.TCPStore(  # type: ignore[attr-defined]
             place.address,
             place.port,
@@ -153,10 +166,21 @@ def _connect(place: RendezvousPoint) -> Store:
             is_master=place.keeps_store,
             timeout=timedelta(seconds=place.seconds),
             wait_for_workers=False,
+            master_listen_fd=listening,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise SlipstreamError(_describe_silence(place, str(error).splitlines()[0])) from error
     return dist.PrefixStore(f"slipstream/{place.attempt}", store)  # type: ignore[attr-defined]
+
+
+def _listening_address(place: RendezvousPoint) -> str:
+    """Returns the address of the one interface at which the other ranks reach rank 0's store; "" where only they know.
+
+    That is where MASTER_ADDR leads back to this machine by the loopback interface (Debian's /etc/hosts gives the host's
+    name to it) although ranks run on others: then the store has to listen on all interfaces.
+    """
+    address = address_towards(place.address, place.port)
+    return "" if is_loopback(address) and not place.is_one_machine else address
 
 
 def _describe_silence(place: RendezvousPoint, reason: str) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.errors import RankFailedError
 from slipstream.model import Tensors, TensorSpec
 from slipstream.schedule import Action, Op
 
@@ -42,7 +43,7 @@ class SkipSend(NamedTuple):
 Message = Action | SkipSend  # what a SEND on both ends is known by
 
 
-class TransportError(RuntimeError):
+class TransportError(RankFailedError):
     """Raised where another message came than expected, or none: names what was expected and what came."""
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import atexit
 import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
+
+from slipstream.errors import LostRankError
 
 # torch 2.13's names, and the older ones that it deprecates
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,14 +100,16 @@ class RankGroup:
             return tensor[None]
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self._count("all_gather", gathered)
-        _all_gather(gathered.view(-1), tensor.contiguous().view(-1), group=self.process_group)
+        with self._loss_named("an all-gather"):
+            _all_gather(gathered.view(-1), tensor.contiguous().view(-1), group=self.process_group)
         return gathered
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Returns this rank's part (*shape) of the sum over the ranks of (size, *shape). Collective."""
         mine, work = self.start_reduce_scatter(tensor)
         if work is not None:
-            work.wait()
+            with self._loss_named("a reduce-scatter"):
+                work.wait()
         return mine
 
     def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, dist.Work | None]:
@@ -121,13 +127,15 @@ class RankGroup:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
+        with self._loss_named("an exchange of values"):
+            dist.all_gather_object(values, value, group=self.process_group)
         return values
 
     def barrier(self) -> None:
         """Waits until all ranks are here. Collective."""
         if self.size > 1:
-            dist.barrier(group=self.process_group)
+            with self._loss_named("a barrier"):
+                dist.barrier(group=self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
         return self  # a copy of a module communicates with the same ranks
@@ -136,8 +144,23 @@ class RankGroup:
         if self.size == 1:
             return None
         self._count("all_reduce", tensor)
-        work: dist.Work | None = dist.all_reduce(tensor, op, group=self.process_group, async_op=not wait)
+        with self._loss_named("an all-reduce"):
+            work: dist.Work | None = dist.all_reduce(tensor, op, group=self.process_group, async_op=not wait)
         return work
+
+    @contextmanager
+    def _loss_named(self, what: str) -> Iterator[None]:
+        """Turns an error of gloo or NCCL, which the end of another rank causes, into one that says so."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = [str(rank) for place, rank in enumerate(self.global_ranks) if place != self.rank]
+            which = f"rank {others[0]}, which" if len(others) == 1 else f"ranks {', '.join(others)}, of which one"
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise LostRankError(
+                f"rank {self.global_ranks[self.rank]} waited in {what} for {which} has ended or doesn't answer; see "
+                f"its own last lines ({reason})"
+            ) from error
 
     def _count(self, name: str, tensor: Tensor) -> None:
         self.calls[name] += 1

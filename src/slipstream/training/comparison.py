@@ -37,9 +37,11 @@ class UnslicedModel(torch.nn.Module):
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__()
         if config.model.pretrained:
-            self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+            self.model = AutoModelForCausalLM.from_pretrained(
+                config.model.path, dtype=torch.float32, trust_remote_code=False
+            )
         else:
-            model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
+            model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
             self.model = AutoModelForCausalLM.from_config(model_config)
         self.model.to(device).train()
         self.device = device

@@ -29,7 +29,7 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     }
     if config.model.pretrained:
         return Pipeline.from_pretrained(str(config.model.path), **settings)
-    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
+    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
     return Pipeline.from_config(model_config, seed=config.training.seed, **settings)
 
 

@@ -147,7 +147,7 @@ def _request(config: Config, sequences: Sequences) -> StartRequest:
 def _plan(
     config: Config, request: StartRequest, options: PipelineOptions, device: torch.device, progress: Progress
 ) -> tuple[JointPlan, StageRates]:
-    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs)
+    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
     ranks, num_ranks = Ranks.of(make_mesh_of(config, device)), config.pipeline.num_ranks
     anatomy = ranks.decided(lambda: find_anatomy(model_config))
     vocabulary = ranks.decided(

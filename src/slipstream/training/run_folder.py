@@ -8,6 +8,7 @@ output/
   plan.yaml            the plan that was made where the configuration left it open, as a configuration of another run
   plan.txt             the planned order, which plan.yaml names
   metrics.jsonl        one line per step, and one per validation
+  failures.jsonl       one line for each time that numbers were not finite
   schedule.txt         the order in which the last steps ran, sends and receives included
   timeline.png         the last step as it was measured
   timeline.json        the same for ui.perfetto.dev and chrome://tracing
@@ -36,6 +37,7 @@ class RunFolder:
         self.plan = path / "plan.yaml"
         self.planned_schedule = path / "plan.txt"
         self.metrics = path / "metrics.jsonl"
+        self.failures = path / "failures.jsonl"
         self.schedule = path / "schedule.txt"
         self.timeline = path / "timeline.png"
         self.perfetto = path / "timeline.json"
@@ -60,7 +62,7 @@ class RunFolder:
         model_files = [self.path / "config.json", *sorted(self.path.glob("*.safetensors"))]
         folders = [*self.exports(), self.inputs, self.tensorboard, *([] if adopts_checkpoints else [self.checkpoints])]
         results = (self.schedule, self.timeline, self.perfetto, self.comparison)
-        files = (self.config, self.plan, self.planned_schedule, self.metrics, *results)
+        files = (self.config, self.plan, self.planned_schedule, self.metrics, self.failures, *results)
         paths = [*model_files, *files, *folders]
         return next((found for path in paths if (found := self.listed.find_unlisted(path))), None)
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
+from slipstream.errors import NonFiniteError
 from slipstream.launch import Progress
+from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.timeline import Timeline, draw_timelines, save_trace
-from slipstream.training.config import Config, SampleSection
+from slipstream.training.checkpoint.finite import describe_non_finite, is_finite
+from slipstream.training.config import Config
+from slipstream.training.data import load_tokenizer
 from slipstream.training.run_folder import RunFolder
 
 
@@ -24,31 +29,44 @@ def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder,
         progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
 
 
-def export(pipe: Pipeline, run: RunFolder, folder: Path, progress: Progress) -> None:
+def export(pipe: Pipeline, run: RunFolder, folder: Path, progress: Progress, trusts_code: bool) -> None:
     """Writes the whole model and its tokenizer to `folder` inside of the run's, as
-    `AutoModelForCausalLM.from_pretrained` loads them. Collective."""
+    `AutoModelForCausalLM.from_pretrained` loads them. Collective.
+
+    Raises NonFiniteError, on all ranks, where a weight isn't finite.
+    """
+    _refuse_non_finite(pipe)
     if pipe.leads:
         run.listed.add_folder(folder)
     pipe.save_pretrained(folder)
     if pipe.leads:
-        AutoTokenizer.from_pretrained(run.inputs).save_pretrained(folder)
+        load_tokenizer(str(run.inputs), trusts_code).save_pretrained(folder)
         run.listed.itemise(folder)
         progress.say(f"exported to {folder}")
+
+
+def _refuse_non_finite(pipe: Pipeline) -> None:
+    poisoned = next((each.name for each in pipe.parameter_shards() if not is_finite(each.parameter.detach())), None)
+    found = [name for name in RankGroup(dist.group.WORLD).gather(poisoned) if name is not None]
+    if found:
+        raise NonFiniteError(f"the model is not exported: {describe_non_finite(found[0])}")
 
 
 def write_sample(pipe: Pipeline, config: Config, progress: Progress) -> None:
     """Lets rank 0 load the export and continue the prompt, if there is one."""
     sample = config.sample
     if pipe.leads and sample.prompt is not None:
-        text = _continue_text(RunFolder(config.training.output).model, sample, config.training.seed)
+        text = _continue_text(RunFolder(config.training.output).model, config)
         progress.say(f"\nthe exported model continues {sample.prompt!r}:\n{text}\n")
 
 
-def _continue_text(folder: Path, sample: SampleSection, seed: int) -> str:
+def _continue_text(folder: Path, config: Config) -> str:
     """Returns the prompt and its continuation by the model in `folder`, loaded as anybody would load it."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    sample, trusts_code = config.sample, config.model.trust_remote_code
+    tokenizer = load_tokenizer(str(folder), trusts_code)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trusts_code)
     prompt = tokenizer(sample.prompt, return_tensors="pt", return_token_type_ids=False)
-    torch.manual_seed(seed)
+    torch.manual_seed(config.training.seed)
     how = {"do_sample": True, "temperature": sample.temperature} if sample.temperature else {"do_sample": False}
     tokens = model.generate(**prompt, max_new_tokens=sample.max_new_tokens, pad_token_id=tokenizer.eos_token_id, **how)
     return str(tokenizer.decode(tokens[0], skip_special_tokens=True))

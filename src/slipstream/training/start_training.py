@@ -12,6 +12,7 @@ from slipstream.training.config import Config
 from slipstream.training.device_choice import check_machine
 from slipstream.training.ownership import FolderLock
 from slipstream.training.preflight import preflight
+from slipstream.training.restarts import launch_with_restarts
 from slipstream.training.run_folder import RunFolder
 
 
@@ -20,7 +21,8 @@ def start_training(config: Config) -> None:
 
     Raises:
         SlipstreamError: for bad input, before a rank is started.
-        RankFailedError: if a rank ended early.
+        RankFailedError: if a rank ended early, after `training.max_restarts` more starts.
+        StoppedRunError: if the run was asked to stop.
         InterruptedRunError: after Ctrl-C, where there is a checkpoint to go on from; KeyboardInterrupt where not.
     """
     if has_launcher():
@@ -36,7 +38,7 @@ def start_training(config: Config) -> None:
     with FolderLock(folder.path, progress.say), _said_how_to_go_on(folder):
         inputs.write()
         progress.say("starting 1 rank" if num_ranks == 1 else f"starting {num_ranks} ranks")
-        launch_ranks(["-m", "slipstream.training.training_rank", str(folder.config)], num_ranks)
+        launch_with_restarts(folder, num_ranks, config.training.max_restarts, progress)
         if config.training.single_process_steps:
             _compare(folder, progress)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress
+from slipstream.errors import NonFiniteError, StoppedRunError
+from slipstream.launch import Progress, StopRequest
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
 from slipstream.timeline import Timeline
@@ -25,6 +28,7 @@ from slipstream.training.data import (
     spread_batches,
     unigram_entropy,
 )
+from slipstream.training.failure_log import FailureLog
 from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord
 from slipstream.training.planned_start import facts_of_documents, start_settings
 from slipstream.training.run_folder import RunFolder
@@ -35,12 +39,12 @@ from slipstream.training.training_step import autocast, count_steps, make_optimi
 class Trainer:
     """One rank of a run whose inputs are in the run folder; every rank makes one and calls `run`."""
 
-    def __init__(self, config: Config, device: torch.device, progress: Progress) -> None:
+    def __init__(self, config: Config, device: torch.device, progress: Progress, stop: StopRequest) -> None:
         """Builds this rank's part of the model, and restores the checkpoint that the run resumes from, if any.
 
         Collective.
         """
-        self._config, self._device, self._progress = config, device, progress
+        self._config, self._device, self._progress, self._stop = config, device, progress, stop
         training, section, world = config.training, config.checkpoint, RankGroup(dist.group.WORLD)
         self._folder = RunFolder(training.output)
         self._checkpoints = Checkpoints(self._folder.checkpoints, world, section.keep, section.keep_every, progress.say)
@@ -48,7 +52,8 @@ class Trainer:
             if world.rank == 0:
                 self._folder.listed.add_folder(self._folder.checkpoints)
             self._checkpoints.prepare()
-        saved = None if section.resume == "no" else self._checkpoints.find(section.resume)
+        self._failures = FailureLog(self._folder.failures)
+        saved = self._find_checkpoint(world)
         train = TokenisedText.load(self._folder.inputs, "train")
         self._sequences = sequences_of(train, config.data.packing, training.seq_len, training.seed)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
@@ -81,7 +86,9 @@ class Trainer:
                 "auto tries orders or slices in the first steps, 29 at most; the first search of an installation "
                 "compiles its code, for half a minute or more"
             )
-        with self._progress.training(self._num_steps) as show:
+        if asked := next(filter(None, RankGroup(dist.group.WORLD).gather(self._stop.name)), ""):
+            raise StoppedRunError(f"{asked} ended the run before its first step; nothing new is to be saved")
+        with self._progress.training(self._num_steps) as show, self._failures_noted():
             for step in range(state.step + 1, self._num_steps + 1):
                 was_tuning = self._is_tuning
                 record, timeline = self._train_step(step)
@@ -89,12 +96,36 @@ class Trainer:
                 if was_tuning and not self._is_tuning:
                     slices = pipe.slices(self._config.training.seq_len)
                     self._progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
+                if self._reporter.asked_to_stop:
+                    self._save_and_stop(step)
                 self._do_what_is_due(step)
-        self._checkpoints.close()
+            self._checkpoints.close()
         self._reporter.close()
         draw_last_step(pipe, timeline, self._folder, self._progress)
-        export(pipe, self._folder, self._folder.model, self._progress)
+        self._export(self._folder.model)
         write_sample(pipe, self._config, self._progress)
+
+    def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
+        """Returns the checkpoint to resume from, if any. Collective."""
+        wanted = self._config.checkpoint.resume
+        if wanted != "last-good":
+            return None if wanted == "no" else self._checkpoints.find(wanted)
+        before = world.gather(self._failures.earlier_than() if world.rank == 0 else None)[0]
+        if before is not None:
+            self._progress.say(f"the same step has failed twice: only a checkpoint before step {before} is good")
+        return self._checkpoints.find(wanted, before)
+
+    @contextmanager
+    def _failures_noted(self) -> Iterator[None]:
+        """Adds to the list of failures that numbers aren't finite."""
+        started_after = self._state.step
+        try:
+            yield
+        except NonFiniteError:
+            if self._pipe.leads:
+                self._folder.listed.add(self._folder.failures)
+                self._failures.add(self._state.step + 1, started_after)
+            raise
 
     @property
     def _is_tuning(self) -> bool:
@@ -107,15 +138,29 @@ class Trainer:
         self._state.restore(saved.facts)
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
 
+    def _save(self, step: int) -> None:
+        self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), self._state.facts())
+
+    def _save_and_stop(self, step: int) -> None:
+        """Saves a checkpoint, whether or not one is due, and ends the run by StoppedRunError. Collective."""
+        self._save(step)
+        self._checkpoints.close()
+        self._reporter.close()
+        where = self._checkpoints.saved_text(step)
+        raise StoppedRunError(f"{self._reporter.asked_to_stop} ended the run after step {step}; {where}")
+
     def _do_what_is_due(self, step: int) -> None:
         training, last = self._config.training, step == self._num_steps
         if training.eval_every and (step % training.eval_every == 0 or last):
             self._validate(step)
         every = self._config.checkpoint.every
         if every and (step % every == 0 or last):
-            self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), self._state.facts())
+            self._save(step)
         if training.export_every and step % training.export_every == 0 and not last:
-            export(self._pipe, self._folder, self._folder.model_at(step), self._progress)
+            self._export(self._folder.model_at(step))
+
+    def _export(self, folder: Path) -> None:
+        export(self._pipe, self._folder, folder, self._progress, self._config.model.trust_remote_code)
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""
@@ -128,14 +173,15 @@ class Trainer:
             self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, self._checkpoints.keep
         )
         if training.precision != "fp16" and not math.isfinite(result.loss + result.grad_norm):
-            raise SlipstreamError(
+            raise NonFiniteError(
                 f"the loss of step {step} is {result.loss}, the norm of its gradient {result.grad_norm}; lower "
                 f"optimizer.lr (now {self._config.optimizer.lr}), lengthen optimizer.warmup_steps, or clip with "
                 "optimizer.clip_norm"
             )
         state.step, state.num_samples = step, state.num_samples + size
         timeline = self._pipe.timeline()
-        return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial), timeline
+        asked = self._stop.name
+        return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial, asked), timeline
 
     def _mine(self, first: int, size: int) -> TokenBatch:
         """Returns this replica's part of a batch; the batch after it can be planned for."""

@@ -39,6 +39,9 @@ def join_run(config: Config) -> None:
     Raises:
         SlipstreamError: on every rank, before a model is built, if the ranks don't fit together or preflight failed.
     """
+    stop = launch.StopRequest()
+    stop.listen()
+    config = _resumed_after_restart(config, os.environ)
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(launch.slurm.torchrun_variables(os.environ))
     problem = None  # what keeps this rank from taking part, though others may be ready
@@ -61,9 +64,17 @@ def join_run(config: Config) -> None:
         if is_finished:
             dist.destroy_process_group()
         else:
-            _train(config, device)
+            _train(config, device, stop)
     finally:
         lock.release()
+
+
+def _resumed_after_restart(config: Config, environment: Mapping[str, str]) -> Config:
+    """Returns the configuration of a run that torchrun has started again: it goes on from the last good checkpoint."""
+    if config.checkpoint.resume != "no" or environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return config
+    checkpoint = config.checkpoint.model_copy(update={"resume": "last-good"})
+    return config.model_copy(update={"checkpoint": checkpoint})
 
 
 def check_world_size(config: Config, environment: Mapping[str, str] = os.environ) -> None:
@@ -98,7 +109,7 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
     problem, is_finished = None, False
     run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
     if world.rank == 0:
-        progress.say(f"all ranks connected: {ranks}")
+        progress.say("; ".join(filter(None, [f"all ranks connected: {ranks}", ranks.describe_store()])))
         try:
             inputs = preflight(config, progress)
             is_finished = inputs.is_finished
@@ -140,22 +151,24 @@ def _init_process_group(config: Config, **connection: Any) -> torch.device:
     return device
 
 
-def _train(config: Config, device: torch.device) -> None:
+def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> None:
     disable_progress_bar()  # transformers' bars would write over ours
     if config.model.trust_remote_code:
         trust_remote_code(str(config.model.path))
     torch.manual_seed(config.training.seed)
     progress = launch.Progress(launch.make_console() if dist.get_rank() == 0 else None)
-    Trainer(config, device, progress).run()
+    Trainer(config, device, progress, stop).run()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Trains as one of the local ranks that `start_training` launches: `python -m ... config.yaml`."""
+    """Trains as one of the local ranks that `start_training` launches: `python -m ... config.yaml [SETTINGS]`."""
     with launch.reported_to_the_launcher():
-        config = load_config(Path(sys.argv[1]))
-        _train(config, _init_process_group(config))
+        stop = launch.StopRequest()
+        stop.listen()
+        config = load_config(Path(sys.argv[1]), sys.argv[2:])
+        _train(config, _init_process_group(config), stop)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
@@ -20,3 +21,9 @@ def ended(request: pytest.FixtureRequest) -> CompletedProcess[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_share_layers(ended: CompletedProcess[str], case: str) -> None:
     assert f"passed {case}\n" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-3000:]
+
+
+def test_a_rank_that_is_killed_in_the_self_check_says_nothing_about_the_model(tmp_path: Path) -> None:
+    ended = launch(2, WORKERS / "parallel/lost_in_the_check.py", tmp_path / "said")
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "said").read_text().startswith("rank 0 waited in an all-reduce for rank 1, which has ended")

@@ -24,13 +24,14 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 
 def tensors(seed: int) -> dict[str, Tensor]:
-    """Whole tensors of random bits, such as no arithmetic makes."""
+    """Whole tensors of random bits, denormal numbers and negative zeros among them, but none that isn't finite."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, (shape, dtype) in SHAPES.items():
         size = torch.empty(shape, dtype=dtype).nbytes
         bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-        made[name] = bits.view(dtype).view(shape)
+        value = bits.view(dtype).view(shape)
+        made[name] = torch.where(value.isfinite(), value, torch.zeros_like(value))
     return made
 
 

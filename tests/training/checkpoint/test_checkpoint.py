@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard
 from slipstream.training.checkpoint.saved_checkpoint import ignore_lone_process_warning
@@ -215,6 +217,44 @@ def test_a_full_disk_is_told_and_training_goes_on(run: Run) -> None:
     assert loaded(run.checkpoints) == 3
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_saved(run: Run, value: float) -> None:
+    """A sum of finite elements that overflows is no reason."""
+    run.save(1)
+    large = torch.full((300, 10), 3e38)
+    shards = [TensorShard("large", ParameterShare.whole((300, 10)), large), *pieces(2.0)]
+    run.checkpoints.save(2, shards, {})
+    run.checkpoints.wait()
+    shards[1].tensor[299, 9] = value
+    run.checkpoints.save(3, shards, {})
+    with pytest.raises(NonFiniteError, match=r"step 3 was not saved: rank 0: weight has elements that are infinite or"):
+        run.checkpoints.wait()
+    assert run.names() == ["step-00000001", "step-00000002"]
+
+
+def test_a_checkpoint_that_is_not_finite_is_damaged(run: Run) -> None:
+    """As an earlier version saved it."""
+    run.save(1, 2)
+    folder = run.folder / "step-00000002"
+    data = bytearray((folder / FILE).read_bytes())
+    data[-4:] = struct.pack("<f", float("nan"))
+    (folder / FILE).write_bytes(data)
+    record = read_record(folder / "manifest.json")
+    record["files"][FILE] = [len(data), f"{zlib.crc32(data):08x}"]
+    write_record(folder / "manifest.json", record)
+    with pytest.raises(SlipstreamError, match=rf"step 2 .* is damaged: in {FILE}, .* infinite or not numbers"):
+        run.checkpoints.find()
+    assert loaded(run.checkpoints, "last-good") == 1
+
+
+def test_earlier_ones_are_taken_where_that_is_wanted(run: Run) -> None:
+    run.save(1, 2)
+    found = run.checkpoints.find("last-good", before=2)
+    assert found is not None
+    assert found.step == 1
+    assert run.checkpoints.find("last-good", before=1) is None
+
+
 def test_a_folder_that_is_gone_is_told_and_training_goes_on(run: Run, tmp_path: Path) -> None:
     run.save(1)
     run.folder.rename(tmp_path / "away")
@@ -308,6 +348,37 @@ def test_manifests_of_other_versions_and_of_other_programs(run: Run) -> None:
     write_record(path, record | {"tensors": {"a": 3}})
     with pytest.raises(SlipstreamError, match=r"manifest.json isn't a manifest: "):
         run.checkpoints.find()
+
+
+@pytest.mark.parametrize("boxes", ["none", "half", "outside"])
+def test_a_manifest_without_all_elements_is_damaged(run: Run, boxes: str) -> None:
+    """Nothing, or half, would be loaded silently; also by PyTorch's own reader."""
+    run.save(1)
+    path = run.folder / "step-00000001" / "manifest.json"
+    record = read_record(path)
+    ((file, (offsets, (rows, columns))),) = record["tensors"]["weight"]["boxes"]
+    less = {
+        "none": [],
+        "half": [[file, [offsets, [rows // 2, columns]]]],
+        "outside": [[file, [[5, 0], [rows, columns]]]],
+    }[boxes]
+    record["tensors"]["weight"]["boxes"] = less
+    write_record(path, record)
+    with pytest.raises(SlipstreamError, match=r"step 1 .* is damaged: manifest.json isn't of a whole checkpoint: "):
+        run.checkpoints.find()
+    with pytest.raises(SlipstreamError, match="isn't of a whole checkpoint"):
+        CheckpointReader(run.folder / "step-00000001")
+
+
+def test_a_folder_that_was_renamed_is_not_the_step_it_says(run: Run) -> None:
+    run.save(1, 2)
+    shutil.copytree(run.folder / "step-00000001", run.folder / "step-00000009")
+    words = (
+        r"step 9 .* is damaged: manifest.json is of step 1: the folder was renamed or copied; rename it to step-0{7}1"
+    )
+    with pytest.raises(SlipstreamError, match=words):
+        run.checkpoints.find()
+    assert loaded(run.checkpoints, "last-good") == 2
 
 
 def test_pytorch_reads_it_into_tensors_of_any_program(run: Run) -> None:

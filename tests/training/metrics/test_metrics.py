@@ -45,6 +45,13 @@ def test_lines_are_readable_at_once(tmp_path: Path) -> None:
     file.close()
 
 
+def test_what_json_has_no_number_for_is_null(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(ValidationRecord(3, float("nan"), float("inf")))
+    file.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "validation_loss": null, "perplexity": null}\n'
+
+
 def test_a_resumed_run_keeps_the_lines_before_and_no_others(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     before = [ValidationRecord(step, 1.0, 2.0) for step in (1, 2, 3)]

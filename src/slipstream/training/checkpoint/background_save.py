@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.errors import NonFiniteError
 from slipstream.parallel import RankGroup
 from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
 from slipstream.training.checkpoint.manifest import Manifest, WrittenFile
@@ -29,35 +30,42 @@ class BackgroundSave:
     def __init__(
         self, folder: CheckpointFolder, step: int, facts: Mapping[str, Any], snapshot: Snapshot, group: RankGroup
     ) -> None:
-        self.step, self._warning = step, ""
+        self.step = step
+        self._problem: str | NonFiniteError = ""
         self._folder, self._facts, self._snapshot, self._group = folder, facts, snapshot, group
         # A daemon, so that a run that fails can end although this waits for a rank that is gone.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
 
-    def finish(self) -> str:
-        """Waits for the end; returns a warning or "". Only rank 0 knows whether all is well."""
+    def finish(self) -> str | NonFiniteError:
+        """Waits for the end; returns a warning, or "", or the error of what isn't finite. Only rank 0 knows whether all
+        is well."""
         self._thread.join()
-        return self._warning
+        return self._problem
 
     def _run(self) -> None:
         rank = self._group.rank
         try:
             written = self._group.gather(self._write())
-            problems = [f"rank {rank}: {result}" for rank, result in enumerate(written) if isinstance(result, str)]
+            problems = {at: result for at, result in enumerate(written) if isinstance(result, str | NonFiniteError)}
             if problems:
-                self._warning = f"the checkpoint of step {self.step} was not saved: {'; '.join(problems)}"
+                texts = "; ".join(f"rank {at}: {result}" for at, result in problems.items())
+                text = f"the checkpoint of step {self.step} was not saved: {texts}"
+                is_poisoned = any(isinstance(result, NonFiniteError) for result in problems.values())
+                self._problem = NonFiniteError(text) if is_poisoned else text
             elif rank == 0:
-                self._commit([file for file in written if file is not None])
+                self._commit([file for file in written if isinstance(file, WrittenFile)])
         except Exception as error:  # `finish` returns it: training continues without this checkpoint
-            self._warning = f"the checkpoint of step {self.step} was not saved: rank {rank}: {describe_error(error)}"
+            self._problem = f"the checkpoint of step {self.step} was not saved: rank {rank}: {describe_error(error)}"
 
-    def _write(self) -> WrittenFile | str | None:
+    def _write(self) -> WrittenFile | NonFiniteError | str | None:
         """Writes this rank's file, if there is anything to write; returns what is in it, or what prevented that."""
         part = self._folder.part(self.step)
         try:
             part.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, but a network's disk may not show it yet
             return self._snapshot.write(part)
+        except NonFiniteError as error:
+            return error
         except Exception as error:  # all ranks get to know
             return describe_error(error)
 
@@ -71,7 +79,7 @@ class BackgroundSave:
         try:
             self._folder.retire()
         except OSError as error:
-            self._warning = f"the checkpoint of step {self.step} is saved, but no older one was removed: {error}"
+            self._problem = f"the checkpoint of step {self.step} is saved, but no older one was removed: {error}"
 
 
 def _wait_for(path: Path, digest: FileDigest) -> None:

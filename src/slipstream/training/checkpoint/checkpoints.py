@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import RankGroup
 from slipstream.training.checkpoint.background_save import BackgroundSave, describe_error
 from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
-from slipstream.training.checkpoint.manifest import Manifest
+from slipstream.training.checkpoint.finite import describe_non_finite, find_non_finite
+from slipstream.training.checkpoint.manifest import MANIFEST, Manifest
 from slipstream.training.checkpoint.saved_checkpoint import SavedCheckpoint
 from slipstream.training.checkpoint.snapshot import Snapshot
 from slipstream.training.checkpoint.tensor_shard import TensorShard
@@ -26,8 +27,9 @@ class Checkpoints:
 
     A save is written while training continues. Before the optimizer next changes what is saved, call `keep`: it copies
     to host memory what isn't written by then, which takes up to as much memory as all the shards that this rank writes.
-    A save that fails is reported by the next `save`, `wait` or `close`; earlier checkpoints stay as they are. After an
-    exception, when not all ranks come to `close`, leave it out: the threads end with the process, and what they had
+    A save that fails is reported by the next `save`, `wait` or `close`; earlier checkpoints stay as they are. Where it
+    failed as something isn't finite, these raise NonFiniteError: no training can go on from there. After an exception,
+    when not all ranks come to `close`, leave it out: the threads end with the process, and what they had
     written isn't taken for a checkpoint.
 
     Every method is collective over `world`, unless it says otherwise.
@@ -90,20 +92,30 @@ class Checkpoints:
         save, self._save = self._save, None
         if save is None:
             return
-        if warning := self._world.gather(save.finish())[0]:
+        if problem := self._world.gather(save.finish())[0]:
             self._try_on_first(lambda: self._folder.discard(save.step))
-            self._warn(warning)
+            if isinstance(problem, NonFiniteError):
+                raise problem
+            self._warn(problem)
 
     def close(self) -> None:
         """Waits at the end of training, and releases the memory."""
         self.wait()
         self._snapshot = Snapshot()
 
-    def find(self, wanted: int | Literal["latest", "last-good"] = "latest") -> SavedCheckpoint | None:
+    def saved_text(self, step: int) -> str:
+        """Returns whether the checkpoint of a step is there, as the end of a sentence, and how to go on from it."""
+        if step not in self._steps():
+            return f"its checkpoint could not be saved in {self._folder.path}"
+        return f"it is saved in {self._folder.complete(step)}: go on from there with --checkpoint.resume=latest"
+
+    def find(
+        self, wanted: int | Literal["latest", "last-good"] = "latest", before: int | None = None
+    ) -> SavedCheckpoint | None:
         """Returns the checkpoint of a step, or the newest one, verified; None where there is none yet.
 
-        Every byte of every file is verified, each file by one of the ranks. "last-good" passes over damaged checkpoints
-        and says so.
+        Every byte of every file is verified, each file by one of the ranks, and that all elements are finite.
+        "last-good" passes over damaged checkpoints and says so. `before`: takes those of earlier steps only.
 
         Raises:
             SlipstreamError: if the checkpoint is damaged: names the file that is missing, truncated or altered, and the
@@ -112,6 +124,8 @@ class Checkpoints:
         damage: list[str] = []
         saved = None
         for step in self._candidates(wanted):
+            if before is not None and step >= before:
+                continue
             saved, problems = self._verify(step)
             if saved is not None:
                 break
@@ -162,8 +176,15 @@ class Checkpoints:
         folder, problem, saved = self._folder.complete(step), "", None
         try:
             saved = SavedCheckpoint(folder, Manifest.read(folder))
+            if saved.step != step:
+                raise DamagedError(
+                    f"{MANIFEST} is of step {saved.step}: the folder was renamed or copied; rename it to "
+                    f"{self._folder.complete(saved.step).name}"
+                )
             for name in sorted(saved.manifest.files)[self._world.rank :: self._world.size]:
                 verify_file(folder / name, saved.manifest.files[name])
+                if (poisoned := find_non_finite(folder / name)) is not None:
+                    raise DamagedError(f"in {name}, {describe_non_finite(poisoned)}")
         except DamagedError as error:
             problem = str(error)
         problems = self._gather_problems(problem)

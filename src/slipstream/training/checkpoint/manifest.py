@@ -90,6 +90,11 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
         used = {stored.file for tensor in manifest.tensors.values() for stored in tensor.boxes}
         if used - manifest.files.keys() or any(Path(name).name != name for name in manifest.files):
             raise DamagedError(f"{MANIFEST} names files outside the checkpoint")
+        try:
+            for key, tensor in manifest.tensors.items():
+                _check_boxes(key, tensor.shape, tensor.boxes)
+        except ValueError as error:
+            raise DamagedError(f"{MANIFEST} isn't of a whole checkpoint: {error}") from None
         return manifest
 
     def metadata(self) -> dcp.Metadata:
@@ -118,9 +123,19 @@ def _join(key: str, parts: Sequence[StoredTensor]) -> StoredTensor:
     if len(kinds) > 1:
         raise ValueError(f"{key} is {' on one rank and '.join(map(str, kinds))} on another")
     boxes = tuple(stored for part in parts for stored in part.boxes)
+    _check_boxes(key, parts[0].shape, boxes)
+    return parts[0].model_copy(update={"boxes": boxes})
+
+
+def _check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> None:
+    """Raises ValueError where the boxes aren't each element of a tensor of this shape once."""
+    outside = [
+        box for _, box in boxes if not len(box.offsets) == len(box.sizes) == len(shape) or not box.is_inside(shape)
+    ]
+    if outside:
+        raise ValueError(f"{key} of shape {shape} has elements at {outside[0].offsets}, outside of it")
     if len({stored.box.offsets for stored in boxes}) < len(boxes):
         raise ValueError(f"several ranks write the same elements of {key}")
-    written, size = sum(prod(stored.box.sizes) for stored in boxes), prod(parts[0].shape)
+    written, size = sum(prod(stored.box.sizes) for stored in boxes), prod(shape)
     if written != size:
         raise ValueError(f"the ranks write {written:,} elements of {key}, which has {size:,}")
-    return parts[0].model_copy(update={"boxes": boxes})

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import NonFiniteError, SlipstreamError
+from slipstream.training.checkpoint.finite import describe_non_finite, is_finite
 from slipstream.training.checkpoint.manifest import StoredBox, StoredTensor, WrittenFile, entry_name
 from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
 from slipstream.training.checkpoint.verified_files import write_file
@@ -105,6 +106,7 @@ class Snapshot:
         """Writes the file, which is on the disk when this returns; None, and no file, where there is nothing to write.
 
         Raises:
+            NonFiniteError: if a tensor isn't finite.
             RuntimeError: if a tensor was changed without `keep`.
         """
         if not self._entries:
@@ -120,7 +122,10 @@ class Snapshot:
                 with self._lock:
                     live = entry.view.view(-1).view(torch.uint8)
                     elements = self._memory[entry.start : entry.end] if self._is_copied else live
-                    yield elements.numpy().data[start : start + _BLOCK]
+                    block = elements[start : start + _BLOCK]
+                    if not is_finite(block.view(entry.view.dtype)):
+                        raise NonFiniteError(describe_non_finite(entry.key))
+                    yield block.numpy().data
                     if not self._is_copied and entry.view._version != entry.version:
                         raise RuntimeError(f"{entry.key} was changed before it was kept")
             self._num_written += 1

@@ -178,6 +178,9 @@ class TrainingSection(Record):
     """Steps between exports to `model-step-N`; 0 for the final one only."""
     overwrite: bool = False
     """Replace what earlier runs made in `output`, checkpoints too. What no run has listed as its own always stays."""
+    max_restarts: int = Field(default=0, ge=0)
+    """How often `slipstream train` starts its local ranks again, from the last good checkpoint, after one has crashed,
+    unless one step fails twice. torchrun has --max-restarts."""
     single_process_steps: int = Field(default=0, ge=0)
     """Steps of one process measured at the end for comparison; 0 for none."""
 

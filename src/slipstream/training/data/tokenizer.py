@@ -15,16 +15,28 @@ END_OF_DOCUMENT = "<|endoftext|>"
 _GROUP = 64  # documents that the tokenizer gets at a time, to show progress in between
 
 
-def load_tokenizer(name: str) -> Any:
-    """Returns the tokenizer of a folder or hub name."""
+def load_tokenizer(name: str, trusts_code: bool = False) -> Any:
+    """Returns the tokenizer of a folder or hub name. `trusts_code`: runs the Python code that comes with it, if any.
+
+    Raises SlipstreamError where there is none, and where it comes with code that isn't trusted.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trusts_code)  # None would ask on the terminal
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise SlipstreamError(
+                f"the tokenizer of {name!r} comes with Python code of its own, which transformers would run. That code "
+                "can do whatever you can on this machine: read it first. To allow it, set model.trust_remote_code: "
+                "true where it is the model's own, without data.tokenizer; or name another with --data.tokenizer=..."
+            ) from error
         raise SlipstreamError(
             f"can't load a tokenizer from {name}: {error}\nName one with --data.tokenizer=..., a folder or hub name."
         ) from error
+    if type(tokenizer).__module__.startswith("transformers_modules"):
+        type(tokenizer).register_for_auto_class()  # so that an export has the code, too
+    return tokenizer
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, progress: Progress) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 from dataclasses import asdict, dataclass
@@ -72,6 +73,15 @@ def as_dictionary(record: MetricsRecord) -> dict[str, Any]:
     return values
 
 
+def _without_nan(value: Any) -> Any:
+    """Returns the value with None for what isn't finite, which JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class MetricsFile:
     """A file of JSON lines, each readable as soon as it is written."""
 
@@ -83,7 +93,7 @@ class MetricsFile:
 
     def write(self, record: MetricsRecord) -> None:
         """Appends a line."""
-        self._file.write(json.dumps(as_dictionary(record)) + "\n")
+        self._file.write(json.dumps(_without_nan(as_dictionary(record)), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Closes the file."""

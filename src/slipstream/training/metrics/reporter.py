@@ -57,6 +57,7 @@ class Reporter:
         except SlipstreamError as error:
             progress.say(f"FLOPs are not shown: {error}")
         self._trackers: list[Tracker] = []  # none on ranks other than the first
+        self.asked_to_stop = ""  # the signal that has asked any rank to stop
         self._num_tokens = 0  # of all steps
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
@@ -74,7 +75,14 @@ class Reporter:
             tracker.write(record)
 
     def report(
-        self, step: int, result: StepResult, data_seconds: float, batch: TokenBatch, timeline: Timeline, trial: bool
+        self,
+        step: int,
+        result: StepResult,
+        data_seconds: float,
+        batch: TokenBatch,
+        timeline: Timeline,
+        trial: bool,
+        asked_to_stop: str = "",
     ) -> StepRecord:
         """Writes and returns the record of a step. Collective.
 
@@ -85,11 +93,13 @@ class Reporter:
             batch: the rows of this replica.
             timeline: what ran when.
             trial: whether "auto" was still trying what to run.
+            asked_to_stop: the signal that asked this rank to stop, if one did; all ranks then have it as an attribute.
         """
         is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
         documents = batch.document_lengths() if is_first else []
-        mine = peak_memory(), self._traffic.of_step(self._pipe.bytes_sent), documents
-        memory, sent, lengths = zip(*self._world.gather(mine), strict=True)
+        mine = peak_memory(), self._traffic.of_step(self._pipe.bytes_sent), documents, asked_to_stop
+        memory, sent, lengths, asked = zip(*self._world.gather(mine), strict=True)
+        self.asked_to_stop = next(filter(None, asked), "")
         seconds = result.seconds
         figures, documents = None, [length for each in lengths for length in each]
         if self._figures is not None:

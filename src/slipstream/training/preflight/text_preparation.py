@@ -21,7 +21,8 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> tuple
     progress.say(f"text: {len(documents):,} {noun}, {sum(map(len, documents)):,} characters")
     name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
     if name is not None and vocab_size is None:
-        tokenizer = data.load_tokenizer(name)
+        is_the_models = config.data.tokenizer in (None, config.model.path)
+        tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and is_the_models)
     else:
         vocab_size = vocab_size or model_config.get_text_config().vocab_size
         check_vocabulary(vocab_size - 1, model_config)

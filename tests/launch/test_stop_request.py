@@ -1,0 +1,33 @@
+"""A process that is asked to stop knows it, and ends at the second request whatever it waits for."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+SCRIPT = """
+import ctypes, sys
+from slipstream.launch.stop_request import StopRequest
+request = StopRequest()
+request.listen()
+print("listens", flush=True)
+while not request.name:
+    ctypes.CDLL(None).usleep(1000)
+print(request.name, flush=True)
+while True:
+    ctypes.CDLL(None).pause()  # as a thread that waits in gloo
+"""
+
+
+def test_the_second_request_ends_at_once() -> None:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "listens\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "SIGUSR1\n"
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 128 + signal.SIGTERM
