@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 
 import torch
@@ -31,10 +31,10 @@ class ScatterGather(Transport):
         self._parts, self._tensor = parts, tensor
         self._specs: dict[Message, Sequence[TensorSpec]] = {}  # of messages that are posted
 
-    def begin(self) -> None:
+    def begin(self, agree: Callable[[], object] = lambda: None) -> None:
         self.bytes_sent = 0
         self._specs.clear()
-        self._parts.begin()
+        self._parts.begin(agree)
 
     def expect(self, schedule: Schedule) -> None:
         self._parts.expect(schedule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import inf
@@ -28,6 +28,10 @@ from slipstream.parallel import Ranks, release_groups_at_exit
 from slipstream.schedule import Channel, Schedule, send_windows
 
 
+def _nothing() -> None:
+    """Does nothing."""
+
+
 class Transport:
     """One rank's end of all its channels; this class has no other ends.
 
@@ -37,8 +41,9 @@ class Transport:
     bytes_sent = 0
     """The bytes sent since `begin`, without headers."""
 
-    def begin(self) -> None:
-        """Begins a step. Within a process it forgets the messages of a step that failed; between processes it can't."""
+    def begin(self, agree: Callable[[], object] = _nothing) -> None:
+        """Begins a step. Within a process it forgets the messages of a step that failed; between processes it can't, so
+        there it calls `agree`, which may raise an error, before anything is sent or received."""
 
     def expect(self, schedule: Schedule) -> None:
         """Prepares for the messages of this lowered schedule, or of its evaluation; the placement stays the same."""
@@ -75,7 +80,8 @@ class LocalTransport(Transport):
         self._posted: defaultdict[Channel, deque[tuple[Message, Sequence[TensorSpec]]]] = defaultdict(deque)
         self._arrived: dict[Message, Tensors] = {}
 
-    def begin(self) -> None:
+    def begin(self, agree: Callable[[], object] = _nothing) -> None:
+        agree()
         for left in (self._sent, self._posted, self._arrived):
             left.clear()
 
@@ -134,19 +140,26 @@ class DistributedTransport(Transport):
         self._posted: dict[Message, tuple[dist.Work, Tensor, Sequence[TensorSpec]]] = {}  # with the buffer
         self._held: dict[Message, Tensor] = {}
         self._sends: defaultdict[Channel, deque[tuple[Message, dist.Work, Tensor]]] = defaultdict(deque)
+        self._agree: Callable[[], object] = _nothing
         self._unchecked: list[tuple[Tensor, Message, Sequence[TensorSpec]]] = []
         release_groups_at_exit(self)
 
     def release_groups(self) -> None:
         self._groups.clear()
 
-    def begin(self) -> None:
+    def begin(self, agree: Callable[[], object] = _nothing) -> None:
+        self._agree = agree
         self.bytes_sent = 0  # what another process has sent can't be called back: after a failed step all must restart
 
     def expect(self, schedule: Schedule) -> None:
         self._windows = send_windows(schedule)
 
+    def _agree_first(self) -> None:
+        agree, self._agree = self._agree, _nothing
+        agree()
+
     def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
+        self._agree_first()
         if len(self._sends[channel]) >= self._windows.get(channel, inf):
             self._complete(channel)
         self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
@@ -163,6 +176,7 @@ class DistributedTransport(Transport):
             self._complete(channel)
 
     def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
+        self._agree_first()
         buffer = self._take(specs)
         source, group = self._global_ranks[channel.source], self._groups[channel]
         with _explained(f"{message} did not arrive"):

@@ -96,13 +96,22 @@ class RankGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Returns every rank's tensor, all of one shape, in order: (size, *shape). Collective."""
+        gathered, work = self.start_all_gather(tensor)
+        if work is not None:
+            with self._loss_named("an all-gather"):
+                work.wait()
+        return gathered
+
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Starts `all_gather`; don't touch either tensor until the work has been waited for. Collective."""
         if self.size == 1:
-            return tensor[None]
+            return tensor[None], None
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self._count("all_gather", gathered)
+        flat = tensor.contiguous().view(-1)
         with self._loss_named("an all-gather"):
-            _all_gather(gathered.view(-1), tensor.contiguous().view(-1), group=self.process_group)
-        return gathered
+            work: dist.Work = _all_gather(gathered.view(-1), flat, group=self.process_group, async_op=True)
+        return gathered, work
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Returns this rank's part (*shape) of the sum over the ranks of (size, *shape). Collective."""

@@ -14,13 +14,15 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import keyed_seed
 from slipstream.parallel import Ranks, join_launched_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
+from slipstream.pipeline.batch_agreement import BatchAgreement
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep, both_backwards, rows_to_rehearse
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.sequences import Sequences
 from slipstream.pipeline.stage import Stage
-from slipstream.pipeline.step_planning import StepPlanning
+from slipstream.pipeline.step_loss import StepLoss
+from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.step_runner import StepRunner
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
 from slipstream.planner.joint import JointPlan
@@ -42,6 +44,7 @@ class Engine:
         # A mesh that is kept would keep its groups alive, with their threads, when the interpreter ends.
         options = replace(options, mesh=None)
         self.device = self.ranks.device if options.device is None else torch.device(options.device)
+        self._agreement = BatchAgreement(self.ranks, options.runtime.timeout)
         self.family = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
@@ -111,14 +114,14 @@ class Engine:
         self.last_step = ExecutedStep(self.layout, microbatches)
         self.parameters.begin(loss_scale)
         self.family.begin()
-        loss = self.runner.run(self.layout.training, batch)
+        loss = self.runner.run(self.layout.training, batch, self._agreement.finish)
         self.parameters.end()
         self.family.end()
         seed, num_steps = self.random_state
         self.random_state = seed, num_steps + 1
         if self.tuner.listens_to(length):
             self._tune(self.runner.timeline())
-        return loss
+        return StepLoss.of(loss)
 
     def evaluate(self, whole: WholeBatch | Sequences, plan: StepPlan | None = None) -> Tensor:
         """Returns the global mean loss of a forward in evaluation mode. Collective. `plan` is for sequences alone."""
@@ -132,7 +135,7 @@ class Engine:
                 else:
                     self._adopt(self.tuner.schedule)
                     batch = self._split(whole, self.family.length(whole))
-                loss = self.runner.run(self.layout.evaluation, batch)
+                loss = self.runner.run(self.layout.evaluation, batch, self._agreement.finish)
         finally:
             for stage, training in modes.items():
                 stage.model.train(training)
@@ -168,15 +171,21 @@ class Engine:
 
     def _split(self, whole: WholeBatch, length: int) -> SplitBatch:
         """Splits the batch, and counts the valid targets of all replicas."""
-        return self._counted(self.family.split(whole, self._microbatches(whole, length), self._seed()))
+        return self._agreement.on(
+            whole, lambda: self.family.split(whole, self._microbatches(whole, length), self._seed())
+        )
 
     def _split_sequences(
         self, whole: Sequences, given: StepPlan | None
     ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
         """Packs and splits the batch as it was planned, and adopts the plan's schedule."""
-        plan = self.step_planning.take(lambda: self.family.lengths(whole), given)
+        try:
+            plan = self.step_planning.take(lambda: self.family.lengths(whole), given)
+        except DifferentLengthsError:
+            self._agreement.compare(whole)  # raises, and names the ranks
+            raise
         self.tuner.rest()
-        batch = self._counted(self.family.split_sequences(whole, plan, self._seed()))
+        batch = self._agreement.on(whole, lambda: self.family.split_sequences(whole, plan, self._seed()))
         self._adopt(plan.schedule)
         return batch, plan.microbatches
 
@@ -239,15 +248,6 @@ class Engine:
 
     def _seed(self) -> int:
         return keyed_seed(*self.random_state, self.ranks.data.rank)
-
-    def _counted(self, batch: SplitBatch) -> SplitBatch:
-        """Returns the batch with the number of valid targets of all replicas."""
-        num_valid = int(self.ranks.data.sum(torch.tensor(batch.num_valid, device=self.device)))
-        if num_valid == 0:
-            raise SlipstreamError(
-                "no label of this batch counts: all are -100, a causal LM's after shifting. Leave such batches out."
-            )
-        return replace(batch, num_valid=num_valid)
 
     def _microbatches(self, whole: WholeBatch, length: int) -> list[SlicedMicrobatch]:
         rows = whole.inputs[0]

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
+from slipstream.errors import SlipstreamError
 from slipstream.model import Tensors, load_config, pretrained_model, random_model
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
 from slipstream.parallel import RankGroup
+from slipstream.pipeline import foreign_calls
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout, WeightSource
@@ -350,7 +352,9 @@ class Pipeline:
 
     if not TYPE_CHECKING:
 
+        def __call__(self, *inputs: Any, **options: Any) -> Never:
+            raise SlipstreamError(foreign_calls.ANSWERS["__call__"])
+
         def __getattr__(self, name: str) -> Any:
-            new = {"ran": "last_step", "pieces": "parameter_shards"}.get(name)
-            now = f": it is now {new}" if new else ""
-            raise AttributeError(f"a Pipeline has no attribute {name!r}{now}")
+            answer = foreign_calls.ANSWERS.get(name)
+            raise AttributeError(f"a Pipeline has no attribute {name!r}{f': {answer}' if answer else ''}")

@@ -29,6 +29,10 @@ class _PreparedPlan:
         return cls(plan, _checksum((plan.groups, plan.slices, plan.schedule.placement, plan.schedule.actions)))
 
 
+class DifferentLengthsError(RuntimeError):
+    """Raised on every rank of a pipeline whose ranks have sequences of different lengths."""
+
+
 class StepPlanning:
     """Plans steps in a thread of its own, so that a step's plan is there when the step begins.
 
@@ -54,8 +58,8 @@ class StepPlanning:
     def take(self, measure: Callable[[], Sequence[int]], given: StepPlan | None = None) -> StepPlan:
         """Returns the plan for the lengths that `measure` finds: the one given, a prepared one, or else a new one.
 
-        Collective. Raises SlipstreamError on every rank where it can't be made on one, or where ranks of one pipeline
-        have sequences of different lengths.
+        Collective. Raises SlipstreamError on every rank where it can't be made on one, and DifferentLengthsError on
+        those of a pipeline whose ranks have sequences of different lengths.
         """
         lengths: Lengths = ()
         prepared = problem = None
@@ -67,12 +71,13 @@ class StepPlanning:
         same_lengths, same_plan, fits = self._compare(lengths, prepared)
         if problem is not None:
             raise problem
-        if not (fits and same_lengths):
-            why = "another rank has refused its batch" if not fits else "its ranks have sequences of different lengths"
+        if not fits:
             raise SlipstreamError(
-                f"the step can't run on this rank, as {why}. Give all ranks of a pipeline one batch, and see the other "
-                "ranks' messages."
+                "the step can't run on this rank, as another rank has refused its batch. Give all ranks of a pipeline "
+                "one batch, and see the other ranks' messages."
             )
+        if not same_lengths:
+            raise DifferentLengthsError
         assert prepared is not None
         return prepared.plan if same_plan else self._first_ranks(prepared.plan)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -68,13 +68,14 @@ class StepRunner:
 
         self.executors = [executor(rank) for rank in ranks.here(layout.num_ranks)]
 
-    def run(self, schedule: Schedule, batch: SplitBatch) -> Tensor:
-        """Returns the global mean loss of a step or an evaluation.
+    def run(self, schedule: Schedule, batch: SplitBatch, agree: Callable[[], object]) -> Tensor:
+        """Returns the global mean loss of a step or an evaluation; calls `agree`, which may refuse the batch, before it
+        sends anything.
 
         Raises SlipstreamError where the loss function counts other tokens than the batch does.
         """
         self.schedule_name = schedule.name
-        self.transport.begin()
+        self.transport.begin(agree)
         run_together(self.executors, schedule, batch)
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for executor in self.executors:

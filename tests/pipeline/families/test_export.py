@@ -11,7 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import Pipeline, SlipstreamError
 from support.architectures import ARCHITECTURES, build, tokens
+from support.hybrids import HYBRIDS
 from support.options import grouped
+from support.parameters import first_of
+
+MODELS = ARCHITECTURES | HYBRIDS
 
 
 class Adapted(nn.Module):
@@ -42,9 +46,9 @@ def test_adapters_are_not_exported_as_a_model(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
+@pytest.mark.parametrize("name", first_of(["llama, tied", "gpt2", *sorted(MODELS.keys() - {"llama, tied", "gpt2"})], 2))
 def test_what_is_exported_is_read_back(tmp_path: Path, name: str) -> None:
-    pipe = Pipeline.from_config(ARCHITECTURES[name], seed=3, slices=2, **grouped(self_check=False, num_ranks=2))
+    pipe = Pipeline.from_config(MODELS[name], seed=3, slices=2, **grouped(self_check=False, num_ranks=2))
     pipe.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for key, tensor in pipe.state_dict().items():

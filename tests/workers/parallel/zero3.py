@@ -208,8 +208,10 @@ def sharded_parameters_send_what_the_formula_says() -> None:
             step(pipe, 0, size)
         num_bytes = sum(p.nbytes for p in build(EVEN).parameters())
         assert data.payload["reduce_scatter"] - before == num_bytes
-        assert counted.payload["reduce_scatter"] == counted.payload["all_gather"] == num_bytes, counted.payload
-        assert counted.payload["all_reduce"] < 100  # tokens and losses
+        agreement = 3 * 8 * size  # three numbers of each rank's batch
+        assert counted.payload["reduce_scatter"] == num_bytes
+        assert counted.payload["all_gather"] == num_bytes + agreement, counted.payload
+        assert counted.payload["all_reduce"] < 100  # losses
         assert exchanged(num_bytes, size, 2) < zero3_bytes(num_bytes, size)
 
 

@@ -152,15 +152,35 @@ def auto() -> None:
 
 
 def mismatch() -> None:
-    """Ranks that pass batches of different shapes find out, instead of training on garbage."""
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, runtime=Runtime(self_check=False))
-    inputs = tokens(length=32 if pipe.rank == 0 else 64)
-    reason = r"but 0SEND_F0.0 of \(2, 8, 32\) torch.float32 came"
-    if pipe.rank == 0:
-        reason = r"1SEND_B0.\d did not arrive|could not be sent"
-    with pytest.raises(TransportError, match=reason):
-        pipe.step(inputs, inputs)
-    print(f"rank {pipe.rank} found the mismatch", flush=True)
+    """Ranks that pass different batches find out before they exchange anything, and can go on."""
+    rank, good = dist.get_rank(), tokens()
+    changed, shorter = good.clone(), tokens(length=32)
+    changed[1, -1] += 1
+    runtime = Runtime(self_check=False)
+    for mesh in (None, slipstream.make_mesh(tp=2)):
+        pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, mesh=mesh, runtime=runtime)
+        loss = pipe.step(good, good)
+        for inputs, targets in ((shorter, shorter), (changed, changed), (good, changed)):
+            for run in (pipe.step, pipe.evaluate):
+                with pytest.raises(
+                    SlipstreamError, match="ranks of one pipeline were given different batches"
+                ) as error:
+                    run(*((inputs, targets) if rank else (good, good)))
+                assert "\n  rank 0: inputs (2, 64) int64, targets (2, 64) int64, checksum " in str(error.value)
+                assert f"\n  rank 1: inputs {tuple(inputs.shape)} int64, targets " in str(error.value)
+                assert "a sampler takes num_replicas=pipe.num_replicas and rank=pipe.replica" in str(error.value)
+        with pytest.raises(SlipstreamError, match="rank 0 refused its batch" if rank else "inputs are .* float"):
+            pipe.step(good if rank else good.float(), good)
+        for run in (pipe.step, pipe.evaluate):
+            assert abs(run(good, good) - loss) < 1e-6
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, runtime=runtime)
+    rows = [good[0], changed[1] if rank else good[1, :50]]
+    with pytest.raises(SlipstreamError, match=r"rank 0: sequences of \[64, 50\] .*\n  rank 1: sequences of \[64, 64\]"):
+        pipe.step(rows, rows)
+    rows = [good[0], (changed if rank else good)[1]]
+    with pytest.raises(SlipstreamError, match=r"rank 1: sequences of \[64, 64\] tokens, checksum "):
+        pipe.step(rows, rows)
+    print(f"rank {rank} found the mismatch", flush=True)
 
 
 def absent() -> None:
@@ -176,7 +196,7 @@ def absent() -> None:
         return
     with pytest.raises(TransportError) as raised:
         pipe.step(inputs, inputs)
-    assert "rank 1 waits at 1F0.0 (action " in str(raised.value)
+    assert "rank 1 waits at 1RECV_F0.0 (action " in str(raised.value)
     assert "for 0SEND_F0.0 of rank 0.\n  missing on rank 0: 0F0.0, 0SEND_F0.0" in str(raised.value)
     print("rank 1 reported", flush=True)
 

@@ -57,6 +57,12 @@ class WeightSource(NamedTuple):
 
 
 def in_memory(model: object) -> WeightSource:
+    """Returns a model as a source; raises SlipstreamError where it isn't one that a Pipeline takes."""
+    if hasattr(model, "_orig_mod"):
+        raise SlipstreamError(
+            "model is what torch.compile returned, which can't be cut into stages. Give the model itself, and for "
+            "fused norms and activations runtime=slipstream.Runtime(fused=True)."
+        )
     if not isinstance(model, PreTrainedModel):
         raise SlipstreamError(
             f"model is a {type(model).__name__}; give a causal LM of transformers, for example "
@@ -71,6 +77,11 @@ def in_memory(model: object) -> WeightSource:
         raise SlipstreamError(
             "model is on the meta device, so it has no weights. Use Pipeline.from_config(config, seed=...) or "
             "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise SlipstreamError(
+            "model has gradient checkpointing enabled, which would run its layers again outside of the schedule. "
+            "Leave it out, or disable it on the model, and give memory=slipstream.Memory(recompute='full')."
         )
     return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)))
 

@@ -1,0 +1,168 @@
+"""Compares what the ranks of each pipeline were given as a step's batch, by one small message."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.messages import TransportError
+from slipstream.parallel import Ranks
+from slipstream.pipeline.batch import SplitBatch, WholeBatch
+from slipstream.pipeline.sequences import Sequences
+
+_MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at equal distances
+_REFUSED = -1
+
+
+class BatchAgreement:
+    """Lets all ranks of a mesh find out together whether each pipeline's ranks have one batch, and how many targets
+    count in all.
+
+    One all-gather of three numbers for each rank. On CPUs, where there are no replicas and no ranks that share layers,
+    it travels while the first stage computes its first slice: call `finish` before anything else is sent. Every method
+    is collective, and called in the same order.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
+        """`timeout` is how long a rank waits for the others' batches."""
+        self._ranks, self._timeout = ranks, timeout
+        # Without it a GPU would have to be waited for later, when it has work.
+        self._waits = ranks.data.size > 1 or ranks.tensor.size > 1 or ranks.device.type != "cpu"
+        self._whole: WholeBatch | Sequences | None = None
+        self._asked: tuple[Tensor, dist.Work | None] | None = None  # what is being gathered
+
+    def on(self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch]) -> SplitBatch:
+        """Returns what `split` makes of the batch, with the valid targets of all replicas, and begins to compare the
+        batch with those of the other ranks.
+
+        Raises SlipstreamError on every rank where it can't be split on one, or no target counts; where a pipeline's
+        ranks differ, this does or `finish`.
+        """
+        try:
+            batch = split()
+        except SlipstreamError:
+            self._refuse()
+            raise
+        num_valid = self._start(whole, batch.num_valid)
+        if num_valid == 0:
+            self.finish()  # other ranks may have other batches
+            raise SlipstreamError(
+                "no label of this batch counts: all are -100, a causal LM's after shifting. Leave such batches out."
+            )
+        return replace(batch, num_valid=num_valid)
+
+    def compare(self, whole: WholeBatch | Sequences) -> None:
+        """Raises SlipstreamError on every rank where a pipeline's ranks have different batches."""
+        self._start(whole, 0)
+        self.finish()
+
+    def finish(self) -> int:
+        """Waits for the comparison, where that hasn't been done; returns the valid targets of all replicas, 0 where
+        there was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, and
+        TransportError where a rank doesn't take part in time."""
+        replicas: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        num_valid: dict[int, int] = {}
+        for rank, (replica, checksum, number) in self._answers():
+            replicas[replica].append((checksum, rank))
+            num_valid[replica] = number
+        refused = [rank for found in replicas.values() for checksum, rank in found if checksum == _REFUSED]
+        if refused:
+            raise SlipstreamError(f"the step can't run, as {_named(refused)} refused its batch: see the message there.")
+        if any(len(dict(found)) > 1 for found in replicas.values()):
+            self._raise_difference(replicas)
+        return sum(num_valid.values())
+
+    def _start(self, whole: WholeBatch | Sequences, num_valid: int) -> int:
+        """Begins to compare a batch with those of the other ranks; returns the valid targets of all replicas."""
+        if self._ranks.world.size == 1:
+            return num_valid
+        self._whole = whole
+        self._ask(_checksum(whole), num_valid)
+        return self.finish() if self._waits else num_valid
+
+    def _refuse(self) -> None:
+        """Takes part for a rank that can't take its batch and raises an error of its own: the others then know it."""
+        if self._ranks.world.size > 1:
+            self._ask(_REFUSED, 0)
+            self._answers()
+
+    def _ask(self, checksum: int, num_valid: int) -> None:
+        self.finish()
+        mine = torch.tensor([self._ranks.data.rank, checksum, num_valid], device=self._ranks.device)
+        self._asked = self._ranks.world.start_all_gather(mine)
+
+    def _answers(self) -> list[tuple[int, list[int]]]:
+        """Returns every rank and its numbers; nothing where that was done before."""
+        if self._asked is None:
+            return []
+        (gathered, work), self._asked = self._asked, None
+        try:
+            if work is not None:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise TransportError(f"a rank's part in the step did not arrive: {error}") from error
+        return list(zip(self._ranks.world.global_ranks, gathered.tolist(), strict=True))
+
+    def _raise_difference(self, replicas: dict[int, list[tuple[int, int]]]) -> None:
+        """Raises the error that names the ranks that differ, and what each was given."""
+        assert self._whole is not None
+        texts = dict(zip(self._ranks.world.global_ranks, self._ranks.world.gather(_describe(self._whole)), strict=True))
+        lines = []
+        for found in replicas.values():
+            by_checksum: defaultdict[int, list[int]] = defaultdict(list)
+            for checksum, rank in found:
+                by_checksum[checksum].append(rank)
+            if len(by_checksum) > 1:
+                lines += [f"{_named(ranks)}: {texts[ranks[0]]}" for ranks in by_checksum.values()]
+        raise SlipstreamError(
+            "the ranks of one pipeline were given different batches:\n  "
+            + "\n  ".join(lines)
+            + "\nGive them one batch: a sampler takes num_replicas=pipe.num_replicas and rank=pipe.replica, and the "
+            "same seed on every rank."
+        )
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _tensors(whole: WholeBatch | Sequences) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that a step was given, with what each is."""
+    for name in ("inputs", "targets", "position_ids", "document_ids"):
+        for tensor in _flat(getattr(whole, name, None)):
+            yield name, tensor
+
+
+def _flat(given: Any) -> Iterable[Tensor]:
+    if given is None:
+        return []
+    return [given] if isinstance(given, Tensor) else [tensor for each in given for tensor in _flat(each)]
+
+
+def _checksum(whole: WholeBatch | Sequences) -> int:
+    """Returns a number of the shapes, dtypes and contents of a batch."""
+    value = 0
+    for name, tensor in _tensors(whole):
+        value = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), value)
+        flat = tensor.detach().reshape(-1)
+        flat = flat[:: max(1, -(-flat.nbytes // _MOST_BYTES))].contiguous().cpu()
+        value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), value)
+    return value
+
+
+def _describe(whole: WholeBatch | Sequences) -> str:
+    """Returns what a batch looks like: shapes, dtypes, and the sum of the elements, in which contents mostly differ."""
+    if isinstance(whole, Sequences):
+        lengths = [len(targets) for targets in whole.targets]
+        return f"sequences of {lengths} tokens, checksum {_checksum(whole):08x}"
+    tensors = (f"{name} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for name, each in _tensors(whole))
+    return f"{', '.join(tensors)}, checksum {_checksum(whole):08x}"
