@@ -25,6 +25,7 @@ from slipstream.training.data import BatchSize, PackedSequences, TokenisedText, 
 from slipstream.training.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
 from support.parameters import first_of
+from support.paths import WORKERS
 from support.timeouts import LIMIT
 
 TRAIN = [sys.executable, "-m", "slipstream", "train"]
@@ -294,6 +295,32 @@ def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, outpu
     assert [step["step"] for step in read_metrics(output)[0]] == [1, 2]
 
 
+def test_a_full_disk_does_not_end_the_training(config: Path, output: RunFolder) -> None:
+    """Only the trained model is missed at the end, which a resumed run would write."""
+    settings = ["--training.steps=80", "--training.export_every=30", "--checkpoint.every=40"]
+    result = launch(2, WORKERS / "training/small_disk.py", "full", "train", str(config), *settings)
+    assert result.returncode == 1, result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"error: the trained model can't be written to {output.model}: ")
+    assert last.endswith("Make room, and type the same command with --checkpoint.resume=latest")
+    for what in ("metrics.jsonl can't be written", "model-step-30 can't be written", "step 40 was not saved"):
+        assert what in result.stdout
+    steps = [step["step"] for step in read_metrics(output)[0]]
+    assert steps == list(range(1, len(steps) + 1))
+    assert not list(output.path.glob("model*"))
+
+
+def test_a_run_that_is_killed_in_an_export_leaves_no_half_of_it(config: Path, output: RunFolder) -> None:
+    settings = ["--pp=1", "--training.steps=2", "--training.eval_every=0", "--checkpoint.every=2"]
+    killed = launch(1, WORKERS / "training/small_disk.py", "kill", "train", str(config), *settings)
+    assert killed.returncode == -signal.SIGKILL
+    assert not output.model.exists()
+    resumed = train(1, config, *settings, "--checkpoint.resume=latest")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [path.name for path in output.path.glob("model*")] == ["model"]
+    assert AutoModelForCausalLM.from_pretrained(output.model) is not None
+
+
 @pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"], 0))
 def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFolder, how: str) -> None:
     command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0", "--checkpoint.every=3"]
@@ -365,4 +392,8 @@ def test_a_run_is_started_again_after_a_crash(config: Path, output: RunFolder) -
     assert process.returncode == 0, errors
     assert "was ended by SIGKILL; the other ranks were stopped\nrestart 1 of 1 in 1 s, from the last good" in text
     assert "resumed after step" in text
+    lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
+    saves = {line["step"]: line for line in lines if "save_seconds" in line}
+    assert [*saves][-20:] == list(range(110, 301, 10))  # of the one before the crash it may not have been known
+    assert all(0 < save["save_seconds"] < 60 and save["checkpoint_bytes"] > 2**18 for save in saves.values())
     assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 301))

@@ -67,5 +67,6 @@ class RunFolder:
         return next((found for path in paths if (found := self.listed.find_unlisted(path))), None)
 
     def exports(self) -> list[Path]:
-        """Returns the folders of exported models that are there."""
-        return [path for path in (self.model, *sorted(self.path.glob("model-step-*"))) if path.exists()]
+        """Returns the folders of exported models that are there, and of what a killed run left of one."""
+        found = [self.model, *sorted({*self.path.glob("model-step-*"), *self.path.glob("model*.part")})]
+        return [path for path in found if path.exists()]

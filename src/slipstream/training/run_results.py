@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -29,20 +31,61 @@ def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder,
         progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
 
 
-def export(pipe: Pipeline, run: RunFolder, folder: Path, progress: Progress, trusts_code: bool) -> None:
+def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool) -> None:
     """Writes the whole model and its tokenizer to `folder` inside of the run's, as
     `AutoModelForCausalLM.from_pretrained` loads them. Collective.
 
-    Raises NonFiniteError, on all ranks, where a weight isn't finite.
+    The folder gets its name when all of it is there; one of that name, of before the run was resumed, goes then.
+
+    Raises:
+        NonFiniteError: on all ranks, where a weight isn't finite.
+        OSError: on all ranks, where it can't be written; what was there stays.
     """
     _refuse_non_finite(pipe)
-    if pipe.leads:
+    part, world = folder.with_name(f"{folder.name}.part"), RankGroup(dist.group.WORLD)
+    try:
+        _raise_everywhere(world, _list_export(part, run, folder) if pipe.leads else None)
+        pipe.save_pretrained(part)
+        _raise_everywhere(world, _complete_export(part, run, folder, trusts_code) if pipe.leads else None)
+    except OSError:
+        if pipe.leads:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _raise_everywhere(world: RankGroup, problem: OSError | None) -> None:
+    """Raises what the leader met, on all ranks, so that none waits for it. Collective."""
+    if problem := world.gather(problem)[0]:
+        raise problem
+
+
+def _list_export(part: Path, run: RunFolder, folder: Path) -> OSError | None:
+    """Lists what is about to be written, and removes what a killed run left of it; returns what prevented that."""
+    try:
+        run.listed.add_folder(part)
         run.listed.add_folder(folder)
-    pipe.save_pretrained(folder)
-    if pipe.leads:
-        load_tokenizer(str(run.inputs), trusts_code).save_pretrained(folder)
+    except OSError as error:
+        return OSError(str(error))
+    shutil.rmtree(part, ignore_errors=True)
+    return None
+
+
+def _complete_export(part: Path, run: RunFolder, folder: Path, trusts_code: bool) -> OSError | None:
+    """Adds the tokenizer, and gives the folder its name; returns what prevented that."""
+    try:
+        load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
+        for file in part.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        before = folder.with_name(f"{folder.name}.before.part")
+        if folder.exists():
+            folder.rename(before)
+        part.rename(folder)
+        shutil.rmtree(before, ignore_errors=True)
         run.listed.itemise(folder)
-        progress.say(f"exported to {folder}")
+    except OSError as error:
+        return OSError(str(error))
+    return None
 
 
 def _refuse_non_finite(pipe: Pipeline) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import NonFiniteError, StoppedRunError
+from slipstream.errors import NonFiniteError, RankFailedError, StoppedRunError
 from slipstream.launch import Progress, StopRequest
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
@@ -29,11 +31,12 @@ from slipstream.training.data import (
     unigram_entropy,
 )
 from slipstream.training.failure_log import FailureLog
-from slipstream.training.metrics import Reporter, StepRecord, ValidationRecord
+from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord, ValidationRecord
 from slipstream.training.planned_start import facts_of_documents, start_settings
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export, write_sample
 from slipstream.training.training_step import autocast, count_steps, make_optimizer, make_scheduler, train_step
+from slipstream.units import bytes_text
 
 
 class Trainer:
@@ -47,11 +50,14 @@ class Trainer:
         self._config, self._device, self._progress, self._stop = config, device, progress, stop
         training, section, world = config.training, config.checkpoint, RankGroup(dist.group.WORLD)
         self._folder = RunFolder(training.output)
-        self._checkpoints = Checkpoints(self._folder.checkpoints, world, section.keep, section.keep_every, progress.say)
+        self._checkpoints = Checkpoints(
+            self._folder.checkpoints, world, section.keep, section.keep_every, progress.say, self._note_save
+        )
         if section.every:
             if world.rank == 0:
                 self._folder.listed.add_folder(self._folder.checkpoints)
             self._checkpoints.prepare()
+        self._disk = DiskTrouble(progress.say)
         self._failures = FailureLog(self._folder.failures)
         saved = self._find_checkpoint(world)
         train = TokenisedText.load(self._folder.inputs, "train")
@@ -101,8 +107,15 @@ class Trainer:
                 self._do_what_is_due(step)
             self._checkpoints.close()
         self._reporter.close()
-        draw_last_step(pipe, timeline, self._folder, self._progress)
-        self._export(self._folder.model)
+        with self._disk.tolerated("the last step's timeline"):
+            draw_last_step(pipe, timeline, self._folder, self._progress)
+        try:
+            self._export(self._folder.model)
+        except OSError as error:
+            raise RankFailedError(
+                f"the trained model can't be written to {self._folder.model}: {error}. Make room, and type the same "
+                "command with --checkpoint.resume=latest"
+            ) from error
         write_sample(pipe, self._config, self._progress)
 
     def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
@@ -138,6 +151,9 @@ class Trainer:
         self._state.restore(saved.facts)
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
 
+    def _note_save(self, *figures: Any) -> None:
+        self._reporter.write(SaveRecord(*figures))
+
     def _save(self, step: int) -> None:
         self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), self._state.facts())
 
@@ -157,10 +173,24 @@ class Trainer:
         if every and (step % every == 0 or last):
             self._save(step)
         if training.export_every and step % training.export_every == 0 and not last:
-            self._export(self._folder.model_at(step))
+            self._export_between(self._folder.model_at(step))
+
+    def _export_between(self, folder: Path) -> None:
+        """Exports the model, unless the disk has no room for that and for the next two checkpoints. Collective."""
+        size = self._checkpoints.newest_bytes()
+        free = RankGroup(dist.group.WORLD).gather(shutil.disk_usage(self._folder.path).free)[0]
+        if free < 3 * size:
+            need, have = bytes_text(3 * size), bytes_text(free)
+            self._progress.say(
+                f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}"
+            )
+            return
+        with self._disk.tolerated(folder.name):
+            self._export(folder)
 
     def _export(self, folder: Path) -> None:
-        export(self._pipe, self._folder, folder, self._progress, self._config.model.trust_remote_code)
+        export(self._pipe, self._folder, folder, self._config.model.trust_remote_code)
+        self._progress.say(f"exported to {folder}")
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""

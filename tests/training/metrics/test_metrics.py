@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from slipstream.schedule import Action, Op, add_communication, add_recompute, ma
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline
+from slipstream.training.metrics.disk_trouble import DiskTrouble
 from slipstream.training.metrics.flops import StepFigures, TrainingTime
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import (
@@ -45,6 +47,35 @@ def test_lines_are_readable_at_once(tmp_path: Path) -> None:
     file.close()
 
 
+def test_lines_for_which_the_disk_has_no_room_come_later(tmp_path: Path) -> None:
+    """None is torn, and none is lost."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.write(ValidationRecord(1, 1.0, 2.0))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError, match=r"File too large|No space left"):
+                file.write(ValidationRecord(step, 1.0, 2.0))
+            assert len(path.read_text().splitlines()) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.write(ValidationRecord(4, 1.0, 2.0))
+    file.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_trouble_with_the_disk_is_told_once_until_it_is_over() -> None:
+    said = list[str]()
+    trouble = DiskTrouble(said.append)
+    for error in (True, True, False, True):
+        with trouble.tolerated("metrics.jsonl"):
+            if error:
+                raise OSError(28, "No space left on device")
+    assert said == ["metrics.jsonl can't be written: [Errno 28] No space left on device. Training goes on"] * 2
+
+
 def test_what_json_has_no_number_for_is_null(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(ValidationRecord(3, float("nan"), float("inf")))
@@ -60,7 +91,7 @@ def test_a_resumed_run_keeps_the_lines_before_and_no_others(tmp_path: Path) -> N
         file.write(line)
     file.close()
     with path.open("a") as cut_off:
-        cut_off.write('{"step": 4, "valid')
+        cut_off.write('{"step": 1, "valid{"step": 1, "validation_loss": 1.0}\n{"step": 4, "valid')
     file = MetricsFile(path, resumed_after=2)
     file.write(ValidationRecord(3, 7.0, 8.0))
     file.close()

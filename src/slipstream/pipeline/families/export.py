@@ -26,18 +26,26 @@ def save_pretrained(folder: str | Path, config: PretrainedConfig, state: Mapping
     """Writes config and safetensors on the leader, which has the whole model's state. Collective.
 
     Raises SlipstreamError on every rank where the state isn't that of the architecture, whose other weights would be
-    random when the folder is loaded; then nothing is written. Also where a file can't be read back.
+    random when the folder is loaded; then nothing is written. Also where a file can't be read back. Raises OSError on
+    every rank where the leader can't write.
     """
+    problem = ranks.decided(lambda: _write(Path(folder), config, state))
+    if problem is not None:  # no rank continues before the folder is complete
+        raise problem
 
-    def write() -> None:
-        dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
-        model = meta_model(config, dtype)
-        check_state(model, state)
+
+def _write(folder: Path, config: PretrainedConfig, state: Mapping[str, Tensor]) -> OSError | None:
+    """Writes the folder; returns what the disk prevented."""
+    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    model = meta_model(config, dtype)
+    check_state(model, state)
+    try:
         with quiet_transformers():
             model.save_pretrained(folder, state_dict=dict(state))
-        _check_files(Path(folder))
-
-    ranks.decided(write)  # no rank continues before the folder is complete
+    except (OSError, SafetensorError) as error:
+        return OSError(str(error))
+    _check_files(folder)
+    return None
 
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:

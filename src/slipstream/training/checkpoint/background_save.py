@@ -7,6 +7,8 @@ rank 1   writes its file |
 
 from __future__ import annotations
 
+import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ from slipstream.training.checkpoint.snapshot import Snapshot
 from slipstream.training.checkpoint.verified_files import FileDigest
 
 _POLL_SECONDS = 0.05
+_SECONDS_TO_SAY = 60.0  # that a save takes
 _SECONDS_TO_APPEAR = 120.0  # for a file that another rank has written, on a network's disk
 
 
@@ -30,8 +33,9 @@ class BackgroundSave:
     def __init__(
         self, folder: CheckpointFolder, step: int, facts: Mapping[str, Any], snapshot: Snapshot, group: RankGroup
     ) -> None:
-        self.step = step
+        self.step, self.seconds = step, 0.0
         self._problem: str | NonFiniteError = ""
+        self._began, self._doing = time.monotonic(), "is being written by this rank"
         self._folder, self._facts, self._snapshot, self._group = folder, facts, snapshot, group
         # A daemon, so that a run that fails can end although this waits for a rank that is gone.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True)
@@ -40,13 +44,22 @@ class BackgroundSave:
     def finish(self) -> str | NonFiniteError:
         """Waits for the end; returns a warning, or "", or the error of what isn't finite. Only rank 0 knows whether all
         is well."""
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(_SECONDS_TO_SAY)
+            if self._thread.is_alive():
+                sys.stderr.write(
+                    f"rank {self._group.rank} on {socket.gethostname()} waits for the disk: the checkpoint of step "
+                    f"{self.step}, begun {time.monotonic() - self._began:.0f} s ago, {self._doing}\n"
+                )
         return self._problem
 
     def _run(self) -> None:
-        rank = self._group.rank
+        rank, began = self._group.rank, time.perf_counter()
         try:
-            written = self._group.gather(self._write())
+            mine = self._write()
+            self._doing = "is written by this rank; others still write"
+            written = self._group.gather(mine)
+            self._doing = "is written, and gets its name"
             problems = {at: result for at, result in enumerate(written) if isinstance(result, str | NonFiniteError)}
             if problems:
                 texts = "; ".join(f"rank {at}: {result}" for at, result in problems.items())
@@ -55,6 +68,7 @@ class BackgroundSave:
                 self._problem = NonFiniteError(text) if is_poisoned else text
             elif rank == 0:
                 self._commit([file for file in written if isinstance(file, WrittenFile)])
+            self.seconds = time.perf_counter() - began
         except Exception as error:  # `finish` returns it: training continues without this checkpoint
             self._problem = f"the checkpoint of step {self.step} was not saved: rank {rank}: {describe_error(error)}"
 

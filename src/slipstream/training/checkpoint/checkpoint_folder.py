@@ -51,6 +51,10 @@ class CheckpointFolder:
         names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
         return next((self.path / name for name in names if not (_OWN.fullmatch(name) or name.startswith("."))), None)
 
+    def size(self, step: int) -> int:
+        """Returns the bytes of the checkpoint of a step."""
+        return sum(file.stat().st_size for file in self.complete(step).iterdir())
+
     def prepare(self) -> None:
         """Makes the folder, checks that it can be written, and removes incomplete checkpoints."""
         self.path.mkdir(parents=True, exist_ok=True)

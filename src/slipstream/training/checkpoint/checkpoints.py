@@ -40,11 +40,20 @@ class Checkpoints:
         keep: how many of the newest checkpoints are not removed, at least 1.
         keep_every: checkpoints whose step it divides are not removed either; 0 for none.
         say: gets a line of text, the same on every rank, about a problem that doesn't end the run.
+        saved: gets, on rank 0, the step of a checkpoint that is complete, the seconds that writing it took, and its
+            bytes.
     """
 
     def __init__(
-        self, folder: Path, world: RankGroup, keep: int = 2, keep_every: int = 0, say: Callable[[str], None] = print
+        self,
+        folder: Path,
+        world: RankGroup,
+        keep: int = 2,
+        keep_every: int = 0,
+        say: Callable[[str], None] = print,
+        saved: Callable[[int, float, int], None] = lambda *_: None,
     ) -> None:
+        self._saved = saved
         self._folder, self._world, self._say = CheckpointFolder(folder, keep, keep_every), world, say
         self._snapshot = Snapshot()
         self._save: BackgroundSave | None = None
@@ -97,11 +106,18 @@ class Checkpoints:
             if isinstance(problem, NonFiniteError):
                 raise problem
             self._warn(problem)
+        elif self._world.rank == 0:
+            self._saved(save.step, save.seconds, self._folder.size(save.step))
 
     def close(self) -> None:
         """Waits at the end of training, and releases the memory."""
         self.wait()
         self._snapshot = Snapshot()
+
+    def newest_bytes(self) -> int:
+        """Returns the size of the newest complete checkpoint, 0 where there is none."""
+        steps = self._steps()
+        return int(self._world.gather(self._folder.size(steps[0]) if steps and self._world.rank == 0 else 0)[0])
 
     def saved_text(self, step: int) -> str:
         """Returns whether the checkpoint of a step is there, as the end of a sentence, and how to go on from it."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import resource
 import sys
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +66,16 @@ class ValidationRecord:
     perplexity: float
 
 
-MetricsRecord = RunFigures | StepRecord | ValidationRecord
+@dataclass(frozen=True)
+class SaveRecord:
+    """A checkpoint that is complete: the step after which it was saved, the seconds of writing it, and its bytes."""
+
+    step: int
+    save_seconds: float
+    checkpoint_bytes: int
+
+
+MetricsRecord = RunFigures | StepRecord | ValidationRecord | SaveRecord
 
 
 def as_dictionary(record: MetricsRecord) -> dict[str, Any]:
@@ -83,24 +95,50 @@ def _without_nan(value: Any) -> Any:
 
 
 class MetricsFile:
-    """A file of JSON lines, each readable as soon as it is written."""
+    """A file of JSON lines, each readable as soon as it is written, whole or not at all."""
+
+    name = "metrics.jsonl"
 
     def __init__(self, path: Path, resumed_after: int = 0) -> None:
         """Opens the file; a run that is resumed keeps the lines up to that step, as the later steps run again."""
-        kept = _lines_until(path, resumed_after) if resumed_after and path.exists() else ""
-        self._file = path.open("w", encoding="utf-8", buffering=1)
-        self._file.write(kept)
+        if resumed_after and path.exists():
+            _keep_until(path, resumed_after)
+        self._file = path.open("ab" if resumed_after else "wb", buffering=0)
+        self._unwritten = b""  # lines for which the disk had no room
 
     def write(self, record: MetricsRecord) -> None:
-        """Appends a line."""
-        self._file.write(json.dumps(_without_nan(as_dictionary(record)), allow_nan=False) + "\n")
+        """Appends a line. Raises OSError where the disk is full or gone: the line then comes with the next one."""
+        self._unwritten += (json.dumps(_without_nan(as_dictionary(record)), allow_nan=False) + "\n").encode()
+        self._flush()
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Writes what is left, and closes the file. Raises OSError where it can't be written."""
+        with closing(self._file):
+            self._flush()
+
+    def _flush(self) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(self._unwritten) < len(self._unwritten):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(end)  # half a line would spoil the next
+            raise
+        self._unwritten = b""
 
 
-def _lines_until(path: Path, step: int) -> str:
-    """Returns the lines up to a step; the last may have been cut off when the run ended."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return "".join(line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step)
+def _keep_until(path: Path, step: int) -> None:
+    """Drops the lines after a step, and what is none: the last may have been cut off when the run ended."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = b"".join(line for line in lines if line.endswith(b"\n") and _step_of(line) <= step)
+    part = path.with_suffix(".part")
+    part.write_bytes(kept)
+    part.replace(path)
+
+
+def _step_of(line: bytes) -> float:
+    """Returns the step of a line; 0 for one without, and infinity for what isn't JSON."""
+    try:
+        return float(json.loads(line).get("step", 0))
+    except (ValueError, AttributeError):
+        return math.inf

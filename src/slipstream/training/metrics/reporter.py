@@ -15,6 +15,7 @@ from slipstream.timeline import Timeline
 from slipstream.training.config import Config
 from slipstream.training.data import TokenBatch
 from slipstream.training.metrics.device_peak import find_peak
+from slipstream.training.metrics.disk_trouble import DiskTrouble
 from slipstream.training.metrics.flops import FlopsMeter
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import MetricsRecord, StepRecord, peak_memory
@@ -56,6 +57,7 @@ class Reporter:
             self._figures = FlopsMeter(pipe.config, length, number, self._world.size, peak)
         except SlipstreamError as error:
             progress.say(f"FLOPs are not shown: {error}")
+        self._disk = DiskTrouble(progress.say)
         self._trackers: list[Tracker] = []  # none on ranks other than the first
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
         self._num_tokens = 0  # of all steps
@@ -72,7 +74,8 @@ class Reporter:
     def write(self, record: MetricsRecord) -> None:
         """Writes a record to the metrics file and to every tracker."""
         for tracker in self._trackers:
-            tracker.write(record)
+            with self._disk.tolerated(tracker.name):
+                tracker.write(record)
 
     def report(
         self,
@@ -132,4 +135,5 @@ class Reporter:
             time = self._figures.time_to_train(tokens, statistics.median(seconds))
             self._progress.say(time.describe(tokens))
         for tracker in self._trackers:
-            tracker.close()
+            with self._disk.tolerated(tracker.name):
+                tracker.close()

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.errors import SlipstreamError, did_you_mean
-from slipstream.training.metrics.records import MetricsFile, MetricsRecord, as_dictionary
+from slipstream.training.metrics.records import MetricsFile, MetricsRecord, SaveRecord, as_dictionary
 
 _FLUSH_SECONDS = 10  # so that a run can be watched
 
 
 class TensorBoard:
     """A tracker that writes event files: every number as a scalar over the steps, the settings and the run as texts."""
+
+    name = "tensorboard/"
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], resumed_after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -48,6 +50,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """A tracker that writes to the server where `wandb` is logged in, or to files with WANDB_MODE=offline."""
 
+    name = "what wandb keeps"
+
     def __init__(self, folder: Path, settings: Mapping[str, Any], resumed_after: int) -> None:
         import wandb
 
@@ -61,6 +65,8 @@ class WeightsAndBiases:
         step = values.pop("step", None)
         if step is None:
             self._run.summary.update(values)
+        elif isinstance(record, SaveRecord):  # of an earlier step, of which wandb takes nothing more
+            self._run.log(dict(flat(values)), commit=False)
         else:
             self._run.log(dict(flat(values)), step=step)
 
