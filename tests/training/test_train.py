@@ -253,6 +253,29 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path, output: RunFolder
     assert lines == [{"step": 2, "started_after": started_after} for started_after in starts]
 
 
+@pytest.mark.parametrize("policy", first_of(["rollback", "skip", "stop"], 0))
+def test_bad_steps_are_decided_alike_on_all_ranks(config: Path, output: RunFolder, policy: str) -> None:
+    """Batches of three sequences; a checkpoint every four steps."""
+    settings = [f"--training.bad_numbers={policy}", "--training.spike_factor=20", "--checkpoint.every=4"]
+    more = ["--training.eval_every=0", "--training.export_every=0", "--sample.prompt=null", "--training.steps=18"]
+    result = launch(2, WORKERS / "training/bad_numbers.py", "train", str(config), *settings, *more)
+    if policy == "stop":
+        assert result.returncode == 3
+        assert "training.bad_numbers=skip or rollback goes on" in result.stderr
+        return
+    assert result.returncode == 0, result.stderr
+    assert "2 steps did not update: 6, 16" in result.stdout
+    steps, _ = read_metrics(output)
+    done = {6: "rolled back to step 4", 16: "rolled back to step 12"} if policy == "rollback" else {}
+    assert {step["step"]: step["bad"] for step in steps if "bad" in step} == {
+        6: {"why": "not finite", "samples": [15, 18], "done": done.get(6, "skipped")},
+        16: {"why": "spike", "samples": [45, 48], "done": done.get(16, "skipped")},
+    }
+    rates = {step["step"]: step["lr"] for step in steps}
+    assert rates[7] == (rates[5] if policy == "rollback" else rates[6])  # as many updates before it
+    assert [step["step"] for step in steps] == list(range(1, 19))
+
+
 def test_a_model_that_is_not_finite_is_not_exported(config: Path, output: RunFolder) -> None:
     """The loss of its last step was, but the update after it overflows."""
     poisoned = ["--optimizer.lr=3e37", "--optimizer.warmup_steps=0", "--optimizer.weight_decay=10"]

@@ -18,6 +18,7 @@ from slipstream.launch import Progress, StopRequest
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
 from slipstream.timeline import Timeline
+from slipstream.training.bad_steps import BadSteps
 from slipstream.training.checkpoint import Checkpoints, RunState, SavedCheckpoint, describe_model, run_shards
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
@@ -73,6 +74,7 @@ class Trainer:
         kept = facts_of_documents(planned)
         settings = config.model_dump(mode="json")
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
+        self._bad_steps = BadSteps(config, world, device, self._roll_back)
         if saved is not None:
             self._restore(saved)
         self._reporter = Reporter(
@@ -106,6 +108,8 @@ class Trainer:
                     self._save_and_stop(step)
                 self._do_what_is_due(step)
             self._checkpoints.close()
+        if numbers := self._bad_steps.steps:
+            self._progress.say(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
         self._reporter.close()
         with self._disk.tolerated("the last step's timeline"):
             draw_last_step(pipe, timeline, self._folder, self._progress)
@@ -149,13 +153,28 @@ class Trainer:
         saved.check_model(describe_model(self._pipe.config))
         self._checkpoints.load(saved, list(run_shards(self._pipe, self._optimizer)))
         self._state.restore(saved.facts)
+        self._bad_steps.restore(saved.facts.get("values_of_steps", {}))
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
+
+    def _roll_back(self) -> int | None:
+        """Loads the last good checkpoint and returns its step; None where there is none yet. The count of steps and the
+        place in the data stay, so that the batches since are passed over. Collective."""
+        self._checkpoints.wait()
+        saved = self._checkpoints.find("last-good")
+        if saved is None:
+            return None
+        step, num_samples = self._state.step, self._state.num_samples
+        self._checkpoints.load(saved, list(run_shards(self._pipe, self._optimizer)))
+        self._state.restore(saved.facts)
+        self._state.step, self._state.num_samples = step, num_samples
+        return saved.step
 
     def _note_save(self, *figures: Any) -> None:
         self._reporter.write(SaveRecord(*figures))
 
     def _save(self, step: int) -> None:
-        self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), self._state.facts())
+        facts = self._state.facts() | {"values_of_steps": self._bad_steps.facts()}
+        self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), facts)
 
     def _save_and_stop(self, step: int) -> None:
         """Saves a checkpoint, whether or not one is due, and ends the run by StoppedRunError. Collective."""
@@ -194,20 +213,17 @@ class Trainer:
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""
-        training, state, is_trial = self._config.training, self._state, self._is_tuning
+        state, is_trial = self._state, self._is_tuning
         began = time.perf_counter()
         size = self._batch_size.at(self._sequences, state.num_samples)
         batch = self._mine(state.num_samples, size)
         data_seconds = time.perf_counter() - began
+        keep, judge = self._checkpoints.keep, self._bad_steps
         result = train_step(
-            self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, self._checkpoints.keep
+            self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, keep, judge.accepts
         )
-        if training.precision != "fp16" and not math.isfinite(result.loss + result.grad_norm):
-            raise NonFiniteError(
-                f"the loss of step {step} is {result.loss}, the norm of its gradient {result.grad_norm}; lower "
-                f"optimizer.lr (now {self._config.optimizer.lr}), lengthen optimizer.warmup_steps, or clip with "
-                "optimizer.clip_norm"
-            )
+        bad = judge.act(step, result.loss, result.grad_norm, (state.num_samples, state.num_samples + size))
+        result = result._replace(bad=bad)
         state.step, state.num_samples = step, state.num_samples + size
         timeline = self._pipe.timeline()
         asked = self._stop.name

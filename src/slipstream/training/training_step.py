@@ -25,6 +25,7 @@ class StepResult(NamedTuple):
     lr: float
     seconds: float
     optimizer_seconds: float  # of them, of clipping and update
+    bad: dict[str, Any] | None = None  # of a step that didn't update: why, its samples, and what was done
 
 
 def train_step(
@@ -35,11 +36,12 @@ def train_step(
     device: torch.device,
     loss_scale: LossScale | None = None,
     before_update: Callable[[], None] = lambda: None,
+    accepts: Callable[[float, float], bool] = lambda _loss, norm: math.isfinite(norm),
 ) -> StepResult:
     """Runs forward and backward, clips, calls `before_update`, and lets the scheduler's optimizer update.
 
-    The model is a Pipeline, or has its `step` and `clip_grad_norm_`. Collective where these are. Where a gradient isn't
-    finite, on whatever rank, none of them updates.
+    The model is a Pipeline, or has its `step` and `clip_grad_norm_`. Collective where these are. `accepts` gets the
+    loss and the norm of the gradient and returns whether to update, on all ranks alike.
     """
     started, optimizer, lr = time.perf_counter(), scheduler.optimizer, float(scheduler.get_last_lr()[0])
     optimizer.zero_grad()
@@ -48,7 +50,7 @@ def train_step(
         loss = model.step(batch.input_ids, batch.labels, document_ids=batch.document_ids, **scaled)
     began = time.perf_counter()
     norm = float(model.clip_grad_norm_(config.optimizer.clip_norm or math.inf))
-    if math.isfinite(norm):
+    if accepts(float(loss), norm):
         before_update()
         optimizer.step()
         scheduler.step()

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import NonFiniteError
 from slipstream.parallel.replicas import LossScale
 
 
@@ -33,7 +33,7 @@ def test_it_gives_up_after_bad_steps_in_a_row() -> None:
     scale = LossScale(scale=8.0, max_bad=3)
     for finite in (False, False, True, False, False):
         scale.update(finite)
-    with pytest.raises(SlipstreamError, match=r"3 steps in a row .* the loss scale is now 0\.25\. Lower"):
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row .* the loss scale is now 0\.25\. Lower"):
         scale.update(False)
 
 
@@ -48,5 +48,5 @@ def test_it_resumes() -> None:
         assert each.scale == 2.0**16
         each.update(False)
         assert each.num_skipped == 2
-        with pytest.raises(SlipstreamError):
+        with pytest.raises(NonFiniteError):
             each.update(False)

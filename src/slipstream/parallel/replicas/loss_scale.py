@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import NonFiniteError
 
 _STATE = ("scale", "num_good", "num_bad", "num_skipped")
 
@@ -40,7 +40,7 @@ class LossScale:
         """Adjusts the scale after a step; `finite` says whether all gradients are finite, the same on every rank.
 
         All are finite if their norm is, which `Pipeline.clip_grad_norm_` returns. If not, the optimizer must not step.
-        Raises SlipstreamError after `max_bad` such steps in a row.
+        Raises NonFiniteError after `max_bad` such steps in a row.
         """
         if finite:
             self.num_bad = 0
@@ -54,7 +54,7 @@ class LossScale:
         self.num_bad += 1
         self.num_skipped += 1
         if self.num_bad >= self.max_bad:
-            raise SlipstreamError(
+            raise NonFiniteError(
                 f"{self.num_bad} steps in a row had gradients that are not finite; the loss scale is now "
                 f"{self.scale:g}. Lower the learning rate, lengthen its warm-up, or train in bfloat16."
             )

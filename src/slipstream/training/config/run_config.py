@@ -56,6 +56,10 @@ class Config(Record):
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
+        if self.training.bad_numbers == "rollback" and not self.checkpoint.every:
+            raise ValueError(
+                "training.bad_numbers=rollback needs checkpoints to go back to; give --checkpoint.every=100, or skip"
+            )
         if self.training.batch_tokens is None:
             _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
         else:

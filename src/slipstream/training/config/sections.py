@@ -178,6 +178,13 @@ class TrainingSection(Record):
     """Steps between exports to `model-step-N`; 0 for the final one only."""
     overwrite: bool = False
     """Replace what earlier runs made in `output`, checkpoints too. What no run has listed as its own always stays."""
+    bad_numbers: Literal["stop", "skip", "rollback"] = "stop"
+    """What becomes of a step whose loss or gradient isn't finite, or a spike. stop: the run ends. skip: its batch
+    changes nothing. rollback: weights, optimizer and learning rate are again those of the last good checkpoint, and the
+    batches since are passed over. Ten such steps in a row end the run in any case."""
+    spike_factor: float | None = Field(default=None, gt=1)
+    """A step is a spike where its loss, or the norm of its gradient, is more than this many times the median of the
+    last 64 steps; null for none."""
     max_restarts: int = Field(default=0, ge=0)
     """How often `slipstream train` starts its local ranks again, from the last good checkpoint, after one has crashed,
     unless one step fails twice. torchrun has --max-restarts."""

@@ -121,6 +121,7 @@ class Reporter:
             phases=Phases.of(timeline, result.optimizer_seconds, data_seconds),
             bytes_sent={axis: sum(each[axis] for each in sent) for axis in mine[1]},
             trial=trial or None,
+            bad=result.bad,
         )
         self.write(record)
         self._seconds[trial].append(seconds)
