@@ -54,9 +54,9 @@ class Trainer:
         self._checkpoints = Checkpoints(
             self._folder.checkpoints, world, section.keep, section.keep_every, progress.say, self._note_save
         )
+        if world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
+            self._folder.listed.add_folder(self._folder.checkpoints)
         if section.every:
-            if world.rank == 0:
-                self._folder.listed.add_folder(self._folder.checkpoints)
             self._checkpoints.prepare()
         self._disk = DiskTrouble(progress.say)
         self._failures = FailureLog(self._folder.failures)
