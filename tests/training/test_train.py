@@ -296,6 +296,8 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=LIMIT)
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def wait_until(has_happened: Callable[[], bool]) -> None:
