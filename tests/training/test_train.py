@@ -250,7 +250,9 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=LIMIT)
+            process.wait(LIMIT)
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def wait_until(has_happened: Callable[[], bool]) -> None:
