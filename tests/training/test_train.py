@@ -295,7 +295,7 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=LIMIT)
+            process.wait(LIMIT)
         assert process.stderr is not None
         process.stderr.close()
 
