@@ -119,3 +119,8 @@ def test_layers_that_share_weights_are_refused(name: str) -> None:
 def test_layers_that_run_in_cycles_are_refused() -> None:
     with pytest.raises(SlipstreamError, match=r"'hrm_text'.* layers run in cycles, \d+ calls in one forward"):
         find_anatomy(AutoConfig.for_model("hrm_text"))
+
+
+def test_layers_that_all_take_a_table_of_the_first_stage_are_refused() -> None:
+    with pytest.raises(SlipstreamError, match=r"'roformer'.*all take what roformer.encoder.embed_positions"):
+        find_anatomy(AutoConfig.for_model("roformer", is_decoder=True))

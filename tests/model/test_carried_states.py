@@ -27,7 +27,9 @@ from support.architectures import (
 from support.hybrids import HYBRIDS, LENGTH
 from support.options import grouped
 from support.parameters import first_of
+from support.versions import since
 
+pytestmark = since("5.21")
 SLICES = [5, 1, 46, 44]  # the second alone in its slice
 FEATURES = [
     "qwen3_next",

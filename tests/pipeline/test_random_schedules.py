@@ -31,6 +31,7 @@ from support.examples import examples
 from support.hybrids import HYBRIDS
 from support.options import grouped
 from support.own_attention import OWN_ATTENTION
+from support.versions import since
 
 LENGTH = 24
 ATTENDING = ("llama, tied", "gpt2", "mistral, window of 7")
@@ -125,6 +126,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject
     check(name, data)
 
 
+@since("5.21")
 @examples(25)
 @given(data=st.data())
 def test_carried_states(data: st.DataObject) -> None:
