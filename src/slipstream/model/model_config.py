@@ -143,8 +143,9 @@ def check_length(config: PretrainedConfig, length: int, setting: str = "") -> No
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # one of its own for a kind of layers
     limit = getattr(text, "max_position_embeddings", None)
-    if limit is None or length <= limit or rope.get("rope_type") == "dynamic":
+    if limit is None or length <= limit or any(each.get("rope_type") == "dynamic" for each in kinds):
         return
     given = f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}"
     if setting:

@@ -34,10 +34,10 @@ def _with_largest_position(module: nn.Module) -> Any:
     @wraps(forward)
     def extended(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(module, *args, **kwargs)
-        position_ids = bound.arguments["position_ids"]  # (b, T)
-        largest = position_ids.new_full((position_ids.shape[0], 1), current_slice().token_slice.max_position)
-        bound.arguments["position_ids"] = torch.cat([position_ids, largest], dim=1)
-        tables = forward(*bound.args, **bound.kwargs)  # cos and sin, each (b, T + 1, d)
-        return tables[:, :-1] if isinstance(tables, Tensor) else tuple(table[:, :-1] for table in tables)
+        position_ids = bound.arguments["position_ids"]  # (..., b, T)
+        largest = position_ids.new_full((*position_ids.shape[:-1], 1), current_slice().token_slice.max_position)
+        bound.arguments["position_ids"] = torch.cat([position_ids, largest], dim=-1)
+        tables = forward(*bound.args, **bound.kwargs)  # cos and sin, each (..., b, T + 1, d)
+        return tables[..., :-1, :] if isinstance(tables, Tensor) else tuple(table[..., :-1, :] for table in tables)
 
     return extended
