@@ -1,6 +1,7 @@
 """The `slipstream` command: one file per subcommand, whose heavy imports wait until it runs."""
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -16,6 +17,7 @@ from slipstream.errors import (
     SlipstreamError,
     StoppedRunError,
 )
+from slipstream.version import __version__
 
 _INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
 
@@ -24,13 +26,28 @@ _STOPPED = 75  # sysexits.h calls it a temporary failure: to be tried again
 app = typer.Typer(
     help="Pipeline-parallel training of causal language models with token slices.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of every command
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 for command in (timeline, check, profile, plan):
     app.command()(command)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Takes the options that come before a command's name."""
 
 
 def main() -> None:
