@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.check import check
+from slipstream.cli.export import export
 from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
-for command in (timeline, check, profile, plan):
+for command in (timeline, check, profile, plan, export):
     app.command()(command)
 
 
