@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.check import check
+from slipstream.cli.evaluate import evaluate
 from slipstream.cli.export import export
 from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 for command in (timeline, check, profile, plan, export):
     app.command()(command)
+app.command("eval")(evaluate)  # which is the name of a function of Python's
 
 
 def _show_version(asked: bool) -> None:

@@ -137,19 +137,25 @@ def check_counted_positions(config: PretrainedConfig, input_ids: Tensor, first: 
 
 
 def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:
-    """Raises SlipstreamError for a sequence longer than the model's positions; `setting` names what gave the length.
-
-    Rope of type dynamic grows with the sequence: there max_position_embeddings is only where it begins to.
-    """
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is None or length <= limit or rope.get("rope_type") == "dynamic":
+    """Raises SlipstreamError for a sequence longer than the model's positions; `setting` names what gave the length."""
+    limit = longest_sequence(config)
+    if limit is None or length <= limit:
         return
     given = f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}"
     if setting:
         given = f"{setting}={length} is more than the model's {limit} positions (max_position_embeddings)"
     raise SlipstreamError(f"{given}. Use at most {limit} tokens, or a config with more positions.")
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Returns the model's max_position_embeddings, in tokens; None where sequences may be of any length.
+
+    Rope of type dynamic grows with the sequence: there max_position_embeddings is only where it begins to.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    return None if rope.get("rope_type") == "dynamic" else limit
 
 
 def check_token_ids(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.exports import check_export_folder, choose_checkpoint
+from slipstream.launch import Progress
+from slipstream.training.exports import check_export_folder, choose_checkpoint, opened_model
 from slipstream.training.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
 
@@ -213,3 +215,79 @@ def test_nothing_is_written_of_a_damaged_checkpoint_or_of_another_model(run: Run
     assert f"the checkpoint of step {STEPS}" in ended.stderr
     assert "truncated" in ended.stderr
     assert not output.exists()
+
+
+def evaluated(*arguments: str | Path) -> tuple[int, int, float]:
+    """The tokens of a text, those that are predicted, and the loss, as `slipstream eval` prints them."""
+    ended = slipstream_command("eval", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    found = re.search(r" ([\d,]+) tokens, ([\d,]+) predicted\nloss: ([\d.]+) nats per token, perplexity", ended.stdout)
+    assert found, ended.stdout
+    return int(found[1].replace(",", "")), int(found[2].replace(",", "")), float(found[3])
+
+
+def test_the_loss_is_that_of_each_whole_document(run: RunFolder, tmp_path: Path) -> None:
+    """In slices of seven tokens of the checkpoint alone, and by transformers of the export."""
+    rows = [f"{n} is {n * n % 97} more than {n % 13}." for n in range(5)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"words": row}) + "\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    model = AutoModelForCausalLM.from_pretrained(run.model)
+    documents = [[*tokenizer(row)["input_ids"], tokenizer.eos_token_id] for row in rows]
+    predicted, total = sum(map(len, documents)) - len(rows), 0.0
+    for document in documents:
+        tokens = torch.tensor([document])
+        with torch.no_grad():
+            total += float(model(tokens, labels=tokens).loss) * (len(document) - 1)
+    expected = (predicted + len(rows), predicted, pytest.approx(total / predicted, abs=1e-4))
+    alone = copy_of(run, tmp_path / "alone").path
+    assert max(map(len, documents)) > 7
+    assert evaluated(alone, file, "--column=words", "--slice-len=7") == expected
+    assert evaluated(run.path, file, "--column=words") == expected
+
+
+def test_a_long_text_is_cut_at_the_longest_sequence(run: RunFolder, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("7 is 49 more than 7. " * 60)
+    num_tokens, predicted, _ = evaluated(run.model, file)
+    assert num_tokens > 3 * 64
+    assert predicted == num_tokens - -(-num_tokens // 64)
+
+
+def test_a_model_that_is_being_written_is_not_taken(run: RunFolder, tmp_path: Path) -> None:
+    copy = copy_of(run, tmp_path / "copy")
+    shutil.copytree(run.model, copy.model)
+    with opened_model(str(copy.path), trusts_code=False, progress=Progress(None)) as opened:
+        assert opened.path == str(copy.model)
+    copy.listed.add_folder(copy.model)
+    with opened_model(str(copy.path), trusts_code=False, progress=Progress(None)) as opened:
+        assert opened.path != str(copy.model)
+        check_same_model(Path(opened.path), run.model)
+    assert not Path(opened.path).exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["eval", "{run}", "{empty}"], "empty.txt is empty; give a file with text"),
+        pytest.param(["eval", "{run}", "{absent}"], "there is no file ", marks=pytest.mark.more),
+        pytest.param(["eval", "{run}", "{rows}"], "--column of `slipstream eval`, from: words", marks=pytest.mark.more),
+        pytest.param(["eval", "{blank}", "{text}"], "there are no checkpoints in ", marks=pytest.mark.more),
+        pytest.param(["eval", "{run}", "{text}", "--seq-len=65"], "--seq-len=65 is more than", marks=pytest.mark.more),
+        (["eval", "{absent}", "{text}"], "give a model's folder or hub name, a run's output folder, or a checkpoint"),
+        (["eval", "{untokenised}", "{text}"], "has no tokenizer next to it; copy the files of its tokenizer there"),
+    ],
+)
+def test_a_mistake_says_what_to_give(run: RunFolder, tmp_path: Path, command: list[str], message: str) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "text.txt").write_text("7 is 49 more than 7.")
+    (tmp_path / "rows.jsonl").write_text('{"words": "7 is 49 more than 7."}')
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "untokenised").mkdir()
+    shutil.copy(run.model / "config.json", tmp_path / "untokenised")
+    places = {"run": run.path, "text": tmp_path / "text.txt", "empty": tmp_path / "empty.txt"}
+    places |= {name: tmp_path / name for name in ("absent", "blank", "untokenised")} | {"rows": tmp_path / "rows.jsonl"}
+    ended = slipstream_command(*(word.format(**places) for word in command))
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
