@@ -8,6 +8,7 @@ import typer
 from slipstream.cli.check import check
 from slipstream.cli.evaluate import evaluate
 from slipstream.cli.export import export
+from slipstream.cli.generate import generate
 from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
@@ -36,6 +37,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 for command in (timeline, check, profile, plan, export):
     app.command()(command)
 app.command("eval")(evaluate)  # which is the name of a function of Python's
+app.command()(generate)
 
 
 def _show_version(asked: bool) -> None:

@@ -64,6 +64,19 @@ DEEPSEEK: dict[str, Any] = {
     "vocab_size": 300,
     "max_position_embeddings": 64,
 }
+CONFIGURATION = """
+from transformers import LlamaConfig
+
+class SpiralConfig(LlamaConfig):
+    model_type = "spiral"
+"""
+MODELING = """
+from transformers import LlamaForCausalLM
+from .configuration_spiral import SpiralConfig
+
+class SpiralForCausalLM(LlamaForCausalLM):
+    config_class = SpiralConfig
+"""
 MESHES: list[tuple[int, list[str]]] = [
     (2, SPREAD),
     (4, ["--dp=2", "--parallel.shard_optimizer=true", *SPREAD]),
@@ -266,6 +279,43 @@ def test_a_model_that_is_being_written_is_not_taken(run: RunFolder, tmp_path: Pa
     assert not Path(opened.path).exists()
 
 
+def test_a_prompt_is_continued_as_transformers_does(run: RunFolder) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    model = AutoModelForCausalLM.from_pretrained(run.model)
+    inputs = tokenizer("7 is", return_tensors="pt", return_token_type_ids=False)
+    likeliest = model.generate(**inputs, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    ended = slipstream_command("generate", run.path, "7 is", "--max-new-tokens=9")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == tokenizer.decode(likeliest[0], skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.more
+def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
+    source, output = tmp_path / "source", tmp_path / "model"
+    source.mkdir()
+    names = {"AutoConfig": "configuration_spiral.SpiralConfig"}
+    names["AutoModelForCausalLM"] = "modeling_spiral.SpiralForCausalLM"
+    (source / "config.json").write_text(json.dumps(LLAMA | {"model_type": "spiral", "auto_map": names}))
+    (source / "configuration_spiral.py").write_text(CONFIGURATION)
+    (source / "modeling_spiral.py").write_text(MODELING)
+    model = {"path": str(source), "init": "random", "trust_remote_code": True}
+    made = make_run(tmp_path / "made", 1, "--pp=1", "--data.vocab_size=300", model=model)
+    for command in (["export", made.path, "--output", output], ["generate", made.path, "7 is", "--max-new-tokens=9"]):
+        refused = slipstream_command(*command)
+        assert refused.returncode == 2
+        assert "--trust-remote-code" in refused.stderr
+        trusted = slipstream_command(*command, "--trust-remote-code")
+        assert trusted.returncode == 0, trusted.stderr
+    assert (output / "modeling_spiral.py").is_file()
+
+
+@pytest.mark.more
+def test_the_seed_decides_what_is_drawn(run: RunFolder) -> None:
+    drawn = ["generate", run.path, "7 is", "--temperature=1.5", "--max-new-tokens=20"]
+    texts = [slipstream_command(*drawn, f"--seed={seed}").stdout for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -274,8 +324,10 @@ def test_a_model_that_is_being_written_is_not_taken(run: RunFolder, tmp_path: Pa
         pytest.param(["eval", "{run}", "{rows}"], "--column of `slipstream eval`, from: words", marks=pytest.mark.more),
         pytest.param(["eval", "{blank}", "{text}"], "there are no checkpoints in ", marks=pytest.mark.more),
         pytest.param(["eval", "{run}", "{text}", "--seq-len=65"], "--seq-len=65 is more than", marks=pytest.mark.more),
-        (["eval", "{absent}", "{text}"], "give a model's folder or hub name, a run's output folder, or a checkpoint"),
-        (["eval", "{untokenised}", "{text}"], "has no tokenizer next to it; copy the files of its tokenizer there"),
+        (["generate", "{absent}", "7 is"], "give a model's folder or hub name, a run's output folder, or a checkpoint"),
+        (["generate", "{untokenised}", "7 is"], "has no tokenizer next to it; copy the files of its tokenizer there"),
+        pytest.param(["generate", "{run}", ""], "the prompt '' has no tokens", marks=pytest.mark.more),
+        pytest.param(["generate", "{run}", "7 is"], "and --max-new-tokens=", marks=pytest.mark.more),
     ],
 )
 def test_a_mistake_says_what_to_give(run: RunFolder, tmp_path: Path, command: list[str], message: str) -> None:
