@@ -9,8 +9,9 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 COMMAND = [sys.executable, "-m", "typer", "slipstream.cli", "utils", "docs", "--name", "slipstream"]
 PREFACE = """\
-Every command prints this with `--help`. Errors are one message on standard error: what was given, what is allowed, what
-to type. The exit code is 2 for wrong input, 1 where a rank failed or a check did, and 130 after Ctrl-C.
+Every command prints this with `-h`. `slipstream --install-completion` lets your shell complete commands and options.
+Errors are one message on standard error: what was given, what is allowed, what to type. The exit code is 2 for wrong
+input, 1 where a rank failed or a check did, and 130 after Ctrl-C.
 """
 
 

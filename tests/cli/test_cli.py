@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.version import __version__
 from support.forked import slipstream_command
 from support.timeouts import LIMIT
 
@@ -38,6 +39,22 @@ def test_every_command_explains_itself(command: str) -> None:
     result = slipstream(command, "--help")
     assert result.returncode == 0
     assert "Usage" in result.stdout
+    assert slipstream(command, "-h").stdout == result.stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = slipstream("--version")
+    assert (result.returncode, result.stdout) == (0, f"slipstream {__version__}\n")
+
+
+def test_a_shell_gets_the_commands_that_begin_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_SLIPSTREAM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "slipstream pr")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    found = subprocess.run(
+        [Path(sys.executable).with_name("slipstream")], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert found.stdout.split() == ["profile"]
 
 
 def test_bad_input_ends_with_its_message_and_code_2(tmp_path: Path) -> None:

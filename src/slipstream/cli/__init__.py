@@ -1,10 +1,14 @@
 """The `slipstream` command: one file per subcommand, whose heavy imports wait until it runs."""
 
 import sys
+from typing import Annotated
 
 import typer
 
 from slipstream.cli.check import check
+from slipstream.cli.evaluate import evaluate
+from slipstream.cli.export import export
+from slipstream.cli.generate import generate
 from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
@@ -16,6 +20,7 @@ from slipstream.errors import (
     SlipstreamError,
     StoppedRunError,
 )
+from slipstream.version import __version__
 
 _INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
 
@@ -24,13 +29,30 @@ _STOPPED = 75  # sysexits.h calls it a temporary failure: to be tried again
 app = typer.Typer(
     help="Pipeline-parallel training of causal language models with token slices.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of every command
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
-for command in (timeline, check, profile, plan):
+for command in (timeline, check, profile, plan, export):
     app.command()(command)
+app.command("eval")(evaluate)  # which is the name of a function of Python's
+app.command()(generate)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Takes the options that come before a command's name."""
 
 
 def main() -> None:

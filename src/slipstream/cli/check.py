@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option
+from typer import Argument, Exit
+
+from slipstream.cli.trust_option import TrustRemoteCode
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,13 +22,7 @@ def check(
     model: Annotated[
         str, Argument(help="A model's folder, hub name, config.json, or a training configuration (.yaml).")
     ],
-    remote_code: Annotated[
-        bool,
-        Option(
-            "--trust-remote-code",
-            help="Run Python code that comes with MODEL. It can do whatever you can: read it first.",
-        ),
-    ] = False,
+    remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show how MODEL can be split, and compare a sliced and an unsliced toy of its architecture: exact or not, and why.
 

@@ -21,6 +21,7 @@ from slipstream.model.model_config import (
     check_token_ids,
     config_from_settings,
     load_config,
+    longest_sequence,
     trust_remote_code,
 )
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, parts_of

@@ -36,7 +36,7 @@ def load_config(path: str) -> PretrainedConfig:
         raise SlipstreamError(
             f"{path!r} comes with Python code of its own ({', '.join(code)}), which transformers would run to make the "
             "model. That code can do whatever you can on this machine and on every rank: read it first. To allow it, "
-            "set model.trust_remote_code: true in the configuration, --trust-remote-code of `slipstream check`, or "
+            "set model.trust_remote_code: true in the configuration, give a command --trust-remote-code, or "
             f"call slipstream.trust_remote_code({path!r}) in your own loop."
         )
     try:
@@ -137,20 +137,26 @@ def check_counted_positions(config: PretrainedConfig, input_ids: Tensor, first: 
 
 
 def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:
-    """Raises SlipstreamError for a sequence longer than the model's positions; `setting` names what gave the length.
+    """Raises SlipstreamError for a sequence longer than the model's positions; `setting` names what gave the length."""
+    limit = longest_sequence(config)
+    if limit is None or length <= limit:
+        return
+    given = f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}"
+    if setting:
+        given = f"{setting}={length} is more than the model's {limit} positions (max_position_embeddings)"
+    raise SlipstreamError(f"{given}. Use at most {limit} tokens, or a config with more positions.")
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Returns the model's max_position_embeddings, in tokens; None where sequences may be of any length.
 
     Rope of type dynamic grows with the sequence: there max_position_embeddings is only where it begins to.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # one of its own for a kind of layers
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is None or length <= limit or any(each.get("rope_type") == "dynamic" for each in kinds):
-        return
-    given = f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}"
-    if setting:
-        given = f"{setting}={length} is more than the model's {limit} positions (max_position_embeddings)"
-    raise SlipstreamError(f"{given}. Use at most {limit} tokens, or a config with more positions.")
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    return None if any(each.get("rope_type") == "dynamic" for each in kinds) else limit
 
 
 def check_token_ids(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -> None:

@@ -6,9 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from slipstream.errors import NonFiniteError
 from slipstream.launch import Progress
@@ -18,6 +16,7 @@ from slipstream.timeline import Timeline, draw_timelines, save_trace
 from slipstream.training.checkpoint.finite import describe_non_finite, is_finite
 from slipstream.training.config import Config
 from slipstream.training.data import load_tokenizer
+from slipstream.training.exports import OpenedModel, TextWriter
 from slipstream.training.run_folder import RunFolder
 
 
@@ -99,17 +98,7 @@ def write_sample(pipe: Pipeline, config: Config, progress: Progress) -> None:
     """Lets rank 0 load the export and continue the prompt, if there is one."""
     sample = config.sample
     if pipe.leads and sample.prompt is not None:
-        text = _continue_text(RunFolder(config.training.output).model, config)
+        folder, trusts_code = str(RunFolder(config.training.output).model), config.model.trust_remote_code
+        writer = TextWriter.load(OpenedModel(folder, load_tokenizer(folder, trusts_code), trusts_code))
+        text = writer.write(sample.prompt, sample.max_new_tokens, sample.temperature, config.training.seed)
         progress.say(f"\nthe exported model continues {sample.prompt!r}:\n{text}\n")
-
-
-def _continue_text(folder: Path, config: Config) -> str:
-    """Returns the prompt and its continuation by the model in `folder`, loaded as anybody would load it."""
-    sample, trusts_code = config.sample, config.model.trust_remote_code
-    tokenizer = load_tokenizer(str(folder), trusts_code)
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trusts_code)
-    prompt = tokenizer(sample.prompt, return_tensors="pt", return_token_type_ids=False)
-    torch.manual_seed(config.training.seed)
-    how = {"do_sample": True, "temperature": sample.temperature} if sample.temperature else {"do_sample": False}
-    tokens = model.generate(**prompt, max_new_tokens=sample.max_new_tokens, pad_token_id=tokenizer.eos_token_id, **how)
-    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))

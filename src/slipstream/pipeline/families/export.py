@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,46 +25,67 @@ from slipstream.pipeline.stage import Stage
 def save_pretrained(folder: str | Path, config: PretrainedConfig, state: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Writes config and safetensors on the leader, which has the whole model's state. Collective.
 
-    Raises SlipstreamError on every rank where the state isn't that of the architecture, whose other weights would be
-    random when the folder is loaded; then nothing is written. Also where a file can't be read back. Raises OSError on
-    every rank where the leader can't write.
+    Raises SlipstreamError and OSError on every rank where `write_model` does on the leader.
     """
-    problem = ranks.decided(lambda: _write(Path(folder), config, state))
+    problem = ranks.decided(lambda: _prevented(lambda: write_model(folder, config, state)))
     if problem is not None:  # no rank continues before the folder is complete
         raise problem
 
 
-def _write(folder: Path, config: PretrainedConfig, state: Mapping[str, Tensor]) -> OSError | None:
-    """Writes the folder; returns what the disk prevented."""
+def _prevented(write: Callable[[], None]) -> OSError | None:
+    """Returns what the disk prevented."""
+    try:
+        write()
+    except OSError as error:
+        return OSError(str(error))
+    return None
+
+
+def write_model(folder: str | Path, config: PretrainedConfig, state: Mapping[str, Tensor]) -> None:
+    """Writes config and safetensors of a whole model's state, as `AutoModelForCausalLM.from_pretrained` reads them.
+
+    Raises SlipstreamError where the state isn't that of the architecture, whose other weights would be random when the
+    folder is loaded; then nothing is written. Also where a file can't be read back. Raises OSError where it can't be
+    written.
+    """
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     model = meta_model(config, dtype)
     check_state(model, state)
     try:
         with quiet_transformers():
             model.save_pretrained(folder, state_dict=dict(state))
-    except (OSError, SafetensorError) as error:
-        return OSError(str(error))
-    _check_files(folder)
-    return None
+    except SafetensorError as error:  # what it makes of the disk's errors
+        raise OSError(str(error)) from error
+    _check_files(Path(folder))
 
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Raises SlipstreamError unless a state has the names and shapes of the model's, of tied weights one name each."""
+    if found := state_misfits(model, state):
+        raise SlipstreamError(
+            f"the weights aren't those of {type(model).__name__}, which would load them with random ones in their "
+            f"place: the pipeline's model {found}. Where these are adapters, merge them into the model before the "
+            "Pipeline takes it; what was trained is in pipe.state_dict(), on rank 0."
+        )
+
+
+def state_misfits(model: nn.Module, state: Mapping[str, Tensor]) -> str:
+    """Returns which of the model's weights a state lacks, has in addition or in another shape; "" where it has each,
+    of tied ones one name at least."""
     expected, present = model.state_dict(), set(state)
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    lacking = [tied[0] for tied in names.values() if present.isdisjoint(tied)]
+    lacking = [tied[0] for tied in tied_names(model) if present.isdisjoint(tied)]
     unknown = [name for name in state if name not in expected]
     other = [name for name in state if name in expected and state[name].shape != expected[name].shape]
     problems = {"lacks": lacking, "has in addition": unknown, "has in another shape": other}
-    found = [f"{what} {_some(these)}" for what, these in problems.items() if these]
-    if found:
-        raise SlipstreamError(
-            f"the weights aren't those of {type(model).__name__}, which would load them with random ones in their "
-            f"place: the pipeline's model {', '.join(found)}. Where these are adapters, merge them into the model "
-            "before the Pipeline takes it; what was trained is in pipe.state_dict(), on rank 0."
-        )
+    return ", ".join(f"{what} {_some(these)}" for what, these in problems.items() if these)
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter: several where weights are tied."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [*names.values()]
 
 
 def _some(names: list[str]) -> str:

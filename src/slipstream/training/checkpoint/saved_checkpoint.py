@@ -138,10 +138,13 @@ class SavedCheckpoint:
 
     def check_model(self, model: Mapping[str, Any]) -> None:
         """Raises SlipstreamError, with the names of the fields, where `facts["model"]` differs from `model`."""
+        if differences := self.describe_other_model(model):
+            raise self.unfit(f"is a checkpoint of another model: {differences}")
+
+    def describe_other_model(self, model: Mapping[str, Any]) -> str:
+        """Returns in which fields `facts["model"]` differs from `model`; "" where it doesn't."""
         here = json.loads(json.dumps(model))
-        differences = list(_differences("", self.facts.get("model", {}), here))
-        if differences:
-            raise self.unfit(f"is a checkpoint of another model: {_some(differences)}")
+        return _some(list(_differences("", self.facts.get("model", {}), here)))
 
     def unfit(self, why: str) -> SlipstreamError:
         """Returns the error of a checkpoint that can't be used here."""

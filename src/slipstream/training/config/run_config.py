@@ -23,6 +23,11 @@ _PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition
 _PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32")}
 
 
+def precision_named(name: str) -> Precision:
+    """Returns the dtypes of the Pipeline by what `training.precision` says."""
+    return _PRECISIONS.get(name, Precision(dtype="float32"))
+
+
 class Config(Record):
     """A whole training run."""
 
@@ -100,7 +105,7 @@ class Config(Record):
             "rates": self._given_rates(),
             "memory": self.memory,
             "parallel": self.parallel,
-            "precision": _PRECISIONS.get(self.training.precision, Precision(dtype="float32")),
+            "precision": precision_named(self.training.precision),
             "runtime": self.runtime,
         }
 

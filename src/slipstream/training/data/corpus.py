@@ -99,6 +99,6 @@ def _read_dataset(config: DataSection) -> list[Any]:
     if config.text_column not in rows.column_names:
         raise SlipstreamError(
             f"data.dataset={name} has no column {config.text_column!r}; "
-            f"choose data.text_column from: {', '.join(rows.column_names)}"
+            f"choose data.text_column, or --column of `slipstream eval`, from: {', '.join(rows.column_names)}"
         )
     return [*rows[config.text_column]]
