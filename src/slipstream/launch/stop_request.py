@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""The signals that ask a run to save at the end of its step and to end; a second one ends it at once."""
+"""The signals that ask a run to save at the end of its step and to end; a second one, more than a second later, ends it
+at once."""
+
+
+# Seconds in which another signal is the same request: Slurm sends it to every process of a step, and launchers pass on
+# what they get.
+_SAME_REQUEST = 1.0
 
 
 class StopRequest:
@@ -30,9 +38,10 @@ class StopRequest:
         threading.Thread(target=self._take, args=(reading,), name="stop requests", daemon=True).start()
 
     def _take(self, reading: int) -> None:
+        came = math.inf
         while True:
             number = os.read(reading, 1)[0]
-            if number in STOP_SIGNALS and self.name:
+            if number in STOP_SIGNALS and time.monotonic() - came > _SAME_REQUEST:
                 os._exit(128 + number)
-            if number in STOP_SIGNALS:
-                self.name = signal.Signals(number).name
+            if number in STOP_SIGNALS and not self.name:
+                came, self.name = time.monotonic(), signal.Signals(number).name

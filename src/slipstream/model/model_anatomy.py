@@ -25,7 +25,7 @@ from slipstream.model.hooks.layer_arguments import hidden_states
 from slipstream.model.hooks.own_attention import check_own_attention
 from slipstream.model.layer_range import LayerHalf, ModelEnd
 from slipstream.model.model_config import check_is_causal_lm
-from slipstream.model.storages import storage_id, storage_ids
+from slipstream.model.storages import storage_ids
 from slipstream.model.toy import shapes_model, toy_model, toy_tokens
 from slipstream.model.toy_comparison import attends_itself, full_precision, recorded_attention
 from slipstream.model.toy_failure import toy_failure
@@ -130,7 +130,7 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     entered: list[nn.Module] = []
     outputs: list[Any] = []
     taken: list[Tensor] = []  # by layers, besides hidden states
-    tables: dict[str, Tensor] = {}  # what modules of constants give
+    tables: dict[str, list[Tensor]] = {}  # what modules of constants give
     for layer in model.get_submodule(layers).children():
         layer.register_forward_pre_hook(lambda layer, _: entered.append(layer))
         layer.register_forward_pre_hook(lambda _, *given: taken.extend(_others(*given)), with_kwargs=True)
@@ -138,7 +138,7 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     for name, module in outside.items():
         module.register_forward_pre_hook(lambda *_, name=name: calls[name].add(len(entered)))
         if has_parameters(module) and not any(parameter.requires_grad for parameter in module.parameters()):
-            module.register_forward_hook(lambda *given, name=name: tables.update({name: given[-1]}))
+            module.register_forward_hook(lambda *given, name=name: tables.update({name: _tensors(given[-1])}))
     with torch.no_grad(), full_precision(), recorded_attention() as attending:
         model(input_ids=tokens, use_cache=False)
     num_layers = len(model.get_submodule(layers))
@@ -151,7 +151,7 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
             f"its {num_layers} layers run in cycles, {len(entered)} calls in one forward, so no stage ends after one",
         )
     for name in tables:
-        if storage_id(tables[name]) in storage_ids(taken):
+        if not storage_ids(tables[name]).isdisjoint(storage_ids(taken)):
             kind = type(outside[name]).__name__
             raise _refusal(config, f"its layers all take what {name} ({kind}) gives, which only the first stage has")
     before, after = [], []
@@ -193,7 +193,11 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
 def _others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Returns the tensors that a layer is given besides hidden states."""
     hidden = hidden_states(args, kwargs)
-    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not hidden]
+    return [each for each in _tensors((args, kwargs)) if each is not hidden]
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
 
 
 def _find_layers(model: nn.Module, tokens: Tensor) -> str:
