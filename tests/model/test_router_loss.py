@@ -16,6 +16,7 @@ from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
 from slipstream.model import causal_cross_entropy
 from slipstream.model.toy import perturb_parameters
+from slipstream.planning.model_report import report_on
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -130,6 +131,7 @@ def test_what_is_refused() -> None:
     unchecked = slipstream.Runtime(self_check=False)
     with pytest.raises(SlipstreamError, match=r"of 'mixtral'.*Give router_loss='per_layer'.*or set output_router"):
         Pipeline.from_config(mixtral, slices=1, runtime=unchecked)
+    assert "pipeline.router_loss='per_layer'" in report_on(mixtral).refusal
     with pytest.raises(SlipstreamError, match=r"router_loss='per_layer': 'llama' has no load-balancing loss"):
         Pipeline.from_config(llama(), runtime=unchecked, router_loss="per_layer")
     with pytest.raises(SlipstreamError, match=r"router_loss='all': give one of none, per_layer"):

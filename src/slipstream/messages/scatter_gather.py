@@ -31,7 +31,7 @@ class ScatterGather(Transport):
         self._parts, self._tensor = parts, tensor
         self._specs: dict[Message, Sequence[TensorSpec]] = {}  # of messages that are posted
 
-    def begin(self, agree: Callable[[], object] = lambda: None) -> None:
+    def begin(self, agree: Callable[[], object]) -> None:
         self.bytes_sent = 0
         self._specs.clear()
         self._parts.begin(agree)

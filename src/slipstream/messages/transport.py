@@ -41,7 +41,7 @@ class Transport:
     bytes_sent = 0
     """The bytes sent since `begin`, without headers."""
 
-    def begin(self, agree: Callable[[], object] = _nothing) -> None:
+    def begin(self, agree: Callable[[], object]) -> None:
         """Begins a step. Within a process it forgets the messages of a step that failed; between processes it can't, so
         there it calls `agree`, which may raise an error, before anything is sent or received."""
 
@@ -80,7 +80,7 @@ class LocalTransport(Transport):
         self._posted: defaultdict[Channel, deque[tuple[Message, Sequence[TensorSpec]]]] = defaultdict(deque)
         self._arrived: dict[Message, Tensors] = {}
 
-    def begin(self, agree: Callable[[], object] = _nothing) -> None:
+    def begin(self, agree: Callable[[], object]) -> None:
         agree()
         for left in (self._sent, self._posted, self._arrived):
             left.clear()
@@ -147,7 +147,7 @@ class DistributedTransport(Transport):
     def release_groups(self) -> None:
         self._groups.clear()
 
-    def begin(self, agree: Callable[[], object] = _nothing) -> None:
+    def begin(self, agree: Callable[[], object]) -> None:
         self._agree = agree
         self.bytes_sent = 0  # what another process has sent can't be called back: after a failed step all must restart
 

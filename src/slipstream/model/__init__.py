@@ -18,6 +18,7 @@ from slipstream.model.model_config import (
     check_counted_positions,
     check_is_causal_lm,
     check_length,
+    check_router_loss,
     check_token_ids,
     config_from_settings,
     load_config,

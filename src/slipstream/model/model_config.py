@@ -159,6 +159,17 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
     return None if any(each.get("rope_type") == "dynamic" for each in kinds) else limit
 
 
+def check_router_loss(config: PretrainedConfig, setting: str = "router_loss") -> None:
+    """Raises SlipstreamError where a mixture of experts asks for transformers' load-balancing loss; users ask for
+    another one by `setting`."""
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise SlipstreamError(
+            f"output_router_logits=True asks for the load-balancing loss of {config.model_type!r}, which is over the "
+            f"experts of all layers together, of which a stage has some. Give {setting}='per_layer' for that of each "
+            "layer by itself, or set output_router_logits=False."
+        )
+
+
 def check_token_ids(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -> None:
     """Raises SlipstreamError for a token id outside the model's vocabulary, and for one that stands for an image, a
     sound or a video: the pipeline runs a model on text alone."""

@@ -16,10 +16,12 @@ from slipstream.model import (
     SelfCheck,
     check_causal,
     check_is_causal_lm,
+    check_router_loss,
     check_sliceable,
     find_anatomy,
     find_halves,
     find_label_loss,
+    longest_sequence,
     meta_model,
 )
 from slipstream.parallel.tensor import find_tensor_plan
@@ -57,10 +59,10 @@ def report_on(config: PretrainedConfig) -> ModelReport:
     except SlipstreamError as error:
         return ModelReport(config.model_type, None, LabelLoss.NONE, refusal=str(error))
     report = ModelReport(config.model_type, _num_parameters(config), find_label_loss(config))
-    text = config.get_text_config()
-    report = replace(report, dropout=_dropout(text), max_length=getattr(text, "max_position_embeddings", None))
+    report = replace(report, dropout=_dropout(config.get_text_config()), max_length=longest_sequence(config))
     try:
         check_causal(config)
+        check_router_loss(config, "pipeline.router_loss")
         anatomy = find_anatomy(config)
     except SlipstreamError as error:
         return replace(report, refusal=str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,50 +42,48 @@ def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool) -> N
         OSError: on all ranks, where it can't be written; what was there stays.
     """
     _refuse_non_finite(pipe)
-    part, world = folder.with_name(f"{folder.name}.part"), RankGroup(dist.group.WORLD)
+    part, before = (folder.with_name(f"{folder.name}{end}") for end in (".part", ".before.part"))
     try:
-        _raise_everywhere(world, _list_export(part, run, folder) if pipe.leads else None)
+        _lead(pipe, lambda: _clear(run, part, before))
         pipe.save_pretrained(part)
-        _raise_everywhere(world, _complete_export(part, run, folder, trusts_code) if pipe.leads else None)
+        _lead(pipe, lambda: _complete(run, part, before, folder, trusts_code))
     except OSError:
         if pipe.leads:
             shutil.rmtree(part, ignore_errors=True)
         raise
 
 
-def _raise_everywhere(world: RankGroup, problem: OSError | None) -> None:
-    """Raises what the leader met, on all ranks, so that none waits for it. Collective."""
-    if problem := world.gather(problem)[0]:
+def _lead(pipe: Pipeline, write: Callable[[], None]) -> None:
+    """Calls `write` on the leader. Raises its OSError on all ranks, so that none waits for it. Collective."""
+    problem = None
+    if pipe.leads:
+        try:
+            write()
+        except OSError as error:
+            problem = OSError(str(error))
+    if problem := RankGroup(dist.group.WORLD).gather(problem)[0]:
         raise problem
 
 
-def _list_export(part: Path, run: RunFolder, folder: Path) -> OSError | None:
-    """Lists what is about to be written, and removes what a killed run left of it; returns what prevented that."""
-    try:
-        run.listed.add_folder(part)
+def _clear(run: RunFolder, *folders: Path) -> None:
+    """Lists folders that are about to be written, and removes what a killed run left of them."""
+    for folder in folders:
         run.listed.add_folder(folder)
-    except OSError as error:
-        return OSError(str(error))
-    shutil.rmtree(part, ignore_errors=True)
-    return None
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _complete_export(part: Path, run: RunFolder, folder: Path, trusts_code: bool) -> OSError | None:
-    """Adds the tokenizer, and gives the folder its name; returns what prevented that."""
-    try:
-        load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
-        for file in part.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        before = folder.with_name(f"{folder.name}.before.part")
-        if folder.exists():
-            folder.rename(before)
-        part.rename(folder)
-        shutil.rmtree(before, ignore_errors=True)
-        run.listed.itemise(folder)
-    except OSError as error:
-        return OSError(str(error))
-    return None
+def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_code: bool) -> None:
+    """Adds the tokenizer, and gives the folder its name; what had it is `before` until then."""
+    load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
+    for file in part.iterdir():
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+    run.listed.add_folder(folder)
+    if folder.exists():
+        folder.rename(before)
+    part.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
+    run.listed.itemise(folder)
 
 
 def _refuse_non_finite(pipe: Pipeline) -> None:

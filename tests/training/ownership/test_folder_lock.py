@@ -119,3 +119,28 @@ def test_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
         with pytest.raises(SlipstreamError, match="belongs to a run"):
             lock(tmp_path, []).check_free()
         assert owner_file(tmp_path).read_text() == before
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from slipstream.launch import StopRequest
+from slipstream.training.ownership import FolderLock
+StopRequest().listen()  # as the processes of a run do: they save before SIGTERM ends them
+FolderLock(Path(sys.argv[1]), print, beat_seconds=0.05).take()
+print("taken", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_run_that_has_lost_its_folder_ends_without_saving_anything(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        other = tmp_path / "slipstream-run" / "owner-0002.json"
+        other.write_text((tmp_path / "slipstream-run" / "owner-0001.json").read_text().replace('"key": "', '"key": "x'))
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert errors.startswith("error: process ")
+    assert errors.rstrip().endswith("this run ends")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import meta_model
+from slipstream.model import check_router_loss, meta_model
 from slipstream.model.hooks import RouterLoss
 
 
@@ -18,7 +18,7 @@ def find_router_loss(
     none, and with ranks that share layers.
     """
     if asked == "none":
-        _check_not_asked(config, setting)
+        check_router_loss(config, setting)
         return None
     if tensor_ranks > 1:
         raise SlipstreamError(
@@ -26,12 +26,3 @@ def find_router_loss(
             "Use tp=1, or leave it out."
         )
     return RouterLoss.of(meta_model(config), setting)
-
-
-def _check_not_asked(config: PretrainedConfig, setting: str) -> None:
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        raise SlipstreamError(
-            f"output_router_logits=True asks for the load-balancing loss of {config.model_type!r}, which is over the "
-            f"experts of all layers together, of which a stage has some. Give {setting}='per_layer' for that of each "
-            "layer by itself, or set output_router_logits=False."
-        )

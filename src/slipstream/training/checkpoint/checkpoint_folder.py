@@ -22,6 +22,12 @@ _COMPLETE = re.compile(r"step-(\d{8,})")
 _OWN = re.compile(r"step-\d{8,}(\.part|\.aside(-\d+)?)?|trial\.part")
 
 
+def step_named(name: str) -> int | None:
+    """Returns the step of which a folder of this name has the checkpoint; None for another name."""
+    match = _COMPLETE.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 class CheckpointFolder:
     """The folder at `path`, in which the newest `keep` stay and, unless it is 0, those whose step `keep_every` divides.
 
@@ -44,7 +50,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, the newest first."""
         names = os.listdir(self.path) if self.path.is_dir() else []
-        return sorted((int(match[1]) for name in names if (match := _COMPLETE.fullmatch(name))), reverse=True)
+        return sorted((step for name in names if (step := step_named(name)) is not None), reverse=True)
 
     def find_other(self) -> Path | None:
         """Returns something in the folder that isn't a checkpoint, complete or not; None where there is nothing."""

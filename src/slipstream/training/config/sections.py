@@ -226,8 +226,8 @@ class CheckpointSection(Record):
     """Checkpoints whose step is a multiple of it are kept too; 0 for none."""
     resume: Literal["no", "latest", "last-good"] | PositiveInt = "no"
     """Go on from the newest checkpoint in the output folder, begin where there is none yet, also in the folder of a run
-    that was killed while it started; last-good passes over a
-    damaged one; a number is the step of one. The mesh, the schedule and the slices may be others than before."""
+    that was killed while it started; last-good passes over a damaged one; a number is the step of one. The mesh, the
+    schedule and the slices may be others than before."""
 
 
 class TrackingSection(Record):

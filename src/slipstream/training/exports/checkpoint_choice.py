@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Literal
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint
+from slipstream.training.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint, step_named
 from slipstream.training.run_folder import RunFolder
 
 Wanted = int | Literal["latest", "last-good"]
 
-_ONE_STEP = re.compile(r"step-(\d{8,})")
 _EXAMPLE = "runs/a, or runs/a/checkpoints/step-00000012"
 
 
@@ -46,9 +44,9 @@ def choose_checkpoint(place: Path, step: str | None = None) -> ChosenCheckpoint:
     """
     if not place.is_dir():
         raise SlipstreamError(f"there is no folder {place}; give a run's output folder or a checkpoint: {_EXAMPLE}")
-    one = _ONE_STEP.fullmatch(place.resolve().name)
+    one = step_named(place.resolve().name)
     run = RunFolder(place) if one is None else _run_of(place)
-    wanted = _parse(step) if one is None else _only(place, int(one[1]), step)
+    wanted = _parse(step) if one is None else _only(place, one, step)
     if not CheckpointFolder(run.checkpoints).steps():
         raise SlipstreamError(
             f"there are no checkpoints in {run.path}: runs with --checkpoint.every=... leave them in "

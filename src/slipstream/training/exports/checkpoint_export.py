@@ -132,7 +132,7 @@ def _fixed_buffers(section: Mapping[str, Any], config: PretrainedConfig, names: 
         return {}
     is_pretrained = bool(section) and ModelSection.model_validate(section).pretrained
     source: nn.Module = (
-        AutoModelForCausalLM.from_pretrained(section["path"])
+        AutoModelForCausalLM.from_pretrained(section["path"], trust_remote_code=False)
         if is_pretrained
         else AutoModelForCausalLM.from_config(config)
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -34,10 +33,13 @@ _UNKNOWN = FolderOwner("", "unknown", 0, "", 0, "unknown")
 
 
 def _end_this_process(message: str) -> None:
-    """Ends this run: its launcher ends with it, and all ranks with that."""
+    """Ends this run at once: its launcher ends with it, and all ranks with that.
+
+    SIGTERM would ask it to save a checkpoint first, in a folder that is another run's by now.
+    """
     sys.stderr.write(f"error: {message}\n")
     sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(1)
 
 
 class FolderLock:

@@ -77,7 +77,7 @@ def _as_ranks_load_it(config: Config, model_config: Any) -> Any:
         return model_config
     with tempfile.TemporaryDirectory() as folder:  # saving and loading may change it
         model_config.save_pretrained(folder)
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def _changes(before: Mapping[str, Any] | None, config: Config) -> Iterator[tuple[str, str, str]]:
