@@ -17,7 +17,7 @@ from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.profiler import versions, without_origin
 from slipstream.training.checkpoint.tensor_shard import TensorShard
-from slipstream.training.data import Sequences
+from slipstream.training.data import TokenisedText, TrainingSequences
 
 
 def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
@@ -54,7 +54,7 @@ class RunState:
         pipe: Pipeline,
         scheduler: LambdaLR,
         loss_scale: LossScale,
-        sequences: Sequences,
+        sequences: TrainingSequences,
         settings: dict[str, Any],
         planned: dict[str, Any] | None = None,
     ) -> None:
@@ -118,17 +118,23 @@ def _cut(pipe: Pipeline) -> dict[str, Any]:
     return {"partition": layers, "recompute": "none" if recompute is None else recompute.setting}
 
 
-def describe_data(sequences: Sequences) -> dict[str, Any]:
+def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
     """Returns what decides which sample comes when."""
-    tokens = sequences.text.tokens
-    text = {"num_tokens": len(tokens), "crc32": zlib.crc32(tokens.data)}
-    return {**text, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing}
+    texts = [_describe_text(text) for text in sequences.texts]
+    of_them = texts[0] if len(texts) == 1 else {"sources": texts, "weights": sequences.weights}
+    return {**of_them, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing}
+
+
+def _describe_text(text: TokenisedText) -> dict[str, Any]:
+    facts = {"num_tokens": len(text.tokens), "crc32": zlib.crc32(text.tokens.data)}
+    return facts if text.labels is None else {**facts, "labels_crc32": zlib.crc32(text.labels.data)}
 
 
 def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises SlipstreamError, with what differs, where `describe_data` of a checkpoint isn't that of this run."""
     was = {"packing": "fixed"} | was  # before there was another, checkpoints didn't say
-    different = [f"{key} was {was[key]!r}, is {value!r}" for key, value in now.items() if value != was[key]]
+    values = ((key, was.get(key), now.get(key)) for key in {**now, **was})
+    different = [f"{key} was {before!r}, is {value!r}" for key, before, value in values if value != before]
     if different:
         raise SlipstreamError(
             f"the checkpoint was trained on different data: {'; '.join(different)}. Resume with the settings it was "

@@ -16,6 +16,7 @@ from slipstream.pipeline.microbatches import check_microbatches, given_microbatc
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 from slipstream.training.config import sections
+from slipstream.training.config.data_section import DataSection
 
 # Of a section and of a Pipeline
 _PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
@@ -32,7 +33,7 @@ class Config(Record):
     """A whole training run."""
 
     model: sections.ModelSection
-    data: sections.DataSection
+    data: DataSection
     pipeline: sections.PipelineSection = sections.PipelineSection()
     memory: Memory = Memory()
     parallel: sections.ParallelSection = sections.ParallelSection()
