@@ -99,11 +99,16 @@ def test_the_turns_of_a_conversation_that_count(
 
 
 def test_turns_that_the_template_writes_otherwise_at_the_end_are_refused(tokenise: Tokenise, tokenizer: Any) -> None:
-    with pytest.raises(
-        SlipstreamError, match=r"row 2: the chat template writes the first 2 messages differently.*--da"
-    ):
+    with pytest.raises(SlipstreamError, match=r"row 2: .* first 2 messages are written differently than by.*--da"):
         tokenise([{"messages": TURNS[:2]}, {"messages": TURNS}], LAST_ONLY)
     assert "!an owl" in tokenizer.decode(tokenise([{"messages": TURNS}], LAST_ONLY, loss="all").document(0))
+
+
+def test_a_token_of_header_and_turn_is_refused(tokenise: Tokenise) -> None:
+    """Which a generation, that begins after the header, would never have."""
+    merging = PLAIN.replace("<{{ message.role }}>", "{{ message.role }} ").replace("<assistant>", "assistant ")
+    with pytest.raises(SlipstreamError, match=r"row 1: .* its first 1 messages and a header have other tokens than"):
+        tokenise([{"messages": [TURNS[0], {"role": "assistant", "content": "fox"}]}], merging)
 
 
 def test_a_completion_counts_and_its_prompt_begins_as_a_generation_would(tokenise: Tokenise, tokenizer: Any) -> None:

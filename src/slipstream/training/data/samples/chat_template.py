@@ -69,12 +69,13 @@ class ChatTemplate:
             return []
         found = self.tokens(messages, tools, prompt)
         if list(tokens[: len(found)]) != found:
-            what = "with the assistant's header " if prompt else ""
+            written = [self._tokenizer.decode(each) for each in (tokens, found)]
             raise SlipstreamError(
-                f"the chat template writes the first {len(messages)} messages {what}differently by themselves and in "
-                "the whole conversation, so that the assistant's turns can't be found in it. Give a template that "
-                "marks them by {% generation %} and {% endgeneration %} with --data.chat_template=chat.jinja, or let "
-                "every token count with --data.loss=all"
+                f"in the whole conversation, its first {len(messages)} messages{' and a header' if prompt else ''} "
+                + ("have other tokens" if written[0].startswith(written[1]) else "are written differently")
+                + " than by themselves, so that the assistant's turns can't be found. Give a template that marks them "
+                "by {% generation %} and {% endgeneration %}, or whose headers end with a line break or a special "
+                "token, with --data.chat_template=chat.jinja; or let every token count with --data.loss=all"
             )
         return found
 

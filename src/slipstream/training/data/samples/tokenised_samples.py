@@ -32,7 +32,12 @@ class SampleReader:
         self._adds_end = bool(start) and start[-1] == tokenizer.eos_token_id and len(start) > 1
 
     def read(self, row: Mapping[str, Any]) -> Sample:
-        """Returns the tokens and the labels of a row. Raises UnusableRowError, and SlipstreamError where it has no form."""
+        """Returns the tokens and the labels of a row.
+
+        Raises:
+            UnusableRowError: where nothing can be trained on.
+            SlipstreamError: where it hasn't the form of the source.
+        """
         if self._form == "messages":
             tokens, counts = self._conversation(row)
         elif self._form == "prompt-completion":
