@@ -338,7 +338,7 @@ def test_a_held_out_text_of_less_than_a_step_is_refused() -> None:
     with pytest.raises(
         SlipstreamError, match="the held-out text has 120 tokens, less than one batch of 200; give more"
     ):
-        check_amount(config, PreparedText(None, [train], [held_out]), Progress(None))
+        check_amount(config, PreparedText(None, [train], [held_out], WholeDocuments(train, 64, 0)), Progress(None))
 
 
 def test_a_plan_file_with_damaged_rates_is_refused() -> None:

@@ -31,6 +31,7 @@ from slipstream.training.data import (
     spread_batches,
     unigram_entropy,
 )
+from slipstream.training.data.samples import load_sequences
 from slipstream.training.failure_log import FailureLog
 from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord, ValidationRecord
 from slipstream.training.planned_start import facts_of_documents, start_settings
@@ -61,8 +62,7 @@ class Trainer:
         self._disk = DiskTrouble(progress.say)
         self._failures = FailureLog(self._folder.failures)
         saved = self._find_checkpoint(world)
-        train, data = load_texts(self._folder.inputs, "train"), config.data
-        self._sequences = sequences_of(train, data.packing, training.seq_len, training.seed, data.weights)
+        self._sequences = load_sequences(config, self._folder.inputs, progress.say)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
         earlier = saved.facts["tuned"] if saved else None
         planned = start_settings(config, self._sequences, device, progress, earlier, resumes=saved is not None)

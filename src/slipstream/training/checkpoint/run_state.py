@@ -74,6 +74,7 @@ class RunState:
             "step": self.step,
             "num_samples": self.num_samples,
             "data": self._data,
+            "stream": self._sequences.state(self.num_samples),
             "settings": self._settings,
             "model": describe_model(pipe.config),
             "random_state": {"seed": seed, "num_steps": num_steps},
@@ -100,6 +101,8 @@ class RunState:
         """
         check_data(facts["data"], self._data)
         self.step, self.num_samples = facts["step"], facts["num_samples"]
+        if stream := facts.get("stream"):
+            self._sequences.go_to(stream)
         self._pipe.random_state = facts["random_state"]["seed"], facts["random_state"]["num_steps"]
         self._pipe.refresh()
         self._loss_scale.load_state_dict(facts["loss_scale"])
@@ -122,6 +125,8 @@ def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
     """Returns what decides which sample comes when."""
     texts = [_describe_text(text) for text in sequences.texts]
     of_them = texts[0] if len(texts) == 1 else {"sources": texts, "weights": sequences.weights}
+    if sequences.origin is not None:
+        of_them = {**sequences.origin}
     return {**of_them, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing}
 
 

@@ -85,6 +85,11 @@ class DataSection(SourceSection):
     """Tokens of the tokenizer that is trained here. Default: the model's vocabulary."""
     chat_template: Path | None = None
     """A file with the Jinja template by which messages become text. Default: the tokenizer's own."""
+    streaming: bool = False
+    """Read `dataset` while training, and keep neither its text nor its tokens; for a file or a data set of the hub that
+    is too large for that. Needs `training.steps` and a tokenizer."""
+    shuffle_rows: PositiveInt = 10_000
+    """With `streaming`: how many rows are read, shuffled and trained on at a time."""
     validation: str | None = None
     """What is held out: a file of the same form, or the name of a split of `dataset`."""
     validation_fraction: float = Field(default=0.05, ge=0, lt=1)
@@ -100,6 +105,8 @@ class DataSection(SourceSection):
             raise ValueError("data.vocab_size is for a tokenizer trained here; remove it or data.tokenizer")
         if self.sources is not None:
             self._check_sources(self.sources)
+        if self.streaming and self.dataset is None:
+            raise ValueError(f"data.streaming=true reads a data set, but data.{given[0]} is given; use data.dataset")
         if self.validation is not None and self.dataset is None and not _is_file(self.validation):
             raise ValueError(
                 f"data.validation={self.validation} is no file, and a split needs data.dataset, whose split it is; "

@@ -90,6 +90,19 @@ def read_rows(config: SourceSection) -> Any:
     Raises:
         SlipstreamError: if it can't be read.
     """
+    return _load(config)
+
+
+def open_rows(config: SourceSection) -> Any:
+    """Returns the rows of `config.dataset`, a `datasets.IterableDataset`: read from the file or the hub when used.
+
+    Raises:
+        SlipstreamError: if it can't be read.
+    """
+    return _load(config, streaming=True)
+
+
+def _load(config: SourceSection, **options: bool) -> Any:
     from datasets import load_dataset
     from datasets.utils.logging import disable_progress_bar
 
@@ -100,7 +113,7 @@ def read_rows(config: SourceSection) -> Any:
         raise SlipstreamError(f"data.dataset: there is no file {name}")
     try:
         if builder is not None:
-            return load_dataset(builder, data_files=name, split="train")
-        return load_dataset(name, config.dataset_config, split=config.split)
+            return load_dataset(builder, data_files=name, split="train", **options)
+        return load_dataset(name, config.dataset_config, split=config.split, **options)
     except Exception as error:  # `datasets` raises many types; all mean that it can't be read
         raise SlipstreamError(f"can't read data.dataset={name} (split {config.split}): {error}") from error

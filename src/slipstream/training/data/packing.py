@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.data.sequences import Row, TrainingSequences
+from slipstream.model import IGNORED
+from slipstream.training.data.sequences import PADDING, Row, TrainingSequences
 from slipstream.training.data.tokenised_text import TokenisedText
 
 
@@ -17,15 +18,15 @@ class PackedSequences(TrainingSequences):
 
     For each epoch, `seed` draws the order of the documents, and the order in which the sequences are visited, so that
     the parts of a long document don't follow each other. `None` keeps both orders. Nothing is dropped except the end of
-    an epoch, less than one sequence.
+    an epoch, less than one sequence; with `pads` that becomes a sequence, too, whose rest is padding.
     """
 
     packing = "fixed"
 
-    def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
+    def __init__(self, text: TokenisedText, seq_len: int, seed: int | None, pads: bool = False) -> None:
         self.text, self.seq_len, self.seed = text, seq_len, seed
         self.texts = [text]
-        self.num_sequences = len(text.tokens) // seq_len
+        self.num_sequences = -(-len(text.tokens) // seq_len) if pads else len(text.tokens) // seq_len
         if self.num_sequences == 0:
             raise SlipstreamError(
                 f"the text has {len(text.tokens)} tokens, less than one sequence of {seq_len}; "
@@ -56,8 +57,13 @@ class PackedSequences(TrainingSequences):
             self.text.document(int(self._order[place]))[max(start - begin, 0) : stop - begin]
             for place, begin in zip(places, self._starts[first:last], strict=True)
         ]
-        tokens = np.concatenate(parts).astype(np.int64)
-        return Row(tokens, tokens.copy(), np.repeat(places, [len(part) for part in parts]))
+        tokens, documents = np.concatenate(parts).astype(np.int64), np.repeat(places, [len(part) for part in parts])
+        rest = (0, self.seq_len - len(tokens))
+        labels, padding = (
+            np.pad(tokens, rest, constant_values=IGNORED),
+            np.pad(documents, rest, constant_values=PADDING),
+        )
+        return Row(np.pad(tokens, rest), labels, padding)
 
     def _enter(self, epoch: int) -> None:
         """Draws the orders of an epoch, and computes where each document starts in it."""

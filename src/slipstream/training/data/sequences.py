@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,7 @@ class TrainingSequences(ABC):
         num_sequences: of an epoch.
         texts: what they are made of, source by source.
         weights: of several sources, the shares of their sequences; None where each comes once in an epoch.
+        origin: of a stream, what it reads; it has no texts.
     """
 
     packing: str
@@ -69,6 +70,7 @@ class TrainingSequences(ABC):
     num_sequences: int
     texts: Sequence[TokenisedText]
     weights: Sequence[float] | None = None
+    origin: Mapping[str, Any] | None = None
 
     @property
     @abstractmethod
@@ -108,6 +110,15 @@ class TrainingSequences(ABC):
         while (left := left - self.length(index)) >= 0:
             index += 1
         return index - first
+
+    def state(self, index: int) -> dict[str, Any] | None:
+        """Returns what `go_to` needs so that sequence `index` can be asked for next, as JSON can hold it; None where
+        any can."""
+        return None
+
+    def go_to(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken."""
+        raise NotImplementedError
 
     def _share(self, first: int, size: int, replica: int, num_replicas: int) -> Sequence[int]:
         """Returns the sequences of a replica, in their order."""

@@ -70,5 +70,5 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
         progress.say(reason)
     text = prepare_text(config, model_config, progress)
     check_amount(config, text, progress)
-    is_finished = check_resume(config, model_config, text.train, progress)
+    is_finished = check_resume(config, model_config, text.sequences, progress)
     return RunInputs(config, model_config, text, is_finished)

@@ -10,7 +10,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.training import data
 from slipstream.training.config import Config
-from slipstream.training.data.samples import ChatTemplate, OpenSource, show_example
+from slipstream.training.data.samples import ChatTemplate, OpenSource, show_example, stream_sequences
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class PreparedText:
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     train: list[data.TokenisedText]
     validation: list[data.TokenisedText]
+    sequences: data.TrainingSequences  # of `train`, or of a stream
 
 
 def prepare_text(config: Config, model_config: Any, progress: Progress) -> PreparedText:
@@ -30,26 +31,45 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     Raises:
         SlipstreamError: where a source can't be read, or its tokens don't fit the model or the length.
     """
-    section, seq_len = config.data, config.training.seq_len
+    section, training = config.data, config.training
     with progress.waiting("reading text"):
-        sources = [OpenSource.of(source, progress.say) for source in section.all_sources]
+        sources = [] if section.streaming else [OpenSource.of(each, progress.say) for each in section.all_sources]
         held_out = [OpenSource.of(each, progress.say) for each in [section.validation_source] if each is not None]
     for source in sources:
         progress.say(source.describe())
     tokenizer = _make_tokenizer(config, model_config, sources, progress)
     needs_template = any(source.has_messages for source in [*sources, *held_out])
     template = ChatTemplate(tokenizer, section.chat_template) if needs_template else None
-    texts = [source.tokenise(tokenizer, template, seq_len, progress) for source in sources]
-    validation = [source.tokenise(tokenizer, template, seq_len, progress) for source in held_out]
+    texts = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in sources]
+    validation = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in held_out]
     if not validation:
-        parts = [text.split(section.validation_fraction, config.training.seed) for text in texts]
+        parts = [text.split(section.validation_fraction, training.seed) for text in texts]
         texts, validation = [train for train, _ in parts], [other for _, other in parts]
-    number = sum(len(text.tokens) for text in [*texts, *validation])
-    progress.say(f"tokens: {number:,}, vocabulary {len(tokenizer):,}")
-    check_vocabulary(max(text.largest() for text in [*texts, *validation]), model_config)
-    if sample := next((text for text in texts if text.labels is not None), None):
+    if section.streaming:
+        sequences, read = _open_stream(config, tokenizer, progress)
+    else:
+        read = texts
+        number = sum(len(text.tokens) for text in [*texts, *validation])
+        progress.say(f"tokens: {number:,}, vocabulary {len(tokenizer):,}")
+        sequences = data.sequences_of(texts, section.packing, training.seq_len, training.seed, section.weights)
+    check_vocabulary(max(text.largest() for text in [*read, *validation]), model_config)
+    if sample := next((text for text in read if text.labels is not None), None):
         show_example(sample, tokenizer, progress)
-    return PreparedText(tokenizer, texts, validation)
+    return PreparedText(tokenizer, texts, validation, sequences)
+
+
+def _open_stream(
+    config: Config, tokenizer: Any, progress: Progress
+) -> tuple[data.TrainingSequences, list[data.TokenisedText]]:
+    """Returns the sequences of a stream, and the text of its first block."""
+    with progress.waiting("reading the first rows"):
+        sequences = stream_sequences(config, tokenizer, progress.say)
+    text = sequences.first_text
+    progress.say(
+        f"stream: the first {config.data.shuffle_rows:,} rows, or as many as there are, have {len(text.tokens):,} "
+        f"tokens in {sequences.num_sequences:,} sequences"
+    )
+    return sequences, [text]
 
 
 def _make_tokenizer(config: Config, model_config: Any, sources: Sequence[OpenSource], progress: Progress) -> Any:
@@ -95,10 +115,9 @@ def check_amount(config: Config, text: PreparedText, progress: Progress) -> None
     Raises:
         SlipstreamError: if it is shorter than a sequence, or the held-out text than a batch that validation needs.
     """
-    training = config.training
-    sequences = data.sequences_of(text.train, config.data.packing, training.seq_len, training.seed, config.data.weights)
+    training, sequences = config.training, text.sequences
     size = data.BatchSize(training.batch_size, training.batch_tokens).at(sequences, 0)
-    if size > sequences.num_sequences:
+    if size > sequences.num_sequences and not config.data.streaming:
         progress.say(
             f"each step takes {size:,} sequences, but the training text has {sequences.num_sequences:,}: a step goes "
             f"through it {size / sequences.num_sequences:.3g} times; give more text or a smaller training.batch_size"

@@ -65,14 +65,14 @@ class SampleReader:
 
     def _counted(self, messages: list[dict[str, Any]], num_prompt: int, tools: Any) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and which count; a completion comes after `num_prompt` messages."""
-        assert self._template is not None
+        template = self._template = self._template or ChatTemplate(self._tokenizer)
         if self._loss == "assistant":
-            return self._template.assistant_turns(messages, tools)
-        tokens = self._template.tokens(messages, tools)
+            return template.assistant_turns(messages, tools)
+        tokens = template.tokens(messages, tools)
         if self._loss == "all":
             return tokens, [True] * len(tokens)
         speaks = messages[num_prompt].get("role") == "assistant"
-        begin = len(self._template.prefix(tokens, messages[:num_prompt], tools, prompt=speaks))
+        begin = len(template.prefix(tokens, messages[:num_prompt], tools, prompt=speaks))
         return tokens, [False] * begin + [True] * (len(tokens) - begin)
 
     def _text_completion(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
@@ -136,11 +136,31 @@ def tokenise_samples(
     say: Callable[[str], None],
     show: Callable[[float], None] = lambda _done: None,
 ) -> TokenisedText:
-    """Returns the samples of all rows, cut after `seq_len` tokens. `say` gets a line about those left out or cut;
-    `show` the number of rows that are done.
+    """Returns the samples of all rows, as `read_samples` does. `say` gets a line about those left out or cut.
 
     Raises:
         SlipstreamError: with the number of the row, where one hasn't the form of the others, or none is left.
+    """
+    text, report = read_samples(rows, reader, name, seq_len, show)
+    if not text.num_documents:
+        raise SlipstreamError(f"{name} holds no sample to train on{': ' + report if report else ''}")
+    if report:
+        say(f"{name}: {report}")
+    return text
+
+
+def read_samples(
+    rows: Iterable[Mapping[str, Any]],
+    reader: SampleReader,
+    name: str,
+    seq_len: int,
+    show: Callable[[float], None] = lambda _done: None,
+) -> tuple[TokenisedText, str]:
+    """Returns the samples of rows, cut after `seq_len` tokens, and what was left out or cut, if anything. `show` gets
+    the number of rows that are done.
+
+    Raises:
+        SlipstreamError: with the number of the row, where one hasn't the form of the others.
     """
     tokens, labels, found = list[Array](), list[Array](), Counter[str]()
     for number, row in enumerate(rows, start=1):
@@ -158,11 +178,7 @@ def tokenise_samples(
             labels.append(np.asarray(counted[:seq_len], dtype=np.int32))
         show(number)
     report = _report(found, sum(found.values()) - found[_CUT] + len(tokens), seq_len)
-    if not tokens:
-        raise SlipstreamError(f"{name} holds no sample to train on{': ' + report if report else ''}")
-    if report:
-        say(f"{name}: {report}")
-    return TokenisedText.join(tokens, labels)
+    return TokenisedText.join(tokens, labels), report
 
 
 def _report(found: Counter[str], total: int, seq_len: int) -> str:
