@@ -122,3 +122,30 @@ def test_a_resumed_run_is_the_same_to_the_bit(finished: tuple[Path, str], files:
     wanted, found = ([line for line in records_of(each) if "loss" in line] for each in (whole, output))
     for name in ("step", "loss", "grad_norm", "tokens"):
         assert [step[name] for step in found] == [step[name] for step in wanted[3:]]
+
+
+def test_a_stream_goes_on_on_another_mesh(finished: tuple[Path, str], files: Path, tmp_path: Path) -> None:
+    """Each step has the samples that it would have had without the interruption."""
+    run, packing = finished
+    data = {"dataset": f"{files}/chat.jsonl", "tokenizer": str(run / "inputs"), "streaming": True, "shuffle_rows": 9}
+    settings = {**SETTINGS, "data": {**data, "packing": packing}}
+    settings["training"] = {**SETTINGS["training"], "eval_every": 0}
+
+    def streamed(output: Path, *more: str) -> list[dict[str, Any]]:
+        config = output.with_suffix(".yaml")
+        config.write_text(yaml.safe_dump(settings))
+        ended = launch(2, COMMAND, "train", str(config), f"--training.output={output}", *more)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        assert "stream: the first 9 rows, or as many as there are, have" in ended.stdout
+        return [line for line in records_of(output) if "loss" in line]
+
+    wanted = streamed(tmp_path / "whole")
+    output = tmp_path / "half"
+    (output / "checkpoints").mkdir(parents=True)
+    step = Path("checkpoints", "step-00000003")
+    shutil.copytree(tmp_path / "whole" / step, output / step)
+    found = streamed(output, "--checkpoint.resume=latest", "--pp=1", "--dp=2")
+    assert [step["step"] for step in found] == [4, 5, 6]
+    for ours, theirs in zip(found, wanted[3:], strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)

@@ -107,7 +107,7 @@ def test_a_broken_row_is_named(tmp_path: Path) -> None:
         (
             {"epochs": 1, "steps": None},
             {},
-            "training.epochs=1.0 with data.streaming=true, which reads while it trains: g",
+            "training.epochs=1.0 with data.streaming=true, which reads while it",
         ),
         ({"eval_every": 5}, {}, "training.eval_every=5 with data.streaming=true"),
         ({"single_process_steps": 5}, {}, "training.single_process_steps=5 with data.streaming=true"),
