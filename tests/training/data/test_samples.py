@@ -152,16 +152,17 @@ def test_a_parquet_file_of_conversations(tmp_path: Path, tokenizer: Any) -> None
 def test_what_is_left_out_or_cut_is_counted(tokenise: Tokenise, tokenizer: Any) -> None:
     said: list[str] = []
     silent = {"role": "assistant", "content": None}
-    rows = [TURNS, None, [], [TURNS[0], silent], [TURNS[0]], TURNS[:2]]
+    late = [{"role": "user", "content": "what is it" * 20}, TURNS[1]]  # so that its answer is cut off
+    rows = [TURNS, None, [], [TURNS[0], silent], [TURNS[0]], late, TURNS[:2]]
     short = len(tokenise([{"messages": TURNS[:2]}]).tokens)
     text = tokenise([{"messages": each} for each in rows], seq_len=short, say=said.append)
     assert text.lengths.tolist() == [short, short]
     assert counted(text, tokenizer) == counted(text, tokenizer, 1) == "a fox" + END
     (line,) = said
     assert line.endswith(
-        "left out 4 of 6 samples: 2 without content (null), 1 empty, 1 in which no token counts (of the first "
+        "left out 5 of 7 samples: 2 without content (null), 1 empty, 2 in which no token counts (of the first "
         f"{short}); "
-        f"1 of 6 samples have more than training.seq_len={short} tokens: what comes after them is left out"
+        f"1 of 7 samples have more than training.seq_len={short} tokens: what comes after them is left out"
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -18,6 +20,9 @@ from slipstream.pipeline import Pipeline
 from slipstream.profiler import versions, without_origin
 from slipstream.training.checkpoint.tensor_shard import TensorShard
 from slipstream.training.data import TokenisedText, TrainingSequences
+from slipstream.training.data.tokenised_text import Array
+
+_READ_AT_ONCE = 2**24  # tokens
 
 
 def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
@@ -131,8 +136,18 @@ def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
 
 
 def _describe_text(text: TokenisedText) -> dict[str, Any]:
-    facts = {"num_tokens": len(text.tokens), "crc32": zlib.crc32(text.tokens.data)}
-    return facts if text.labels is None else {**facts, "labels_crc32": zlib.crc32(text.labels.data)}
+    facts = {"num_tokens": len(text.tokens), "crc32": _checksum(text.tokens)}
+    return facts if text.labels is None else {**facts, "labels_crc32": _checksum(text.labels)}
+
+
+def _checksum(array: Array) -> int:
+    """Returns the checksum of an array; one on the disk is read in parts, of which none stays in memory."""
+    checksum = 0
+    for begin in range(0, len(array), _READ_AT_ONCE):
+        checksum = zlib.crc32(array[begin : begin + _READ_AT_ONCE].data, checksum)
+        if isinstance(array, np.memmap) and hasattr(mmap, "MADV_DONTNEED"):
+            array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+    return checksum
 
 
 def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
