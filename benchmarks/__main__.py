@@ -49,6 +49,7 @@ TRIALS = {
     "exactness": "--most 1",
     "same_numbers": "",
     "zoo": "llama --defaults",
+    "streaming": "--megabytes 4 --steps 10",
     "slow_link": "--length 128 --megabits 1000 --repeats 1",
     "gpu_layers": "--toy --device cpu",
     "gpu_profile": "--toy --device cpu --budget 20",

@@ -18,7 +18,7 @@ from slipstream.schedule import add_communication, gpipe
 from slipstream.training.checkpoint import CheckpointFolder, Manifest, describe_data, describe_model
 from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.configured_pipeline import make_pipeline
-from slipstream.training.data import TokenisedText, sequences_of
+from slipstream.training.data import load_texts, sequences_of
 from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.start_training import start_training
@@ -142,9 +142,9 @@ def test_a_good_run_prepares_and_writes_what_ranks_need(values: dict[str, Any], 
     config = parse_config(values)
     inputs = preflight(config, Progress(None))
     assert not config.training.output.exists()
-    assert inputs.train.num_documents == 3
-    assert inputs.validation.num_documents == 1
-    assert inputs.model_config.eos_token_id == inputs.tokenizer.eos_token_id
+    assert inputs.text.train[0].num_documents == 3
+    assert inputs.text.validation[0].num_documents == 1
+    assert inputs.model_config.eos_token_id == inputs.text.tokenizer.eos_token_id
     output = RunFolder(config.training.output)
     inputs.write()
     assert {path.name for path in output.inputs.iterdir()} >= {
@@ -219,7 +219,7 @@ def test_a_vocabulary_smaller_than_a_token_id(refuse: Refuse, values: dict[str, 
 
 
 def test_a_tokenizer_larger_than_the_model(refuse: Refuse, values: dict[str, Any], tmp_path: Path) -> None:
-    preflight(parse_config(values), Progress(None)).tokenizer.save_pretrained(tmp_path / "tokenizer")
+    preflight(parse_config(values), Progress(None)).text.tokenizer.save_pretrained(tmp_path / "tokenizer")
     values["data"]["tokenizer"] = str(tmp_path / "tokenizer")
     values["model"]["config"]["vocab_size"] = 258
     message = refuse(values)
@@ -287,7 +287,7 @@ def earlier(values: dict[str, Any], tmp_path: Path) -> RunFolder:
     output.listed.add_folder(output.checkpoints)
     place = CheckpointFolder(output.checkpoints).complete(3)
     place.mkdir(parents=True)
-    sequences = sequences_of(TokenisedText.load(output.inputs, "train"), "fixed", 32, 0)
+    sequences = sequences_of(load_texts(output.inputs, "train"), "fixed", 32, 0)
     model = describe_model(AutoConfig.from_pretrained(output.inputs))
     settings = parse_config(values).model_dump(mode="json")
     facts = {"data": describe_data(sequences), "model": model, "settings": settings}
@@ -393,7 +393,7 @@ def test_steps_of_several_epochs_are_reported(values: dict[str, Any], capsys: py
 def test_a_tokenizer_without_an_end_of_text(
     values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer = preflight(parse_config(values), Progress(None)).tokenizer
+    tokenizer = preflight(parse_config(values), Progress(None)).text.tokenizer
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     values["data"]["tokenizer"] = str(tmp_path / "tokenizer")
@@ -457,10 +457,10 @@ def test_a_world_size_that_does_not_fit(values: dict[str, Any]) -> None:
 
 def test_pretrained_weights_use_their_own_tokenizer(values: dict[str, Any], model_folder: Path) -> None:
     trained = preflight(parse_config(values), Progress(None))
-    trained.tokenizer.save_pretrained(model_folder)
+    trained.text.tokenizer.save_pretrained(model_folder)
     values["model"] = {"path": str(model_folder)}
     inputs = preflight(parse_config(values), Progress(None))
-    assert torch.equal(torch.from_numpy(inputs.train.tokens), torch.from_numpy(trained.train.tokens))
+    assert torch.equal(torch.from_numpy(inputs.text.train[0].tokens), torch.from_numpy(trained.text.train[0].tokens))
 
 
 def test_an_architecture_that_cannot_be_sliced(refuse: Refuse, values: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op, Schedule
 from slipstream.training.config.config_file import dump_config, load_config, parse_config
 from slipstream.training.data import TokenisedText, WholeDocuments
-from slipstream.training.preflight.text_preparation import split_text
+from slipstream.training.preflight.text_preparation import PreparedText, check_amount
 from support.forked import COMMAND, launch
 
 SETTINGS: dict[str, Any] = {
@@ -334,11 +334,11 @@ def test_null_takes_back_what_a_file_gives() -> None:
 def test_a_held_out_text_of_less_than_a_step_is_refused() -> None:
     given = {**BY_TOKENS, "training": {**BY_TOKENS["training"], "output": "out"}}
     config = parse_config(given | {"data": {**SETTINGS["data"], "corpus": "python-stdlib"}})
-    text = TokenisedText.join([np.arange(60, dtype=np.int32)] * 10)
+    train, held_out = TokenisedText.join([np.arange(60, dtype=np.int32)] * 10).split(0.2, seed=0)
     with pytest.raises(
         SlipstreamError, match="the held-out text has 120 tokens, less than one batch of 200; give more"
     ):
-        split_text(config, text, Progress(None))
+        check_amount(config, PreparedText(None, [train], [held_out], WholeDocuments(train, 64, 0)), Progress(None))
 
 
 def test_a_plan_file_with_damaged_rates_is_refused() -> None:

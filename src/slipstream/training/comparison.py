@@ -19,7 +19,7 @@ from slipstream.model import trust_remote_code
 from slipstream.pipeline import Pipeline
 from slipstream.training.config import Config, load_config
 from slipstream.training.configured_pipeline import make_pipeline
-from slipstream.training.data import PackedSequences, TokenisedText
+from slipstream.training.data import load_texts, sequences_of
 from slipstream.training.device_choice import choose_device
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.training_step import make_optimizer, make_scheduler, train_step
@@ -81,8 +81,8 @@ def measure(config: Config) -> dict[str, float]:
 
 def _time_steps(config: Config, model: UnslicedModel | Pipeline, device: torch.device) -> list[float]:
     training = config.training
-    train = TokenisedText.load(RunFolder(training.output).inputs, "train")
-    sequences = PackedSequences(train, training.seq_len, training.seed)
+    train = load_texts(RunFolder(training.output).inputs, "train")
+    sequences = sequences_of(train, "fixed", training.seq_len, training.seed, config.data.weights)
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, training.single_process_steps)
     seconds = []

@@ -26,7 +26,7 @@ from slipstream.planner.steps import StageRates
 from slipstream.schedule import AUTOMATIC, Schedule
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_mesh_of
-from slipstream.training.data import BatchSize, Sequences, WholeDocuments
+from slipstream.training.data import BatchSize, TrainingSequences
 from slipstream.training.run_folder import RunFolder
 
 # The settings by section that a plan decides, or keeps as they are by default
@@ -74,7 +74,7 @@ def is_open(config: Config) -> bool:
 
 def start_settings(
     config: Config,
-    sequences: Sequences,
+    sequences: TrainingSequences,
     device: torch.device,
     progress: Progress,
     earlier: Mapping[str, Any] | None,
@@ -90,7 +90,7 @@ def start_settings(
     Raises OutOfMemoryError where nothing fits the memory limit.
     """
     options = PipelineOptions(**config.pipeline_options())
-    are_documents = isinstance(sequences, WholeDocuments)
+    are_documents = sequences.packing == "none"
     if not is_open(config) or config.pipeline.num_ranks == 1:
         return {}
     otherwise = "steps are planned by multiplications" if are_documents else "the run uses schedule=1f1b with 8 slices"
@@ -116,7 +116,7 @@ def start_settings(
     return settings | ({"slices": len(plan.slices), "rates": rates} if are_documents else {})
 
 
-def _request(config: Config, sequences: Sequences) -> StartRequest:
+def _request(config: Config, sequences: TrainingSequences) -> StartRequest:
     """Returns what is planned for: rows of one length, or the cut for documents of the typical length."""
     pipeline, training, replicas = config.pipeline, config.training, config.parallel.data
     request = StartRequest(
@@ -128,7 +128,7 @@ def _request(config: Config, sequences: Sequences) -> StartRequest:
         memory_limit=config.memory.limit,
         parallel=config.parallel,
     )
-    if not isinstance(sequences, WholeDocuments):
+    if sequences.packing == "fixed":
         return request
     step = request.granularity
     typical = max(1, round(sequences.typical_length / step)) * step

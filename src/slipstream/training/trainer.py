@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,12 +26,12 @@ from slipstream.training.configured_pipeline import make_pipeline, tuned_setting
 from slipstream.training.data import (
     BatchSize,
     TokenBatch,
-    TokenisedText,
-    WholeDocuments,
+    load_texts,
     sequences_of,
     spread_batches,
     unigram_entropy,
 )
+from slipstream.training.data.samples import load_sequences
 from slipstream.training.failure_log import FailureLog
 from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord, ValidationRecord
 from slipstream.training.planned_start import facts_of_documents, start_settings
@@ -61,8 +62,7 @@ class Trainer:
         self._disk = DiskTrouble(progress.say)
         self._failures = FailureLog(self._folder.failures)
         saved = self._find_checkpoint(world)
-        train = TokenisedText.load(self._folder.inputs, "train")
-        self._sequences = sequences_of(train, config.data.packing, training.seq_len, training.seed)
+        self._sequences = load_sequences(config, self._folder.inputs, progress.say)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
         earlier = saved.facts["tuned"] if saved else None
         planned = start_settings(config, self._sequences, device, progress, earlier, resumes=saved is not None)
@@ -232,7 +232,7 @@ class Trainer:
     def _mine(self, first: int, size: int) -> TokenBatch:
         """Returns this replica's part of a batch; the batch after it can be planned for."""
         part, after = (self._pipe.replica, self._pipe.num_replicas), first + size
-        if isinstance(self._sequences, WholeDocuments):
+        if self._sequences.packing == "none":
             for each in ((first, size), (after, self._batch_size.at(self._sequences, after))):
                 self._pipe.prepare(self._sequences.lengths(*each, *part))
         return self._sequences.batch(first, size, *part)
@@ -240,8 +240,8 @@ class Trainer:
     def _validate(self, step: int) -> None:
         """Measures loss and perplexity on the held-out text. Collective."""
         training, pipe = self._config.training, self._pipe
-        text = TokenisedText.load(self._folder.inputs, "validation")
-        sequences = sequences_of(text, self._config.data.packing, training.seq_len, seed=None)
+        texts = [text for text in load_texts(self._folder.inputs, "validation") if text.num_documents]
+        sequences = sequences_of(texts, self._config.data.packing, training.seq_len, seed=None)
         total, count = 0.0, 0
         batches = [*self._batch_size.batches(sequences, sequences.num_sequences)]
         for first, size in spread_batches(batches, training.eval_batches):
@@ -252,7 +252,7 @@ class Trainer:
             total, count = total + float(loss) * tokens, count + tokens
         mean = total / count
         self._reporter.write(ValidationRecord(step, mean, math.exp(mean)))
-        below = unigram_entropy(text.tokens) - mean
+        below = unigram_entropy(np.concatenate([text.counted() for text in texts])) - mean
         self._progress.say(
             f"step {step}: validation loss {mean:.3f} nats per token, perplexity {math.exp(mean):.1f}; "
             f"{abs(below):.2f} {'below' if below > 0 else 'above'} the text's unigram entropy"

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from slipstream.parallel.replicas import LossScale
 from slipstream.training.config import Config, OptimizerSection, TrainingSection
-from slipstream.training.data import BatchSize, Sequences, TokenBatch
+from slipstream.training.data import BatchSize, TokenBatch, TrainingSequences
 
 
 class StepResult(NamedTuple):
@@ -60,7 +60,7 @@ def train_step(
     return StepResult(float(loss), norm, lr, ended - started, ended - began)
 
 
-def count_steps(training: TrainingSection, sequences: Sequences) -> int:
+def count_steps(training: TrainingSection, sequences: TrainingSequences) -> int:
     """Returns the steps of the optimizer in a whole run."""
     if training.steps is not None:
         return training.steps

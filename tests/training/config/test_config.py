@@ -67,7 +67,7 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--memory.offload=2", ["memory.offload=2", "less than or equal to 1"]),
         ("--training.epochs=2", ["either training.steps or training.epochs"]),
         ("--model.path=x", ["either model.path", "or model.config"]),
-        ("--data.dataset=x", ["one of data.corpus, data.files and", "given: corpus and dataset"]),
+        ("--data.dataset=x", ["one of data.corpus, data.files, data.dataset and", "given: corpus and dataset"]),
         ("--training.steps", ["can't read the override", "--training.steps=100"]),
         ("--training.steps.more=1", ["can't set training.steps.more", "steps is the value 10"]),
         ("--training.steps=[", ["training.steps='['", "isn't valid YAML"]),

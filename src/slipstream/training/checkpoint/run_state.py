@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -17,7 +19,10 @@ from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.profiler import versions, without_origin
 from slipstream.training.checkpoint.tensor_shard import TensorShard
-from slipstream.training.data import Sequences
+from slipstream.training.data import TokenisedText, TrainingSequences
+from slipstream.training.data.tokenised_text import Array
+
+_READ_AT_ONCE = 2**24  # tokens
 
 
 def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
@@ -54,7 +59,7 @@ class RunState:
         pipe: Pipeline,
         scheduler: LambdaLR,
         loss_scale: LossScale,
-        sequences: Sequences,
+        sequences: TrainingSequences,
         settings: dict[str, Any],
         planned: dict[str, Any] | None = None,
     ) -> None:
@@ -74,6 +79,7 @@ class RunState:
             "step": self.step,
             "num_samples": self.num_samples,
             "data": self._data,
+            "stream": self._sequences.state(self.num_samples),
             "settings": self._settings,
             "model": describe_model(pipe.config),
             "random_state": {"seed": seed, "num_steps": num_steps},
@@ -100,6 +106,8 @@ class RunState:
         """
         check_data(facts["data"], self._data)
         self.step, self.num_samples = facts["step"], facts["num_samples"]
+        if stream := facts.get("stream"):
+            self._sequences.go_to(stream)
         self._pipe.random_state = facts["random_state"]["seed"], facts["random_state"]["num_steps"]
         self._pipe.refresh()
         self._loss_scale.load_state_dict(facts["loss_scale"])
@@ -118,17 +126,35 @@ def _cut(pipe: Pipeline) -> dict[str, Any]:
     return {"partition": layers, "recompute": "none" if recompute is None else recompute.setting}
 
 
-def describe_data(sequences: Sequences) -> dict[str, Any]:
+def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
     """Returns what decides which sample comes when."""
-    tokens = sequences.text.tokens
-    text = {"num_tokens": len(tokens), "crc32": zlib.crc32(tokens.data)}
-    return {**text, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing}
+    texts = [_describe_text(text) for text in sequences.texts]
+    of_them = texts[0] if len(texts) == 1 else {"sources": texts, "weights": sequences.weights}
+    if sequences.origin is not None:
+        of_them = {**sequences.origin}
+    return {**of_them, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing}
+
+
+def _describe_text(text: TokenisedText) -> dict[str, Any]:
+    facts = {"num_tokens": len(text.tokens), "crc32": _checksum(text.tokens)}
+    return facts if text.labels is None else {**facts, "labels_crc32": _checksum(text.labels)}
+
+
+def _checksum(array: Array) -> int:
+    """Returns the checksum of an array; one on the disk is read in parts, of which none stays in memory."""
+    checksum = 0
+    for begin in range(0, len(array), _READ_AT_ONCE):
+        checksum = zlib.crc32(array[begin : begin + _READ_AT_ONCE].data, checksum)
+        if isinstance(array, np.memmap) and hasattr(mmap, "MADV_DONTNEED"):
+            array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+    return checksum
 
 
 def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises SlipstreamError, with what differs, where `describe_data` of a checkpoint isn't that of this run."""
     was = {"packing": "fixed"} | was  # before there was another, checkpoints didn't say
-    different = [f"{key} was {was[key]!r}, is {value!r}" for key, value in now.items() if value != was[key]]
+    values = ((key, was.get(key), now.get(key)) for key in {**now, **was})
+    different = [f"{key} was {before!r}, is {value!r}" for key, before, value in values if value != before]
     if different:
         raise SlipstreamError(
             f"the checkpoint was trained on different data: {'; '.join(different)}. Resume with the settings it was "

@@ -16,6 +16,7 @@ from slipstream.pipeline.microbatches import check_microbatches, given_microbatc
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 from slipstream.training.config import sections
+from slipstream.training.config.data_section import DataSection
 
 # Of a section and of a Pipeline
 _PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
@@ -32,7 +33,7 @@ class Config(Record):
     """A whole training run."""
 
     model: sections.ModelSection
-    data: sections.DataSection
+    data: DataSection
     pipeline: sections.PipelineSection = sections.PipelineSection()
     memory: Memory = Memory()
     parallel: sections.ParallelSection = sections.ParallelSection()
@@ -65,6 +66,8 @@ class Config(Record):
             raise ValueError(
                 "training.bad_numbers=rollback needs checkpoints to go back to; give --checkpoint.every=100, or skip"
             )
+        if self.data.streaming:
+            _check_stream(self)
         if self.training.batch_tokens is None:
             _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
         else:
@@ -162,6 +165,29 @@ def _check_batch_tokens(batch_tokens: int, config: Config) -> None:
             f"training.seq_len={config.training.seq_len} tokens{of_each}; choose {least} or more, or a smaller "
             "training.seq_len, at which longer documents are cut"
         )
+
+
+def _check_stream(config: Config) -> None:
+    """Raises ValueError for settings that need the whole data set before the first step."""
+    training, data = config.training, config.data
+    needs_all = {
+        f"training.epochs={training.epochs}": (training.epochs is not None, "give training.steps"),
+        f"training.eval_every={training.eval_every}": (
+            training.eval_every > 0 and data.validation is None,
+            "name a file or a split in data.validation",
+        ),
+        f"training.single_process_steps={training.single_process_steps}": (
+            training.single_process_steps > 0,
+            "leave it out",
+        ),
+        "a model without a tokenizer": (
+            data.vocab_size is not None or (data.tokenizer or config.model.path) is None,
+            "name one in data.tokenizer",
+        ),
+    }
+    for setting, (is_given, instead) in needs_all.items():
+        if is_given:
+            raise ValueError(f"{setting} with data.streaming=true, which reads while it trains: {instead}")
 
 
 def _check_unpacked(config: Config) -> None:

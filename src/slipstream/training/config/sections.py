@@ -41,45 +41,6 @@ class ModelSection(Record):
         return self.path is not None and self.init != "random"
 
 
-class DataSection(Record):
-    """The text, and how it becomes tokens: one of `corpus`, `files` and `dataset`."""
-
-    corpus: Literal["python-stdlib"] | None = None
-    """Text that every machine has: the source files of Python's standard library."""
-    files: list[Path] | None = None
-    """Text files and folders; each file is a document."""
-    suffixes: list[str] = Field(default=[".txt", ".md"])
-    """Which files of a folder are read."""
-    dataset: str | None = None
-    """A .txt (a line is a document), .jsonl or .parquet file, or the hub name of a data set."""
-    dataset_config: str | None = None
-    """Configuration of a data set on the hub, where it has several."""
-    split: str = "train"
-    """Which split of the data set is read (validation text is held out of it)."""
-    text_column: str = "text"
-    """The column that holds the documents."""
-    packing: Literal["fixed", "none"] = "fixed"
-    """fixed: documents follow each other in sequences of `training.seq_len` tokens. none: each document is a sequence,
-    and one of more than `training.seq_len` tokens is cut there; a step has `training.batch_size` or
-    `training.batch_tokens` of them. Documents of a step that share a microbatch don't see each other."""
-    tokenizer: str | None = None
-    """A folder or hub name. Default: the one of `model.path`; without one, a BPE is trained on the text."""
-    vocab_size: PositiveInt | None = None
-    """Tokens of the tokenizer that is trained here. Default: the model's vocabulary."""
-    validation_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the documents that is held out."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        given = [name for name in ("corpus", "files", "dataset") if getattr(self, name) is not None]
-        if len(given) != 1:
-            what = " and ".join(given) or "none"
-            raise ValueError(f"give one of data.corpus, data.files and data.dataset; given: {what}")
-        if self.tokenizer is not None and self.vocab_size is not None:
-            raise ValueError("data.vocab_size is for a tokenizer trained here; remove it or data.tokenizer")
-        return self
-
-
 class PipelineSection(Record):
     """The split of the model and its sequences, and the order in which the slices run."""
 

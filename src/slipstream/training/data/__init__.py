@@ -1,12 +1,31 @@
-"""From text to batches: corpora, tokenizers and packing."""
+"""From text and conversations to batches: sources, tokenizers and packing."""
 
-from slipstream.training.data.batch_size import BatchSize, Sequences, spread_batches
-from slipstream.training.data.corpus import read_documents
-from slipstream.training.data.packing import PackedSequences, TokenBatch, TokenisedText, unigram_entropy
+from collections.abc import Sequence
+
+from slipstream.training.data.batch_size import BatchSize, spread_batches
+from slipstream.training.data.corpus import read_documents, read_rows
+from slipstream.training.data.mixed_sequences import MixedSequences
+from slipstream.training.data.packed_samples import PackedSamples
+from slipstream.training.data.packing import PackedSequences
+from slipstream.training.data.sequences import TokenBatch, TrainingSequences
+from slipstream.training.data.tokenised_text import TokenisedText, load_texts, save_texts, unigram_entropy
 from slipstream.training.data.tokenizer import load_tokenizer, tokenise, train_tokenizer
 from slipstream.training.data.whole_documents import WholeDocuments
 
 
-def sequences_of(text: TokenisedText, packing: str, seq_len: int, seed: int | None) -> Sequences:
-    """Returns the sequences of a text, by `data.packing`: of one length, or as long as its documents."""
-    return PackedSequences(text, seq_len, seed) if packing == "fixed" else WholeDocuments(text, seq_len, seed)
+def sequences_of(
+    texts: Sequence[TokenisedText],
+    packing: str,
+    seq_len: int,
+    seed: int | None,
+    weights: Sequence[float] | None = None,
+) -> TrainingSequences:
+    """Returns the sequences of the sources' texts, by `data.packing`: of one length, or as long as their documents."""
+    parts = [_sequences_of_one(text, packing, seq_len, seed) for text in texts]
+    return parts[0] if len(parts) == 1 else MixedSequences(parts, seed, weights)
+
+
+def _sequences_of_one(text: TokenisedText, packing: str, seq_len: int, seed: int | None) -> TrainingSequences:
+    if packing == "none":
+        return WholeDocuments(text, seq_len, seed)
+    return PackedSequences(text, seq_len, seed) if text.labels is None else PackedSamples(text, seq_len, seed)

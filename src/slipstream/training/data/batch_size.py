@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slipstream.training.data.packing import PackedSequences
-from slipstream.training.data.whole_documents import WholeDocuments
+from slipstream.training.data.sequences import TrainingSequences
 
-Sequences = PackedSequences | WholeDocuments
 Batch = tuple[int, int]  # the first sequence, and how many
 
 
@@ -24,17 +22,17 @@ class BatchSize:
     sequences: int
     tokens: int | None = None
 
-    def at(self, sequences: Sequences, first: int) -> int:
+    def at(self, sequences: TrainingSequences, first: int) -> int:
         """Returns the number of sequences of the step that begins with sequence `first`."""
-        if self.tokens is None or isinstance(sequences, PackedSequences):
+        if self.tokens is None or sequences.packing == "fixed":
             return self.sequences
         return sequences.num_fitting(first, self.tokens)
 
-    def mean(self, sequences: Sequences) -> float:
+    def mean(self, sequences: TrainingSequences) -> float:
         """Returns the mean number of sequences of a step, about; with `tokens` as if steps were filled to the last."""
         return self.sequences if self.tokens is None else max(1.0, self.tokens / sequences.mean_length)
 
-    def batches(self, sequences: Sequences, number: int) -> Iterator[Batch]:
+    def batches(self, sequences: TrainingSequences, number: int) -> Iterator[Batch]:
         """Yields the full batches of the first `number` sequences."""
         first = 0
         while first + (size := self.at(sequences, first)) <= number:

@@ -8,30 +8,35 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.config import DataSection
+from slipstream.training.config import SourceSection
 
 # Folders in that of the standard library that aren't its source: installed packages, oddly encoded tests.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
-def read_documents(config: DataSection, say: Callable[[str], None]) -> list[str]:
+def read_documents(config: SourceSection, say: Callable[[str], None], rows: Any = None) -> list[str]:
     """Returns all documents that hold any text, in an order that is the same on every machine with the same files.
 
-    `say` gets a line about those that hold none, where there are any.
+    `say` gets a line about those that hold none, where there are any. `rows` are those of the data set, where they were
+    read already.
 
     Raises:
         SlipstreamError: if a source can't be read or holds no text.
     """
+    source = config.name
     if config.corpus is not None:
-        source = f"data.corpus={config.corpus}"
         documents: list[Any] = [_read_file(path) for path in _standard_library()]
     elif config.files is not None:
-        source = "data.files=" + ", ".join(map(str, config.files))
         documents = [_read_file(path) for path in _find_files(config.files, config.suffixes)]
     else:
-        source = f"data.dataset={config.dataset}"
-        documents = _read_dataset(config)
+        rows = read_rows(config) if rows is None else rows
+        if config.text_column not in rows.column_names:
+            raise SlipstreamError(
+                f"{source} has no column {config.text_column!r}; "
+                f"choose data.text_column, or --column of `slipstream eval`, from: {', '.join(rows.column_names)}"
+            )
+        documents = [*rows[config.text_column]]
     texts = [document for document in documents if isinstance(document, str) and document.strip()]
     if not texts:
         raise SlipstreamError(f"{source} holds no text; give a source with at least one document")
@@ -79,8 +84,25 @@ def _read_file(path: Path) -> str:
         raise SlipstreamError(f"can't read {path}: {error.strerror}") from error
 
 
-def _read_dataset(config: DataSection) -> list[Any]:
-    """Returns the rows of the text column: a string each, or None."""
+def read_rows(config: SourceSection) -> Any:
+    """Returns the rows of `config.dataset`, a `datasets.Dataset`: dictionaries that are read from the disk when used.
+
+    Raises:
+        SlipstreamError: if it can't be read.
+    """
+    return _load(config)
+
+
+def open_rows(config: SourceSection) -> Any:
+    """Returns the rows of `config.dataset`, a `datasets.IterableDataset`: read from the file or the hub when used.
+
+    Raises:
+        SlipstreamError: if it can't be read.
+    """
+    return _load(config, streaming=True)
+
+
+def _load(config: SourceSection, **options: bool) -> Any:
     from datasets import load_dataset
     from datasets.utils.logging import disable_progress_bar
 
@@ -91,14 +113,7 @@ def _read_dataset(config: DataSection) -> list[Any]:
         raise SlipstreamError(f"data.dataset: there is no file {name}")
     try:
         if builder is not None:
-            rows = load_dataset(builder, data_files=name, split="train")
-        else:
-            rows = load_dataset(name, config.dataset_config, split=config.split)
+            return load_dataset(builder, data_files=name, split="train", **options)
+        return load_dataset(name, config.dataset_config, split=config.split, **options)
     except Exception as error:  # `datasets` raises many types; all mean that it can't be read
         raise SlipstreamError(f"can't read data.dataset={name} (split {config.split}): {error}") from error
-    if config.text_column not in rows.column_names:
-        raise SlipstreamError(
-            f"data.dataset={name} has no column {config.text_column!r}; "
-            f"choose data.text_column, or --column of `slipstream eval`, from: {', '.join(rows.column_names)}"
-        )
-    return [*rows[config.text_column]]

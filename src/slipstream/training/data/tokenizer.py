@@ -9,7 +9,7 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.data.packing import TokenisedText
+from slipstream.training.data.tokenised_text import TokenisedText
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _GROUP = 64  # documents that the tokenizer gets at a time, to show progress in between

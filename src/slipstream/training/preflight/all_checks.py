@@ -9,14 +9,14 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.training.config import Config, dump_config
-from slipstream.training.data import TokenisedText
+from slipstream.training.data import save_texts
 from slipstream.training.metrics import check_trackers
 from slipstream.training.ownership import FolderLock
 from slipstream.training.planned_start import what_prevents_a_plan
 from slipstream.training.preflight.folder_check import check_run_folder
 from slipstream.training.preflight.model_checks import check_model, load_model_config
 from slipstream.training.preflight.resume_check import check_resume
-from slipstream.training.preflight.text_preparation import check_vocabulary, prepare_text, split_text
+from slipstream.training.preflight.text_preparation import PreparedText, check_amount, prepare_text
 from slipstream.training.run_folder import RunFolder
 
 
@@ -26,9 +26,7 @@ class RunInputs:
 
     config: Config
     model_config: Any  # transformers.PretrainedConfig
-    tokenizer: Any  # transformers.PreTrainedTokenizerBase
-    train: TokenisedText
-    validation: TokenisedText
+    text: PreparedText
     is_finished: bool  # the run was resumed after its last step, and its model is there
 
     def write(self) -> None:
@@ -50,9 +48,9 @@ class RunInputs:
             folder.inputs.mkdir(parents=True)
             folder.config.write_text(dump_config(self.config), encoding="utf-8")
             self.model_config.save_pretrained(folder.inputs)
-            self.tokenizer.save_pretrained(folder.inputs)
-            self.train.save(folder.inputs, "train")
-            self.validation.save(folder.inputs, "validation")
+            self.text.tokenizer.save_pretrained(folder.inputs)
+            save_texts(self.text.train, folder.inputs, "train")
+            save_texts(self.text.validation, folder.inputs, "validation")
         except OSError as error:
             raise SlipstreamError(f"can't write to training.output={folder.path}: {error}") from error
 
@@ -70,8 +68,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     check_model(config, model_config, progress)
     if reason := what_prevents_a_plan(config):
         progress.say(reason)
-    tokenizer, text = prepare_text(config, model_config, progress)
-    check_vocabulary(int(text.tokens.max()), model_config)
-    train, validation = split_text(config, text, progress)
-    is_finished = check_resume(config, model_config, train, progress)
-    return RunInputs(config, model_config, tokenizer, train, validation, is_finished)
+    text = prepare_text(config, model_config, progress)
+    check_amount(config, text, progress)
+    is_finished = check_resume(config, model_config, text.sequences, progress)
+    return RunInputs(config, model_config, text, is_finished)

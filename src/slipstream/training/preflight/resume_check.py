@@ -21,14 +21,14 @@ from slipstream.training.checkpoint import (
     describe_model,
 )
 from slipstream.training.config import Config
-from slipstream.training.data import TokenisedText, sequences_of
+from slipstream.training.data import TrainingSequences
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.training_step import count_steps
 
 _UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they say where, not what
 
 
-def check_resume(config: Config, model_config: Any, train: TokenisedText, progress: Progress) -> bool:
+def check_resume(config: Config, model_config: Any, sequences: TrainingSequences, progress: Progress) -> bool:
     """Prints the settings that differ from those of the checkpoint that the run resumes from, if it does; returns
     whether its last step is done and its model exported.
 
@@ -41,7 +41,6 @@ def check_resume(config: Config, model_config: Any, train: TokenisedText, progre
     if changes := list(_changes(saved.facts.get("settings"), config)):
         progress.say(f"resuming after step {saved.step} with other settings than before:{_table(changes)}")
     training = config.training
-    sequences = sequences_of(train, config.data.packing, training.seq_len, training.seed)
     check_data(saved.facts["data"], describe_data(sequences))
     saved.check_model(describe_model(_as_ranks_load_it(config, model_config)))
     if not (saved.step >= count_steps(training, sequences) and _is_exported(saved, RunFolder(training.output))):

@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.training import data
 from slipstream.training.config import Config
+from slipstream.training.data.samples import ChatTemplate, OpenSource, show_example, stream_sequences
 
 
-def prepare_text(config: Config, model_config: Any, progress: Progress) -> tuple[Any, data.TokenisedText]:
-    """Returns the tokenizer and the tokenised documents.
+@dataclass(frozen=True)
+class PreparedText:
+    """The tokens of a run, source by source."""
+
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    train: list[data.TokenisedText]
+    validation: list[data.TokenisedText]
+    sequences: data.TrainingSequences  # of `train`, or of a stream
+
+
+def prepare_text(config: Config, model_config: Any, progress: Progress) -> PreparedText:
+    """Reads and tokenises all sources, and shows a sample of which not every token counts.
 
     A tokenizer that is trained here sets the special tokens of `model_config`.
+
+    Raises:
+        SlipstreamError: where a source can't be read, or its tokens don't fit the model or the length.
     """
+    section, training = config.data, config.training
     with progress.waiting("reading text"):
-        documents = data.read_documents(config.data, progress.say)
-    noun = "document" if len(documents) == 1 else "documents"
-    progress.say(f"text: {len(documents):,} {noun}, {sum(map(len, documents)):,} characters")
+        sources = [] if section.streaming else [OpenSource.of(each, progress.say) for each in section.all_sources]
+        held_out = [OpenSource.of(each, progress.say) for each in [section.validation_source] if each is not None]
+    for source in sources:
+        progress.say(source.describe())
+    tokenizer = _make_tokenizer(config, model_config, sources, progress)
+    needs_template = any(source.has_messages for source in [*sources, *held_out])
+    template = ChatTemplate(tokenizer, section.chat_template) if needs_template else None
+    texts = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in sources]
+    validation = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in held_out]
+    if not validation:
+        parts = [text.split(section.validation_fraction, training.seed) for text in texts]
+        texts, validation = [train for train, _ in parts], [other for _, other in parts]
+    if section.streaming:
+        sequences, read = _open_stream(config, tokenizer, progress)
+    else:
+        read = texts
+        number = sum(len(text.tokens) for text in [*texts, *validation])
+        progress.say(f"tokens: {number:,}, vocabulary {len(tokenizer):,}")
+        sequences = data.sequences_of(texts, section.packing, training.seq_len, training.seed, section.weights)
+    check_vocabulary(max(text.largest() for text in [*read, *validation]), model_config)
+    if sample := next((text for text in read if text.labels is not None), None):
+        show_example(sample, tokenizer, progress)
+    return PreparedText(tokenizer, texts, validation, sequences)
+
+
+def _open_stream(
+    config: Config, tokenizer: Any, progress: Progress
+) -> tuple[data.TrainingSequences, list[data.TokenisedText]]:
+    """Returns the sequences of a stream, and the text of its first block."""
+    with progress.waiting("reading the first rows"):
+        sequences = stream_sequences(config, tokenizer, progress.say)
+    text = sequences.first_text
+    progress.say(
+        f"stream: the first {config.data.shuffle_rows:,} rows, or as many as there are, have {len(text.tokens):,} "
+        f"tokens in {sequences.num_sequences:,} sequences"
+    )
+    return sequences, [text]
+
+
+def _make_tokenizer(config: Config, model_config: Any, sources: Sequence[OpenSource], progress: Progress) -> Any:
+    """Returns the tokenizer that the configuration names, or one that is trained on the text."""
     name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
     if name is not None and vocab_size is None:
         is_the_models = config.data.tokenizer in (None, config.model.path)
@@ -26,17 +81,21 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> tuple
     else:
         vocab_size = vocab_size or model_config.get_text_config().vocab_size
         check_vocabulary(vocab_size - 1, model_config)
-        tokenizer = data.train_tokenizer(documents, vocab_size, progress)
+        texts = [text for source in sources for text in source.texts()]
+        if not texts:
+            raise SlipstreamError(
+                f"{sources[0].source.name} has tokens and no text, on which a tokenizer could be trained; name the one "
+                "that they are from with --data.tokenizer=..."
+            )
+        tokenizer = data.train_tokenizer(texts, vocab_size, progress)
         model_config.eos_token_id = tokenizer.eos_token_id
         model_config.bos_token_id = model_config.pad_token_id = None
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None and (number := sum(source.num_closed for source in sources)):
         progress.say(
-            f"the tokenizer has no end-of-text token, so none of the {len(documents):,} documents is closed by one, "
+            f"the tokenizer has no end-of-text token, so none of the {number:,} documents is closed by one, "
             "and the model doesn't learn where a text ends; name one whose eos_token is set in data.tokenizer"
         )
-    text = data.tokenise(tokenizer, documents, progress)
-    progress.say(f"tokens: {len(text.tokens):,}, vocabulary {len(tokenizer):,}")
-    return tokenizer, text
+    return tokenizer
 
 
 def check_vocabulary(largest: int, model_config: Any) -> None:
@@ -50,35 +109,37 @@ def check_vocabulary(largest: int, model_config: Any) -> None:
         )
 
 
-def split_text(
-    config: Config, text: data.TokenisedText, progress: Progress
-) -> tuple[data.TokenisedText, data.TokenisedText]:
-    """Returns the training text and the held-out text; says so where a step goes through the former several times.
+def check_amount(config: Config, text: PreparedText, progress: Progress) -> None:
+    """Says where a step goes through the training text several times, and how much of its sequences is padding.
 
     Raises:
-        SlipstreamError: if the first is shorter than a sequence, or the second than a batch that validation needs.
+        SlipstreamError: if it is shorter than a sequence, or the held-out text than a batch that validation needs.
     """
-    training, packing = config.training, config.data.packing
-    train, validation = text.split(config.data.validation_fraction, training.seed)
-    sequences = data.sequences_of(train, packing, training.seq_len, training.seed)  # raises where there is none
+    training, sequences = config.training, text.sequences
     size = data.BatchSize(training.batch_size, training.batch_tokens).at(sequences, 0)
-    if size > sequences.num_sequences:
+    if size > sequences.num_sequences and not config.data.streaming:
         progress.say(
             f"each step takes {size:,} sequences, but the training text has {sequences.num_sequences:,}: a step goes "
             f"through it {size / sequences.num_sequences:.3g} times; give more text or a smaller training.batch_size"
         )
+    if isinstance(sequences, data.PackedSamples):
+        progress.say(
+            f"{sequences.text.num_documents:,} samples in {sequences.num_sequences:,} sequences of "
+            f"{sequences.seq_len:,} tokens, of which {1 - sequences.filled:.1%} are padding"
+        )
     if training.eval_every:
-        _check_validation(config, validation)
-    return train, validation
+        _check_validation(config, text.validation)
 
 
-def _check_validation(config: Config, text: data.TokenisedText) -> None:
+def _check_validation(config: Config, texts: list[data.TokenisedText]) -> None:
     """Raises SlipstreamError where the held-out text is less than a batch."""
     training, unit = config.training, "tokens"
-    given, needed = len(text.tokens), training.batch_tokens or training.seq_len * training.batch_size
+    given, needed = sum(len(text.tokens) for text in texts), training.batch_tokens or 0
+    needed = needed or training.seq_len * training.batch_size
     is_enough = given >= needed
-    if config.data.packing == "none" and given:
-        sequences = data.WholeDocuments(text, training.seq_len, None)
+    if given and (config.data.packing == "none" or any(text.labels is not None for text in texts)):
+        kept = [text for text in texts if len(text.tokens)]
+        sequences = data.sequences_of(kept, config.data.packing, training.seq_len, None)
         batches = data.BatchSize(training.batch_size, training.batch_tokens)
         is_enough = any(batches.batches(sequences, sequences.num_sequences))
         if training.batch_tokens is None:

@@ -1,0 +1,75 @@
+"""Memory and data waits of a run that streams a large file of conversations, next to one that streams a small one."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from examples.chat.make_conversations import make_conversations
+
+from slipstream.launch import Progress, launch_ranks
+from slipstream.training.config.config_file import parse_config
+from slipstream.training.data import train_tokenizer
+from slipstream.training.preflight import preflight
+
+TEMPLATE = Path("examples/chat/template.jinja")
+MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL = 2  # megabytes
+
+
+def write_conversations(path: Path, megabytes: int) -> None:
+    """Writes conversations until the file has this size."""
+    with path.open("w", encoding="utf-8") as file:
+        for seed in itertools.count():
+            file.writelines(json.dumps(each) + "\n" for each in make_conversations(seed))
+            if file.tell() >= megabytes * 1e6:
+                return
+
+
+def stream(folder: Path, file: Path, steps: int) -> list[dict[str, Any]]:
+    """Trains on a file with two ranks; returns the records of the steps."""
+    output = folder / file.stem
+    config = parse_config(
+        {
+            "model": {"config": {"model_type": "llama", "vocab_size": 512, **MODEL}},
+            "data": {"dataset": str(file), "streaming": True, "tokenizer": str(folder), "chat_template": str(TEMPLATE)},
+            "pipeline": {"num_ranks": 2, "schedule": "1f1b", "slices": 4},
+            "training": {"output": str(output), "seq_len": 1024, "batch_size": 2, "steps": steps},
+        }
+    )
+    preflight(config, Progress(None)).write()
+    launch_ranks(["-m", "slipstream.training.training_rank", str(output / "config.yaml")], num_ranks=2)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    peaks: dict[int, int] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = [message["content"] for each in make_conversations() for message in each["messages"]]
+        train_tokenizer(texts, 512, Progress(None)).save_pretrained(folder)
+        for megabytes in (SMALL, options.megabytes):
+            file = folder / f"conversations-{megabytes}.jsonl"
+            write_conversations(file, megabytes)
+            records = stream(folder, file, options.steps)
+            peaks[megabytes] = max(records[-1]["peak_memory"])
+            waits = sum(each["phases"]["data"] for each in records) / sum(each["step_seconds"] for each in records)
+            print(
+                f"{file.stat().st_size / 1e6:.0f} MB of jsonl: {peaks[megabytes] / 1e6:.0f} MB a rank at most, "
+                f"{statistics.median(each['step_seconds'] for each in records):.3f} s a step, data waits {waits:.2%}"
+            )
+    print(f"{(peaks[options.megabytes] - peaks[SMALL]) / 1e6:.0f} MB more than with {SMALL} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""A source that has been opened: the form of its rows, and how they become tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.launch import Progress
+from slipstream.training.config import SourceSection
+from slipstream.training.data.corpus import read_documents, read_rows
+from slipstream.training.data.samples.chat_template import ChatTemplate
+from slipstream.training.data.samples.forms import find_form, find_loss
+from slipstream.training.data.samples.tokenised_samples import SampleReader, tokenise_samples
+from slipstream.training.data.tokenised_text import TokenisedText
+from slipstream.training.data.tokenizer import tokenise
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """The rows of a source, of one form; of texts the documents that hold any."""
+
+    source: SourceSection
+    form: str
+    loss: str
+    rows: Any  # a sequence of documents, or of dictionaries by column
+
+    @classmethod
+    def of(cls, source: SourceSection, say: Callable[[str], None]) -> OpenSource:
+        """Opens a source. `say` gets a line about documents without text.
+
+        Raises:
+            SlipstreamError: where it can't be read, holds nothing, or its columns fit no form.
+        """
+        rows = None if source.dataset is None else read_rows(source)
+        form = "text" if rows is None else find_form(source, rows.column_names)
+        loss = find_loss(source, form)
+        return cls(source, form, loss, read_documents(source, say, rows) if form == "text" else rows)
+
+    def describe(self) -> str:
+        """Returns how many rows there are, of what form, and which tokens count."""
+        if self.form == "text":
+            noun = "document" if len(self.rows) == 1 else "documents"
+            return f"text: {len(self.rows):,} {noun}, {sum(map(len, self.rows)):,} characters"
+        counted = {"all": "every token counts", "assistant": "the assistant's turns count"}
+        counted |= {"completion": "the completion counts" if self.form != "messages" else "the last turn counts"}
+        what = "what the labels say counts" if "labels" in self.rows.column_names else counted[self.loss]
+        return f"{self.form}: {len(self.rows):,} samples, of which {what}"
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether rows need a chat template."""
+        return self.form == "messages" or (self.form == "prompt-completion" and not self._is_plain)
+
+    @property
+    def num_closed(self) -> int:
+        """The rows that should be closed by an end-of-text token; a chat template closes the turns by itself."""
+        return len(self.rows) if self.form == "text" or self._is_plain else 0
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.form == "prompt-completion" and not isinstance(self.rows.features["completion"], _list_types())
+
+    def texts(self) -> Iterator[str]:
+        """Yields the texts in all rows, for a tokenizer to be trained on."""
+        columns = {"messages": [self.source.messages_column], "prompt-completion": ["prompt", "completion"]}
+        for row in self.rows:
+            if self.form == "text":
+                yield row
+            for column in columns.get(self.form, ()):
+                yield from _texts_in(row[column])
+
+    def tokenise(
+        self, tokenizer: Any, template: ChatTemplate | None, seq_len: int, progress: Progress
+    ) -> TokenisedText:
+        """Returns the tokens of all rows.
+
+        Raises:
+            SlipstreamError: with the number of a row that hasn't the form of the others.
+        """
+        if self.form == "text":
+            return tokenise(tokenizer, self.rows, progress)
+        reader = SampleReader(self.source, self.form, self.loss, tokenizer, template)
+        with progress.counting("tokenising", total=len(self.rows)) as show:
+            return tokenise_samples(self.rows, reader, self.source.name, seq_len, progress.say, show)
+
+
+def _list_types() -> tuple[type, ...]:
+    from datasets import LargeList, List
+
+    return list, List, LargeList
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yields a text, or the contents of messages."""
+    if isinstance(value, str):
+        yield value
+    for message in value if isinstance(value, list) else ():
+        if isinstance(message, dict) and isinstance(message.get("content"), str):
+            yield message["content"]

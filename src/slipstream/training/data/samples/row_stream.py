@@ -1,0 +1,67 @@
+"""Rows of a data set, read as they are used, in blocks from which reading can go on later."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.config import SourceSection
+from slipstream.training.data.corpus import open_rows
+
+State = dict[str, Any]
+
+
+class RowStream:
+    """The rows of `source.dataset` in their order, `block_rows` at a time, epoch after epoch; none spans two epochs."""
+
+    def __init__(self, source: SourceSection, block_rows: int) -> None:
+        """Raises SlipstreamError where the data set can't be read, or is empty."""
+        self._source, self._block_rows = source, block_rows
+        self._epoch, self._num_read = 0, 0  # rows of this epoch
+        self._open()
+        first = self._read(1)
+        if not first:
+            raise SlipstreamError(f"{source.name} holds no row; give a data set with at least one")
+        self.columns = [*first[0]]
+        self._open()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides which rows come when: of a file its size, too."""
+        source, file = self._source, Path(str(self._source.dataset))
+        size = file.stat().st_size if file.is_file() else None
+        return {"stream": f"{source.dataset}/{source.dataset_config}/{source.split}", "bytes": size}
+
+    def state(self) -> State:
+        """Returns what `go_to` needs to go on with the next block, as JSON can hold it."""
+        return {"epoch": self._epoch, "num_read": self._num_read, "rows": self._rows.state_dict()}
+
+    def go_to(self, state: State) -> None:
+        """Goes on where `state` was taken."""
+        self._epoch, self._num_read = state["epoch"], state["num_read"]
+        self._open(state["rows"])
+
+    def next_block(self) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the next rows, and which they are in words."""
+        rows = self._read(self._block_rows)
+        if not rows:
+            self._epoch, self._num_read = self._epoch + 1, 0
+            self._open()
+            rows = self._read(self._block_rows)
+        first, self._num_read = self._num_read + 1, self._num_read + len(rows)
+        return f"{self._source.name}, rows {first:,} to {self._num_read:,}", rows
+
+    def _open(self, state: Any = None) -> None:
+        self._rows = open_rows(self._source)
+        if state is not None:
+            self._rows.load_state_dict(state)
+        self._iterator = iter(self._rows)
+
+    def _read(self, number: int) -> list[dict[str, Any]]:
+        try:
+            return [*islice(self._iterator, number)]
+        except Exception as error:  # `datasets` raises many types; all mean that it can't be read
+            where = f"after row {self._num_read:,}" if self._num_read else "from its beginning"
+            raise SlipstreamError(f"can't read {self._source.name} {where}: {error}") from error

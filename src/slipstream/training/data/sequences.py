@@ -1,0 +1,156 @@
+"""Sequences by their numbers, and the batches that are made of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.model import IGNORED
+from slipstream.training.data.tokenised_text import Array, TokenisedText
+
+PADDING = -1  # the document number of padding
+
+
+class TokenBatch(NamedTuple):
+    """Sequences as `Pipeline.step` takes them: packed, (batch, sequence) int64; or a list of (tokens,) each, which are
+    documents of their own."""
+
+    input_ids: Tensor | list[Tensor]
+    labels: Tensor | list[Tensor]  # unshifted, as in transformers
+    document_ids: Tensor | None
+
+    def document_lengths(self) -> list[int]:
+        """Returns the tokens of each document, or of each part of one that is in a sequence, row by row; padding is
+        left out."""
+        if self.document_ids is None:
+            return [len(each) for each in self.input_ids]
+        runs = (torch.unique_consecutive(row, return_counts=True) for row in self.document_ids)
+        return [int(count) for ids, counts in runs for count in counts[ids != PADDING]]
+
+    @property
+    def num_predicted(self) -> int:
+        """The tokens that are predicted and count: of a document, or of its part in a sequence, never the first."""
+        if self.document_ids is None:
+            return sum(int((each[1:] != IGNORED).sum()) for each in self.labels)
+        assert isinstance(self.labels, Tensor)
+        follows = self.document_ids[:, 1:] == self.document_ids[:, :-1]
+        return int((follows & (self.labels[:, 1:] != IGNORED)).sum())
+
+
+class Row(NamedTuple):
+    """A sequence: its tokens, its labels and its tokens' documents, (T,) int64 each."""
+
+    tokens: Array
+    labels: Array
+    documents: Array | None  # None where it is one document
+
+
+class TrainingSequences(ABC):
+    """Sequences that are numbered for ever: those past the last one belong to the next epoch.
+
+    Sequence `index` depends only on the text, the seed and `index`: every rank makes the same sequences, and a run can
+    be resumed with the next index.
+
+    Attributes:
+        packing: `fixed` where all have `seq_len` tokens, `none` where they are as long as their documents.
+        num_sequences: of an epoch.
+        texts: what they are made of, source by source.
+        weights: of several sources, the shares of their sequences; None where each comes once in an epoch.
+        origin: of a stream, what it reads; it has no texts.
+    """
+
+    packing: str
+    seq_len: int
+    seed: int | None
+    num_sequences: int
+    texts: Sequence[TokenisedText]
+    weights: Sequence[float] | None = None
+    origin: Mapping[str, Any] | None = None
+
+    @property
+    @abstractmethod
+    def mean_length(self) -> float:
+        """The mean tokens of a sequence."""
+
+    @property
+    def typical_length(self) -> float:
+        """The mean tokens of the sequences in which tokens are: long ones count by their tokens."""
+        return self.mean_length
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """Returns one sequence."""
+
+    @abstractmethod
+    def length(self, index: int) -> int:
+        """Returns the tokens of a sequence."""
+
+    def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
+        """Returns one replica's part of sequences `first` to `first + size - 1`. Replicas have equally many sequences
+        of one length; of others about as many tokens, and each a sequence at least."""
+        rows = [self.row(index) for index in self._share(first, size, replica, num_replicas)]
+        tokens, labels = ([torch.from_numpy(each) for each in column] for column in list(zip(*rows, strict=True))[:2])
+        if self.packing == "none":
+            return TokenBatch(tokens, labels, None)
+        documents = np.stack([row.documents for row in rows if row.documents is not None])
+        return TokenBatch(torch.stack(tokens), torch.stack(labels), torch.from_numpy(documents))
+
+    def lengths(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> list[int]:
+        """Returns the tokens of each sequence of `batch`."""
+        return [self.length(index) for index in self._share(first, size, replica, num_replicas)]
+
+    def num_fitting(self, first: int, num_tokens: int) -> int:
+        """Returns how many sequences from `first` on have together at most `num_tokens` tokens; at least one."""
+        left, index = num_tokens - self.length(first), first + 1
+        while (left := left - self.length(index)) >= 0:
+            index += 1
+        return index - first
+
+    def state(self, index: int) -> dict[str, Any] | None:
+        """Returns what `go_to` needs so that sequence `index` can be asked for next, as JSON can hold it; None where
+        any can."""
+        return None
+
+    def go_to(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken."""
+        raise NotImplementedError
+
+    def _share(self, first: int, size: int, replica: int, num_replicas: int) -> Sequence[int]:
+        """Returns the sequences of a replica, in their order."""
+        if self.packing == "fixed":
+            each = size // num_replicas
+            return range(first + replica * each, first + (replica + 1) * each)
+        lengths = [self.length(index) for index in range(first, first + size)]
+        return [first + place for place in _dealt(lengths, num_replicas)[replica]]
+
+
+class Shuffled:
+    """The order in which `number` things are visited in each epoch, drawn by `seed`; None keeps their order."""
+
+    def __init__(self, number: int, seed: int | None) -> None:
+        self._number, self._seed = number, seed
+        self._epoch, self._visits = -1, np.zeros(0, dtype=np.int64)
+
+    def __getitem__(self, index: int) -> int:
+        epoch, position = divmod(index, self._number)
+        if epoch != self._epoch:
+            self._epoch, self._visits = epoch, np.arange(self._number)
+            if self._seed is not None:
+                self._visits = np.random.default_rng([self._seed, epoch]).permutation(self._visits)
+        return int(self._visits[position])
+
+
+def _dealt(lengths: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Returns the places of each replica's sequences: the longest first, each to whom has the fewest tokens (Graham
+    1969)."""
+    tokens, shares = [0] * num_replicas, [list[int]() for _ in range(num_replicas)]
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        replica = tokens.index(min(tokens))
+        tokens[replica] += lengths[place]
+        shares[replica].append(place)
+    return [sorted(share) for share in shares]

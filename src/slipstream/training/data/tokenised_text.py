@@ -1,0 +1,122 @@
+"""Documents as arrays of tokens, and which of the tokens count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.model import IGNORED
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class TokenisedText:
+    """Documents in one array: document d is tokens[offsets[d] : offsets[d + 1]].
+
+    Those with `labels` are samples that belong together, such as a conversation, and aren't cut any more.
+    """
+
+    tokens: Array  # (N,) int32
+    offsets: Array  # (D + 1,) int64
+    labels: Array | None = None  # (N,) int32, unshifted, -100 where a token doesn't count; None: all count
+
+    @classmethod
+    def join(cls, documents: Sequence[Array], labels: Sequence[Array] | None = None) -> TokenisedText:
+        """Joins documents, each an array of token ids, and their labels."""
+        offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        return cls(_joined(documents), offsets, None if labels is None else _joined(labels))
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Array:
+        """The tokens of each document, (D,) int64."""
+        return np.diff(self.offsets)
+
+    def document(self, index: int) -> Array:
+        """Returns the tokens of one document."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def labels_of(self, index: int) -> Array:
+        """Returns the labels of one document."""
+        labels = self.tokens if self.labels is None else self.labels
+        return labels[self.offsets[index] : self.offsets[index + 1]]
+
+    def counted(self) -> Array:
+        """Returns the labels that count."""
+        return self.tokens if self.labels is None else self.labels[self.labels != IGNORED]
+
+    def largest(self) -> int:
+        """Returns the largest token id, also of labels."""
+        arrays = [self.tokens] if self.labels is None else [self.tokens, self.labels]
+        return max((int(each.max()) for each in arrays if len(each)), default=0)
+
+    def split(self, fraction: float, seed: int) -> tuple[TokenisedText, TokenisedText]:
+        """Returns training and validation text: a `fraction` of the documents, drawn by `seed`, is held out.
+
+        If there is one document, it is cut in two, and its end is held out; a single sample with labels isn't cut.
+        """
+        if fraction == 0:
+            return self, self._select([])
+        if self.num_documents == 1 and self.labels is None:
+            cut = round(len(self.tokens) * (1 - fraction))
+            return TokenisedText.join([self.tokens[:cut]]), TokenisedText.join([self.tokens[cut:]])
+        order = np.random.default_rng(seed).permutation(self.num_documents)
+        num_held_out = min(max(1, round(self.num_documents * fraction)), self.num_documents - 1)
+        held_out, kept = np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
+        return self._select(kept), self._select(held_out)
+
+    def _select(self, documents: Sequence[int] | Array) -> TokenisedText:
+        chosen = [int(index) for index in documents]
+        labels = None if self.labels is None else [self.labels_of(index) for index in chosen]
+        return TokenisedText.join([self.document(index) for index in chosen], labels)
+
+    def save(self, folder: Path, name: str) -> None:
+        """Writes `name`.tokens.npy, `name`.offsets.npy and, where there are labels, `name`.labels.npy."""
+        np.save(folder / f"{name}.tokens.npy", self.tokens)
+        np.save(folder / f"{name}.offsets.npy", self.offsets)
+        if self.labels is not None:
+            np.save(folder / f"{name}.labels.npy", self.labels)
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> TokenisedText:
+        """Returns what `save` wrote; tokens and labels are read from the disk when they are used."""
+        labels = folder / f"{name}.labels.npy"
+        return cls(
+            np.load(folder / f"{name}.tokens.npy", mmap_mode="r"),
+            np.load(folder / f"{name}.offsets.npy"),
+            np.load(labels, mmap_mode="r") if labels.exists() else None,
+        )
+
+
+def save_texts(texts: Sequence[TokenisedText], folder: Path, name: str) -> None:
+    """Writes the text of each source: the first as `name`, the others as `name`-1 and so on."""
+    for number, text in enumerate(texts):
+        text.save(folder, f"{name}-{number}" if number else name)
+
+
+def load_texts(folder: Path, name: str) -> list[TokenisedText]:
+    """Returns what `save_texts` wrote."""
+    texts = [TokenisedText.load(folder, name)]
+    while (folder / f"{name}-{len(texts)}.tokens.npy").exists():
+        texts.append(TokenisedText.load(folder, f"{name}-{len(texts)}"))
+    return texts
+
+
+def unigram_entropy(tokens: Array) -> float:
+    """Returns the nats per token of the best model that knows only how often each token occurs: -Σ p log p."""
+    counts = np.bincount(tokens)
+    shares = counts[counts > 0] / len(tokens)
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)

@@ -1,0 +1,37 @@
+"""The shipped conversations are what their program makes, and the configuration of the guide learns to answer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from examples.chat.make_conversations import write
+
+from support.paths import ROOT
+
+CHAT = ROOT / "examples" / "chat"
+
+
+def test_the_conversations_are_what_the_program_makes() -> None:
+    made = StringIO()
+    write(made)
+    assert (CHAT / "conversations.jsonl").read_text() == made.getvalue()
+    assert len(made.getvalue().splitlines()) == 400
+
+
+@pytest.mark.more
+def test_the_configuration_of_the_guide_learns_to_answer(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "slipstream", "train", "examples/chat/fine_tune.yaml"]
+    result = subprocess.run(
+        [*command, f"--training.output={tmp_path / 'chat'}"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "assistant:\n[[<answer>f</answer><|endoftext|>]]\nuser:\nshout fox" in result.stdout
+    assert result.stdout.rstrip().endswith("user:\nshout owl\nassistant:\n<answer>OWL!</answer>")
+    lines = [json.loads(line) for line in (tmp_path / "chat" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["validation_loss"] for line in lines if "validation_loss" in line][-1] < 0.1
+    assert "{%- generation -%}" in (tmp_path / "chat" / "model" / "chat_template.jinja").read_text()

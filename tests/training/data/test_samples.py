@@ -1,0 +1,245 @@
+"""Rows become tokens of which the right ones count, and what can't be trained on is counted or named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from rich.console import Console
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.training.config import SourceSection
+from slipstream.training.data import TokenisedText, train_tokenizer
+from slipstream.training.data.samples import ChatTemplate, OpenSource, show_example
+
+CHAT = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}OPEN{{ message.content }}"
+    "{{ eos_token }}CLOSE{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = CHAT.replace("OPEN", "{% generation %}").replace("CLOSE", "{% endgeneration %}")
+PLAIN = CHAT.replace("OPEN", "").replace("CLOSE", "")
+LAST_ONLY = PLAIN.replace("{{ message.content }}{{ eos", "{% if loop.last %}!{% endif %}{{ message.content }}{{ eos", 1)
+END = "<|endoftext|>"
+TURNS = [
+    {"role": "user", "content": "what is it"},
+    {"role": "assistant", "content": "a fox"},
+    {"role": "user", "content": "and this"},
+    {"role": "assistant", "content": "an owl"},
+]
+
+Tokenise = Callable[..., TokenisedText]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(["what is it", "a fox", "and this", "an owl", "<user> <assistant>"] * 3, 290, Progress(None))
+
+
+@pytest.fixture
+def tokenise(tmp_path: Path, tokenizer: Any) -> Tokenise:
+    """Writes rows to a file and tokenises it as a run does."""
+
+    def run(
+        rows: list[dict[str, Any]], template: str = PLAIN, seq_len: int = 200, say: Any = pytest.fail, **more: Any
+    ) -> TokenisedText:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = OpenSource.of(SourceSection(dataset=str(file), **more), say)
+        tokenizer.chat_template = template
+        progress = Progress(None)
+        progress.say = say  # type: ignore[method-assign]
+        return source.tokenise(tokenizer, ChatTemplate(tokenizer) if source.has_messages else None, seq_len, progress)
+
+    return run
+
+
+def counted(text: TokenisedText, tokenizer: Any, index: int = 0) -> str:
+    """The tokens that count, those that follow each other as one text, separated by bars."""
+    parts, tokens = [[]], text.document(index)
+    for token, label in zip(tokens, text.labels_of(index), strict=True):
+        assert label in (token, -100)
+        if label != -100:
+            parts[-1].append(int(token))
+        elif parts[-1]:
+            parts.append([])
+    return "|".join(tokenizer.decode(part) for part in parts if part)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "by generation tags"])
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ({}, f"a fox{END}|an owl{END}"),
+        ({"loss": "completion"}, f"an owl{END}"),
+        (
+            {"loss": "all"},
+            f"<user>what is it<assistant>a fox{END}<user>and this<assistant>an owl{END}",
+        ),
+    ],
+    ids=["assistant", "completion", "all"],
+)
+def test_the_turns_of_a_conversation_that_count(
+    tokenise: Tokenise, tokenizer: Any, template: str, loss: dict[str, str], expected: str
+) -> None:
+    text = tokenise([{"messages": TURNS}], template, **loss)
+    assert (
+        tokenizer.decode(text.document(0))
+        == f"<user>what is it<assistant>a fox{END}<user>and this<assistant>an owl{END}"
+    )
+    assert counted(text, tokenizer) == expected
+
+
+def test_turns_that_the_template_writes_otherwise_at_the_end_are_refused(tokenise: Tokenise, tokenizer: Any) -> None:
+    with pytest.raises(SlipstreamError, match=r"row 2: .* first 2 messages are written differently than by.*--da"):
+        tokenise([{"messages": TURNS[:2]}, {"messages": TURNS}], LAST_ONLY)
+    assert "!an owl" in tokenizer.decode(tokenise([{"messages": TURNS}], LAST_ONLY, loss="all").document(0))
+
+
+def test_a_token_of_header_and_turn_is_refused(tokenise: Tokenise) -> None:
+    """Which a generation, that begins after the header, would never have."""
+    merging = PLAIN.replace("<{{ message.role }}>", "{{ message.role }} ").replace("<assistant>", "assistant ")
+    with pytest.raises(SlipstreamError, match=r"row 1: .* its first 1 messages and a header have other tokens than"):
+        tokenise([{"messages": [TURNS[0], {"role": "assistant", "content": "fox"}]}], merging)
+
+
+def test_a_completion_counts_and_its_prompt_begins_as_a_generation_would(tokenise: Tokenise, tokenizer: Any) -> None:
+    rows = [{"prompt": "what is", "completion": " it"}, {"prompt": "wha", "completion": "t"}]
+    text = tokenise(rows)
+    assert counted(text, tokenizer) == " it" + END
+    assert counted(text, tokenizer, 1) == "t" + END
+    assert len(tokenizer("what")["input_ids"]) < len(text.document(1)) - 1  # which would be half prompt
+    for index, row in enumerate(rows):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        assert text.document(index)[: len(prompt)].tolist() == prompt
+    assert counted(tokenise(rows, loss="all"), tokenizer) == "what is it" + END
+
+
+def test_a_completion_of_messages(tokenise: Tokenise, tokenizer: Any) -> None:
+    rows = [{"prompt": TURNS[:3], "completion": TURNS[3:]}]
+    assert counted(tokenise(rows), tokenizer) == "an owl" + END
+    assert counted(tokenise(rows, loss="assistant"), tokenizer) == f"a fox{END}|an owl{END}"
+
+
+def test_tokens_with_labels(tokenise: Tokenise) -> None:
+    text = tokenise([{"input_ids": [1, 2, 3], "labels": [-100, -100, 7]}, {"input_ids": [4, 5], "labels": [4, 5]}])
+    assert text.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert text.labels is not None
+    assert text.labels.tolist() == [-100, -100, 7, 4, 5]
+    assert text.largest() == 7
+    assert tokenise([{"input_ids": [1, 2]}]).labels_of(0).tolist() == [1, 2]
+
+
+def test_a_parquet_file_of_conversations(tmp_path: Path, tokenizer: Any) -> None:
+    """Whose messages have empty columns where others have tools."""
+    file = tmp_path / "chat.parquet"
+    turns = [TURNS[:2], [*TURNS[:1], {**TURNS[1], "tool_calls": ["x"]}]]
+    pyarrow.parquet.write_table(pyarrow.table({"messages": turns}), file)
+    source = OpenSource.of(SourceSection(dataset=str(file)), pytest.fail)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.keys()|list|length }}{% endfor %}"
+    text = source.tokenise(tokenizer, ChatTemplate(tokenizer), 50, Progress(None))
+    assert [tokenizer.decode(text.document(number)) for number in (0, 1)] == ["22", "23"]
+
+
+def test_what_is_left_out_or_cut_is_counted(tokenise: Tokenise, tokenizer: Any) -> None:
+    said: list[str] = []
+    silent = {"role": "assistant", "content": None}
+    late = [{"role": "user", "content": "what is it" * 20}, TURNS[1]]  # so that its answer is cut off
+    rows = [TURNS, None, [], [TURNS[0], silent], [TURNS[0]], late, TURNS[:2]]
+    short = len(tokenise([{"messages": TURNS[:2]}]).tokens)
+    text = tokenise([{"messages": each} for each in rows], seq_len=short, say=said.append)
+    assert text.lengths.tolist() == [short, short]
+    assert counted(text, tokenizer) == counted(text, tokenizer, 1) == "a fox" + END
+    (line,) = said
+    assert line.endswith(
+        "left out 5 of 7 samples: 2 without content (null), 1 empty, 2 in which no token counts (of the first "
+        f"{short}); "
+        f"1 of 7 samples have more than training.seq_len={short} tokens: what comes after them is left out"
+    )
+
+
+def test_nothing_that_counts_is_refused_with_counts(tokenise: Tokenise) -> None:
+    with pytest.raises(
+        SlipstreamError, match=r"holds no sample to train on: left out 1 of 1 samples: 1 in which no tok"
+    ):
+        tokenise([{"messages": TURNS[:1]}])
+
+
+@pytest.mark.parametrize(
+    ("row", "more", "words"),
+    [
+        ({"text": "a", "messages": TURNS}, {}, "columns of several forms (text, messages); choose one with data.form"),
+        ({"other": 1}, {}, "has no column 'text'; choose data.text_column"),
+        ({"text": "a"}, {"form": "messages"}, "has no column 'messages'"),
+        ({"text": "a"}, {"loss": "assistant"}, "data.loss=assistant for data.dataset="),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, {"loss": "completion"}, "the column labels says which tokens count"),
+        (
+            {"messages": [{"from": "human", "value": "a"}]},
+            {},
+            "row 1: each message in messages needs a role and a cont",
+        ),
+        ({"messages": ["a"]}, {}, "row 1: messages must be a list of messages like {role: user"),
+        ({"prompt": "a", "completion": TURNS}, {}, "must both be texts or both lists of messages"),
+        ({"prompt": "a", "completion": "b"}, {"loss": "assistant"}, "data.loss=assistant needs messages"),
+        ({"input_ids": [1, 2], "labels": [1]}, {}, "row 1: labels has 1 tokens, but input_ids 2; give as many"),
+        ({"input_ids": [1, -100]}, {}, "row 1: input_ids must be lists of token ids"),
+        ({"input_ids": [1, 2], "labels": [1, -1]}, {}, "row 1: labels must be lists of token ids, or -100"),
+    ],
+)
+def test_rows_without_a_form_are_named(
+    tokenise: Tokenise, row: dict[str, Any], more: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SlipstreamError) as problem:
+        tokenise([row], **more)
+    assert words in str(problem.value)
+
+
+def test_what_the_template_refuses_is_said(tokenise: Tokenise) -> None:
+    with pytest.raises(SlipstreamError, match="row 1: the chat template can't write this conversation: no systems"):
+        tokenise([{"messages": TURNS}], "{{ raise_exception('no systems') }}")
+
+
+def test_a_tokenizer_without_a_template(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(SlipstreamError, match=r"has no chat template.*--data.chat_template=chat.jinja"):
+        ChatTemplate(tokenizer)
+    with pytest.raises(SlipstreamError, match=r"can't read data.chat_template="):
+        ChatTemplate(tokenizer, tmp_path / "none.jinja")
+    (tmp_path / "chat.jinja").write_text(PLAIN)
+    ChatTemplate(tokenizer, tmp_path / "chat.jinja")
+    assert tokenizer.chat_template == PLAIN  # which an export has
+
+
+@pytest.mark.parametrize("has_colours", [True, False])
+def test_an_example_shows_what_counts(
+    tokenise: Tokenise, tokenizer: Any, has_colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console = Console(
+        file=StringIO(), force_terminal=has_colours, soft_wrap=True, color_system="standard" if has_colours else None
+    )
+    show_example(tokenise([{"messages": TURNS[:2]}]), tokenizer, Progress(console))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "tokens count" in shown
+    assert (f"<assistant>\x1b[1;32ma fox{END}" if has_colours else f"<assistant>[[a fox{END}]]") in shown
+
+
+def test_samples_survive_the_disk_and_the_split(tmp_path: Path) -> None:
+    text = TokenisedText.join([np.arange(n) for n in (3, 4, 5)], [np.arange(n) - 1 for n in (3, 4, 5)])
+    text.save(tmp_path, "train")
+    again = TokenisedText.load(tmp_path, "train")
+    assert again.labels is not None
+    assert again.labels.tolist() == [*range(-1, 2), *range(-1, 3), *range(-1, 4)]
+    for part in again.split(0.3, seed=1):
+        for number in range(part.num_documents):
+            assert (part.labels_of(number) == part.document(number) - 1).all()
+    single = TokenisedText.join([np.arange(3)], [np.arange(3)])
+    assert [part.num_documents for part in single.split(0.5, seed=1)] == [1, 0]

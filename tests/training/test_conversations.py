@@ -1,0 +1,151 @@
+"""A run on conversations of two sources: its validation loss is that of transformers, and it is resumed to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slipstream.training.data import TokenBatch, load_texts, sequences_of
+from support.forked import COMMAND, launch
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SETTINGS: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "vocab_size": 300,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.1,
+        }
+    },
+    "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2},
+    "runtime": {"self_check": False},
+    "optimizer": {"lr": 0.01},
+    "training": {"seq_len": 96, "batch_size": 4, "steps": 6, "eval_every": 6},
+    "checkpoint": {"every": 3},
+}
+
+
+def turns(number: int) -> list[dict[str, str]]:
+    question = {"role": "user", "content": f"say {number}"}
+    return [question, {"role": "assistant", "content": f"it is {number} " * (1 + number % 4)}] * (1 + number % 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turns(n)}) + "\n" for n in range(40)))
+    (folder / "held-out.jsonl").write_text("".join(json.dumps({"messages": turns(n)}) + "\n" for n in range(40, 60)))
+    pairs = [{"prompt": f"{n} and", "completion": f" {n + 1}"} for n in range(90)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return folder
+
+
+def train(output: Path, files: Path, *more: str) -> str:
+    sources = [{"dataset": f"{files}/chat.jsonl", "weight": 2}, {"dataset": f"{files}/pairs.jsonl", "weight": 1}]
+    data = {"sources": sources, "chat_template": f"{files}/chat.jinja", "validation": f"{files}/held-out.jsonl"}
+    config = output.with_suffix(".yaml")
+    config.write_text(yaml.safe_dump({**SETTINGS, "data": data}))
+    ended = launch(2, COMMAND, "train", str(config), f"--training.output={output}", *more)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+@pytest.fixture(scope="module", params=["fixed", "none"])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: Path) -> tuple[Path, str]:
+    output = tmp_path_factory.mktemp("finished") / "run"
+    said = train(output, files, f"--data.packing={request.param}")
+    assert "messages: 40 samples, of which the assistant's turns count" in said
+    assert "prompt-completion: 90 samples, of which the completion counts" in said
+    assert "<assistant>[[it is 0 <|endoftext|>]]" in said
+    return output, request.param
+
+
+def records_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def alone(batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and labels of each conversation."""
+    if batch.document_ids is None:
+        yield from zip(batch.input_ids, batch.labels, strict=True)
+        return
+    for row, labels, documents in zip(batch.input_ids, batch.labels, batch.document_ids, strict=True):
+        for document in range(int(documents.max()) + 1):
+            yield row[documents == document], labels[documents == document]
+
+
+def test_the_validation_loss_is_that_of_transformers(finished: tuple[Path, str]) -> None:
+    """Of the whole conversations of the file, with the labels that transformers takes."""
+    output, packing = finished
+    (measured,) = [line["validation_loss"] for line in records_of(output) if "validation_loss" in line]
+    sequences = sequences_of(load_texts(output / "inputs", "validation"), packing, 96, None)
+    assert sequences.texts[0].num_documents == 20
+    batch = sequences.batch(0, sequences.num_sequences // 4 * 4)
+    model = AutoModelForCausalLM.from_pretrained(output / "model")
+    total, count = 0.0, 0
+    for ids, labels in alone(batch):
+        with torch.no_grad():
+            loss = model(input_ids=ids[None], labels=labels[None]).loss
+        valid = int((labels[1:] != -100).sum())
+        total, count = total + float(loss) * valid, count + valid
+    assert count == batch.num_predicted
+    assert measured == pytest.approx(total / count, rel=1e-4)
+    losses = [line["loss"] for line in records_of(output) if "loss" in line]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(finished: tuple[Path, str], files: Path, tmp_path: Path) -> None:
+    whole, packing = finished
+    output = tmp_path / "half"
+    (output / "checkpoints").mkdir(parents=True)
+    shutil.copytree(whole / "checkpoints" / "step-00000003", output / "checkpoints" / "step-00000003")
+    train(output, files, f"--data.packing={packing}", "--checkpoint.resume=latest")
+    wanted, found = ([line for line in records_of(each) if "loss" in line] for each in (whole, output))
+    for name in ("step", "loss", "grad_norm", "tokens"):
+        assert [step[name] for step in found] == [step[name] for step in wanted[3:]]
+
+
+def test_a_stream_goes_on_on_another_mesh(finished: tuple[Path, str], files: Path, tmp_path: Path) -> None:
+    """Each step has the samples that it would have had without the interruption."""
+    run, packing = finished
+    data = {"dataset": f"{files}/chat.jsonl", "tokenizer": str(run / "inputs"), "streaming": True, "shuffle_rows": 9}
+    settings = {**SETTINGS, "data": {**data, "packing": packing}}
+    settings["training"] = {**SETTINGS["training"], "eval_every": 0}
+
+    def streamed(output: Path, *more: str) -> list[dict[str, Any]]:
+        config = output.with_suffix(".yaml")
+        config.write_text(yaml.safe_dump(settings))
+        ended = launch(2, COMMAND, "train", str(config), f"--training.output={output}", *more)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        assert "stream: the first 9 rows, or as many as there are, have" in ended.stdout
+        return [line for line in records_of(output) if "loss" in line]
+
+    wanted = streamed(tmp_path / "whole")
+    output = tmp_path / "half"
+    (output / "checkpoints").mkdir(parents=True)
+    step = Path("checkpoints", "step-00000003")
+    shutil.copytree(tmp_path / "whole" / step, output / step)
+    found = streamed(output, "--checkpoint.resume=latest", "--pp=1", "--dp=2")
+    assert [step["step"] for step in found] == [4, 5, 6]
+    for ours, theirs in zip(found, wanted[3:], strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
