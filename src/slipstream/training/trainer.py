@@ -38,6 +38,7 @@ from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export, write_sample
 from slipstream.training.training_step import autocast, count_steps, make_optimizer, make_scheduler, train_step
 from slipstream.units import bytes_text
+from slipstream.watchdog import counted_off
 
 
 class Trainer:
@@ -60,7 +61,8 @@ class Trainer:
             self._checkpoints.prepare()
         self._disk = DiskTrouble(progress.say)
         self._failures = FailureLog(self._folder.failures)
-        saved = self._find_checkpoint(world)
+        with counted_off("verifying checkpoints"):
+            saved = self._find_checkpoint(world)
         train = TokenisedText.load(self._folder.inputs, "train")
         self._sequences = sequences_of(train, config.data.packing, training.seq_len, training.seed)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
@@ -107,11 +109,12 @@ class Trainer:
                 if self._reporter.asked_to_stop:
                     self._save_and_stop(step)
                 self._do_what_is_due(step)
-            self._checkpoints.close()
+            with counted_off("saving"):
+                self._checkpoints.close()
         if numbers := self._bad_steps.steps:
             self._progress.say(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
         self._reporter.close()
-        with self._disk.tolerated("the last step's timeline"):
+        with counted_off("drawing the last step"), self._disk.tolerated("the last step's timeline"):
             draw_last_step(pipe, timeline, self._folder, self._progress)
         try:
             self._export(self._folder.model)
@@ -120,7 +123,8 @@ class Trainer:
                 f"the trained model can't be written to {self._folder.model}: {error}. Make room, and type the same "
                 "command with --checkpoint.resume=latest"
             ) from error
-        write_sample(pipe, self._config, self._progress)
+        with counted_off("writing a sample"):
+            write_sample(pipe, self._config, self._progress)
 
     def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
         """Returns the checkpoint to resume from, if any. Collective."""
@@ -151,7 +155,8 @@ class Trainer:
 
     def _restore(self, saved: SavedCheckpoint) -> None:
         saved.check_model(describe_model(self._pipe.config))
-        self._checkpoints.load(saved, list(run_shards(self._pipe, self._optimizer)))
+        with counted_off("loading a checkpoint"):
+            self._checkpoints.load(saved, list(run_shards(self._pipe, self._optimizer)))
         self._state.restore(saved.facts)
         self._bad_steps.restore(saved.facts.get("values_of_steps", {}))
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
@@ -174,12 +179,14 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         facts = self._state.facts() | {"values_of_steps": self._bad_steps.facts()}
-        self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), facts)
+        with counted_off("saving"):
+            self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), facts)
 
     def _save_and_stop(self, step: int) -> None:
         """Saves a checkpoint, whether or not one is due, and ends the run by StoppedRunError. Collective."""
         self._save(step)
-        self._checkpoints.close()
+        with counted_off("saving"):
+            self._checkpoints.close()
         self._reporter.close()
         where = self._checkpoints.saved_text(step)
         raise StoppedRunError(f"{self._reporter.asked_to_stop} ended the run after step {step}; {where}")
@@ -187,7 +194,8 @@ class Trainer:
     def _do_what_is_due(self, step: int) -> None:
         training, last = self._config.training, step == self._num_steps
         if training.eval_every and (step % training.eval_every == 0 or last):
-            self._validate(step)
+            with counted_off("validating"):
+                self._validate(step)
         every = self._config.checkpoint.every
         if every and (step % every == 0 or last):
             self._save(step)
@@ -208,7 +216,8 @@ class Trainer:
             self._export(folder)
 
     def _export(self, folder: Path) -> None:
-        export(self._pipe, self._folder, folder, self._config.model.trust_remote_code)
+        with counted_off("exporting"):
+            export(self._pipe, self._folder, folder, self._config.model.trust_remote_code)
         self._progress.say(f"exported to {folder}")
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:

@@ -188,6 +188,10 @@ class TrainingSection(Record):
     max_restarts: int = Field(default=0, ge=0)
     """How often `slipstream train` starts its local ranks again, from the last good checkpoint, after one has crashed,
     unless one step fails twice. torchrun has --max-restarts."""
+    stall_limit: PositiveFloat | Literal["off"] | None = None
+    """Seconds that a rank may wait for others, or be stopped, before the run ends and says which one is to blame.
+    Compiling, loading, saving, validating and exporting don't count. Default: the larger of 60 and five times the
+    longest wait so far. off: no process watches the ranks."""
     single_process_steps: int = Field(default=0, ge=0)
     """Steps of one process measured at the end for comparison; 0 for none."""
 
