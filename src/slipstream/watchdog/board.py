@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
 import tempfile
 from enum import IntEnum
 from typing import NamedTuple
@@ -44,8 +43,8 @@ class Sight(NamedTuple):
 
 def anonymous_file(name: str) -> int:
     """Returns a descriptor of an empty file without a name, which ends with the processes that have it."""
-    if sys.platform == "linux":
-        return os.memfd_create(name)
+    if hasattr(os, "memfd_create"):
+        return int(os.memfd_create(name))
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 

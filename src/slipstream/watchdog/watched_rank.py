@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from slipstream.watchdog.board import Board, State, anonymous_file
 
@@ -97,7 +97,7 @@ def start_watch(
     watch.board.set_state(State.RUNNING)
     stack = anonymous_file("slipstream-stack")
     descriptors = {"board": watch.board.descriptor, "order": watch.order, "verdict": watch.verdict, "stack": stack}
-    given = descriptors | {"listening": None if listening is None else listening.fileno()}
+    given: dict[str, Any] = {**descriptors, "listening": None if listening is None else listening.fileno()}
     given |= {"rank": rank, "num_ranks": num_ranks, "limit": limit, "parent": os.getpid(), "error_file": error_file}
     given |= vars(settings) | {"stack_signal": _dump_stacks_to(stack)}
     passed = [*descriptors.values(), *([] if listening is None else [listening.fileno()])]

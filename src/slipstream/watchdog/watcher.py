@@ -167,12 +167,14 @@ def main() -> None:
         hub = Hub(listening, settings["token"], settings["num_ranks"], settings["limit"])
         hub.start()
     deadline = time.monotonic() + _SECONDS_TO_CONNECT
-    while os.getppid() == settings["parent"]:
+    while True:  # also for a rank that has ended meanwhile, which has to be told
         with suppress(OSError):
             connection = socket.create_connection((settings["address"], settings["port"]), timeout=5)
             Watcher(settings, Line(connection)).run()
             connection.close()
             break
+        if os.getppid() != settings["parent"]:
+            deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_ITS_RANK)
         if time.monotonic() > deadline:
             where = f"{settings['address']}, port {settings['port']}"
             sys.stderr.write(
