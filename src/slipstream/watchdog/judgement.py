@@ -101,9 +101,11 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
     if lost:
         text = "doesn't answer since {:.0f} s: its machine, the network or its watcher is gone"
         return Fault({rank: text.format(seconds) for rank, seconds in lost.items()})
-    stalled = {rank: each for rank, each in alive.items() if each.is_counted and min(each.silent, since_pause) > limit}
-    if not stalled or not all(each.is_counted for each in alive.values()):
+    silences = {rank: min(each.silent, since_pause) for rank, each in alive.items()}
+    if not all(each.is_counted for each in alive.values()) or max(silences.values(), default=0.0) <= limit:
         return None
+    # The one that others wait for may have fallen silent after them.
+    stalled = {rank: alive[rank] for rank, silence in silences.items() if silence > limit / 2}
     blamed = {rank: each for rank, each in stalled.items() if not each.waits or each.stopped}
     return Fault({rank: _stalled(each) for rank, each in (blamed or stalled).items()})
 
