@@ -132,7 +132,7 @@ def test_a_rank_that_fails_is_named_by_its_error(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_well_blames_nobody(tmp_path: Path) -> None:
-    with two_ranks(tmp_path, "leaves", limit=1) as ranks:
+    with two_ranks(tmp_path, "leaves", limit=500) as ranks:
         assert [rank.communicate(timeout=60)[1] for rank in ranks] == ["", ""]
         assert [rank.returncode for rank in ranks] == [0, 0]
 

@@ -19,9 +19,10 @@ from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
 from slipstream.timeline import Timeline
 from slipstream.training.bad_steps import BadSteps
-from slipstream.training.checkpoint import Checkpoints, RunState, SavedCheckpoint, describe_model, run_shards
+from slipstream.training.checkpoint import Checkpoints, RunState, SavedCheckpoint, TensorShard, describe_model, run_shards
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
+from slipstream.training.corruption import StateCheck
 from slipstream.training.data import (
     BatchSize,
     TokenBatch,
@@ -77,6 +78,9 @@ class Trainer:
         settings = config.model_dump(mode="json")
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
         self._bad_steps = BadSteps(config, world, device, self._roll_back)
+        self._state_check = StateCheck(
+            training.check_replicas_every, training.corrupt_replicas == "majority", self._shards, world, progress.say
+        )
         if saved is not None:
             self._restore(saved)
         self._reporter = Reporter(
@@ -156,7 +160,7 @@ class Trainer:
     def _restore(self, saved: SavedCheckpoint) -> None:
         saved.check_model(describe_model(self._pipe.config))
         with counted_off("loading a checkpoint"):
-            self._checkpoints.load(saved, list(run_shards(self._pipe, self._optimizer)))
+            self._checkpoints.load(saved, list(self._shards()))
         self._state.restore(saved.facts)
         self._bad_steps.restore(saved.facts.get("values_of_steps", {}))
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
@@ -164,23 +168,29 @@ class Trainer:
     def _roll_back(self) -> int | None:
         """Loads the last good checkpoint and returns its step; None where there is none yet. The count of steps and the
         place in the data stay, so that the batches since are passed over. Collective."""
+        self._state_check.forget()
         self._checkpoints.wait()
         saved = self._checkpoints.find("last-good")
         if saved is None:
             return None
         step, num_samples = self._state.step, self._state.num_samples
-        self._checkpoints.load(saved, list(run_shards(self._pipe, self._optimizer)))
+        self._checkpoints.load(saved, list(self._shards()))
         self._state.restore(saved.facts)
         self._state.step, self._state.num_samples = step, num_samples
         return saved.step
+
+    def _shards(self) -> Iterator[TensorShard]:
+        return run_shards(self._pipe, self._optimizer)
 
     def _note_save(self, *figures: Any) -> None:
         self._reporter.write(SaveRecord(*figures))
 
     def _save(self, step: int) -> None:
+        if self._state_check.compare():
+            self._pipe.refresh()
         facts = self._state.facts() | {"values_of_steps": self._bad_steps.facts()}
         with counted_off("saving"):
-            self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), facts)
+            self._checkpoints.save(step, list(self._shards()), facts)
 
     def _save_and_stop(self, step: int) -> None:
         """Saves a checkpoint, whether or not one is due, and ends the run by StoppedRunError. Collective."""
@@ -227,16 +237,22 @@ class Trainer:
         size = self._batch_size.at(self._sequences, state.num_samples)
         batch = self._mine(state.num_samples, size)
         data_seconds = time.perf_counter() - began
-        keep, judge = self._checkpoints.keep, self._bad_steps
+        judge = self._bad_steps
         result = train_step(
-            self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, keep, judge.accepts
+            self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, self._before_update, judge.accepts
         )
         bad = judge.act(step, result.loss, result.grad_norm, (state.num_samples, state.num_samples + size))
         result = result._replace(bad=bad)
         state.step, state.num_samples = step, state.num_samples + size
+        if self._state_check.after_step(step):
+            self._pipe.refresh()
         timeline = self._pipe.timeline()
         asked = self._stop.name
         return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial, asked), timeline
+
+    def _before_update(self) -> None:
+        self._state_check.before_update()
+        self._checkpoints.keep()
 
     def _mine(self, first: int, size: int) -> TokenBatch:
         """Returns this replica's part of a batch; the batch after it can be planned for."""

@@ -192,6 +192,11 @@ class TrainingSection(Record):
     """Seconds that a rank may wait for others, or be stopped, before the run ends and says which one is to blame.
     Compiling, loading, saving, validating and exporting don't count. Default: the larger of 60 and five times the
     longest wait so far. off: no process watches the ranks."""
+    check_replicas_every: int = Field(default=0, ge=0)
+    """Steps between checks of weights and optimizer state for bits that have flipped; 0 for none but a comparison of
+    all copies before each checkpoint."""
+    corrupt_replicas: Literal["stop", "majority"] = "stop"
+    """What happens where copies differ: the run stops, or the majority's of three or more replace the wrong one."""
     single_process_steps: int = Field(default=0, ge=0)
     """Steps of one process measured at the end for comparison; 0 for none."""
 
