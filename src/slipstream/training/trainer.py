@@ -19,7 +19,14 @@ from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
 from slipstream.timeline import Timeline
 from slipstream.training.bad_steps import BadSteps
-from slipstream.training.checkpoint import Checkpoints, RunState, SavedCheckpoint, TensorShard, describe_model, run_shards
+from slipstream.training.checkpoint import (
+    Checkpoints,
+    RunState,
+    SavedCheckpoint,
+    TensorShard,
+    describe_model,
+    run_shards,
+)
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
 from slipstream.training.corruption import StateCheck
@@ -239,7 +246,14 @@ class Trainer:
         data_seconds = time.perf_counter() - began
         judge = self._bad_steps
         result = train_step(
-            self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, self._before_update, judge.accepts
+            self._pipe,
+            self._scheduler,
+            batch,
+            self._config,
+            self._device,
+            self._loss_scale,
+            self._before_update,
+            judge.accepts,
         )
         bad = judge.act(step, result.loss, result.grad_norm, (state.num_samples, state.num_samples + size))
         result = result._replace(bad=bad)
