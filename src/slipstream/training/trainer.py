@@ -23,6 +23,7 @@ from slipstream.training.checkpoint import (
     Checkpoints,
     RunState,
     SavedCheckpoint,
+    SaveInterval,
     TensorShard,
     describe_model,
     run_shards,
@@ -67,6 +68,8 @@ class Trainer:
             self._folder.listed.add_folder(self._folder.checkpoints)
         if section.every:
             self._checkpoints.prepare()
+        self._interval = SaveInterval(section.every, section.failures_per_day, world)
+        self._keep_seconds = 0.0  # the longest that a step has waited for what was being saved
         self._disk = DiskTrouble(progress.say)
         self._failures = FailureLog(self._folder.failures)
         with counted_off("verifying checkpoints"):
@@ -190,7 +193,9 @@ class Trainer:
         return run_shards(self._pipe, self._optimizer)
 
     def _note_save(self, *figures: Any) -> None:
-        self._reporter.write(SaveRecord(*figures))
+        record = SaveRecord(*figures)
+        self._interval.note_written(record.save_seconds)
+        self._reporter.write(record)
 
     def _save(self, step: int) -> None:
         if self._state_check.compare():
@@ -213,9 +218,10 @@ class Trainer:
         if training.eval_every and (step % training.eval_every == 0 or last):
             with counted_off("validating"):
                 self._validate(step)
-        every = self._config.checkpoint.every
-        if every and (step % every == 0 or last):
+        if self._interval.is_due(step) or (last and self._config.checkpoint.every):
+            began = time.perf_counter()
             self._save(step)
+            self._interval.note_save(step, time.perf_counter() - began + self._keep_seconds)
         if training.export_every and step % training.export_every == 0 and not last:
             self._export_between(self._folder.model_at(step))
 
@@ -255,6 +261,7 @@ class Trainer:
             self._before_update,
             judge.accepts,
         )
+        self._interval.note_step(result.seconds)
         bad = judge.act(step, result.loss, result.grad_norm, (state.num_samples, state.num_samples + size))
         result = result._replace(bad=bad)
         state.step, state.num_samples = step, state.num_samples + size
@@ -266,7 +273,9 @@ class Trainer:
 
     def _before_update(self) -> None:
         self._state_check.before_update()
+        began = time.perf_counter()
         self._checkpoints.keep()
+        self._keep_seconds = max(self._keep_seconds, time.perf_counter() - began)
 
     def _mine(self, first: int, size: int) -> TokenBatch:
         """Returns this replica's part of a batch; the batch after it can be planned for."""

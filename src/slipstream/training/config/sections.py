@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -227,8 +227,11 @@ class TrainingSection(Record):
 class CheckpointSection(Record):
     """The run's state, saved from time to time during training, so that the run can be resumed."""
 
-    every: int = Field(default=0, ge=0)
-    """Steps between checkpoints, and one at the end; 0 for none."""
+    every: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Steps between checkpoints, and one at the end; 0 for none. auto: so many that the least time is lost, by what a
+    save costs here and `failures_per_day`."""
+    failures_per_day: PositiveFloat = 1.0
+    """With `every: auto`, how often the whole run is expected to fail, of whatever."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_every: int = Field(default=0, ge=0)
