@@ -51,6 +51,7 @@ TRIALS = {
     "zoo": "llama --defaults",
     "slow_link": "--length 128 --megabits 1000 --repeats 1",
     "gpu_layers": "--toy --device cpu",
+    "soak": "--steps 12 --faults 1 --kinds kill",
     "gpu_profile": "--toy --device cpu --budget 20",
 }
 ON_REQUEST = {
@@ -63,6 +64,7 @@ ON_REQUEST = {
     "auto_grid",
     "gpu_layers",
     "gpu_profile",
+    "soak",
 }  # a GPU, root, several runs or an hour
 
 

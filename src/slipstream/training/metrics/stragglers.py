@@ -29,8 +29,8 @@ class Stragglers:
     def add(self, step: int, phases: Sequence[dict[str, float]]) -> list[str]:
         """Takes the seconds of a step's phases on every rank, without waits; returns a line for each rank that has
         become slow."""
-        for last, mine in zip(self._last, phases, strict=True):
-            last.append(mine)
+        for last, measured in zip(self._last, phases, strict=True):
+            last.append(measured)
         if len(self._last[0]) < _STEPS:
             return []
         medians = [statistics.median(sum(each.values()) for each in last) for last in self._last]
