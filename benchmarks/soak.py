@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import signal
 import statistics
@@ -36,6 +37,7 @@ import yaml
 from safetensors.torch import load_file
 
 from slipstream.training.checkpoint import step_named
+from slipstream.training.checkpoint.checkpoint_folder import MOST_ASIDE
 from slipstream.training.checkpoint.save_interval import best_interval
 
 KINDS = ("kill", "stop", "slow", "full disk", "damaged checkpoint", "TERM", "launcher killed")
@@ -43,6 +45,7 @@ ENDS_THE_LAUNCHER = {"TERM", "launcher killed"}
 MARK = "SLIPSTREAM_SOAK"  # in the environment of every process of a soak
 POLL_SECONDS = 0.05
 SLOW_SECONDS = 1.5
+_IS_BOUNDED = re.compile(r"owner-\d+\.json|step-\d+\.aside")  # damaged checkpoints are counted by themselves
 PATIENCE = 300.0  # for a step, or for a fault's end; far above what either takes
 
 
@@ -264,9 +267,12 @@ def problems_of(soak: Soak, undisturbed: Soak) -> Iterator[str]:
     if left := soak.processes():
         yield f"processes are left: {left}"
     files, wanted = (
-        {str(path.relative_to(each.output)) for path in each.output.rglob("*") if "owner-" not in path.name}
+        {str(path.relative_to(each.output)) for path in each.output.rglob("*") if not _IS_BOUNDED.search(str(path))}
         for each in (soak, undisturbed)
     )
+    aside = list((soak.output / "checkpoints").glob("*.aside*"))
+    if len(aside) > MOST_ASIDE:
+        yield f"{len(aside)} damaged checkpoints are kept"
     if more := sorted(files - wanted):
         yield f"files are left: {', '.join(more)}"
 
