@@ -40,7 +40,7 @@ from slipstream.training.checkpoint import step_named
 from slipstream.training.checkpoint.checkpoint_folder import MOST_ASIDE
 from slipstream.training.checkpoint.save_interval import best_interval
 
-KINDS = ("kill", "stop", "slow", "full disk", "damaged checkpoint", "TERM", "launcher killed")
+KINDS = ("slow", "kill", "stop", "full disk", "damaged checkpoint", "TERM", "launcher killed")
 ENDS_THE_LAUNCHER = {"TERM", "launcher killed"}
 MARK = "SLIPSTREAM_SOAK"  # in the environment of every process of a soak
 POLL_SECONDS = 0.05
@@ -187,7 +187,7 @@ class Soak:
             self.wait_until(self.has_ended, "the launcher's end")
             self.wait_until(lambda: not self.processes(), "the end of all ranks")
             self.start("--checkpoint.resume=last-good")
-        self.wait_until(lambda: f"resumed after step {''}" in self.text()[said:] or self.has_ended(), "the resumption")
+        self.wait_until(lambda: "resumed after step " in self.text()[said:] or self.has_ended(), "the resumption")
         resumed = self.text()[said:].rpartition("resumed after step ")[2]
         fault.lost = max(0, fault.step - int(resumed.split(",")[0])) if resumed[:1].isdigit() else fault.step
         fault.again = self.wait_until(lambda: self.last_step() > fault.step or self.has_ended(), "the next step")

@@ -150,5 +150,7 @@ def test_a_board_says_where_its_rank_is() -> None:
     assert (sight.step, sight.action, len(sight.waits)) == (2, 6, 159)
     order = f"0\n{schedule}"
     assert doing_text(sight, order).startswith("in step 2 at 0B0.1 (action 7 of 8), waiting in a message!")
-    assert wait_lines(sight, order)[0] == "rank 0 waits at 0B0.1 (action 7 of 8) for 1SEND_B0.1 of rank 1."
+    assert wait_lines(sight, order)[0] == (
+        "in its pipeline, rank 0 waits at 0B0.1 (action 7 of 8) for 1SEND_B0.1 of rank 1."
+    )
     assert wait_lines(sight, order[:40]) == []  # while another schedule is being written

@@ -30,7 +30,8 @@ def wait_lines(sight: Sight, order: str) -> list[str]:
     if not sight.waits or not (schedule := _parse(order, sight)):
         return []
     rank, parsed = schedule
-    return report_wait(parsed, rank, parsed.actions[rank][sight.action]).splitlines()
+    first, *missing = report_wait(parsed, rank, parsed.actions[rank][sight.action]).splitlines()
+    return [f"in its pipeline, {first}", *missing]
 
 
 def stack_lines(dump: str) -> list[str]:
