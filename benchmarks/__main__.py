@@ -52,6 +52,7 @@ TRIALS = {
     "streaming": "--megabytes 4 --steps 10",
     "slow_link": "--length 128 --megabits 1000 --repeats 1",
     "gpu_layers": "--toy --device cpu",
+    "soak": "--steps 12 --faults 1 --kinds kill",
     "gpu_profile": "--toy --device cpu --budget 20",
 }
 ON_REQUEST = {
@@ -64,6 +65,7 @@ ON_REQUEST = {
     "auto_grid",
     "gpu_layers",
     "gpu_profile",
+    "soak",
 }  # a GPU, root, several runs or an hour
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -43,7 +42,7 @@ class MeasuredWithLinks(MeasuredCost):
 def ping(num_bytes: int, repeats: int = 40) -> float:
     """Returns the seconds of a message of that size between two waiting ends: half the median round trip."""
     there, back = Channel("activations", 0, 1), Channel("activations", 1, 0)
-    transport = DistributedTransport({there: 8, back: 8}, torch.device("cpu"), Ranks.of(), timedelta(minutes=1))
+    transport = DistributedTransport({there: 8, back: 8}, torch.device("cpu"), Ranks.of())
     payload = torch.zeros(num_bytes // 4)
     out, home = Action(Op.SEND_F, 0), Action(Op.SEND_F, 1)
     mine, theirs = ((there, out), (back, home)) if dist.get_rank() == 0 else ((back, home), (there, out))

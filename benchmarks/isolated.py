@@ -146,6 +146,7 @@ def _serve(
 ) -> None:
     parent = parent_process()
     assert parent is not None
+    os.environ["SLIPSTREAM_STALL_LIMIT"] = "off"  # stopped processes wait for their turn
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it ended while this process was starting
         return

@@ -133,7 +133,7 @@ def build(case: Case) -> Pipeline:
             shard_optimizer=options.pop("shard_optimizer", False),
             sequence_parallel=options.pop("sequence_parallel", False),
         ),
-        "runtime": Runtime(self_check=False, timeout=timedelta(seconds=MESSAGE_SECONDS)),
+        "runtime": Runtime(self_check=False),
     }
     if case.model in CONFIGS:
         precision = Precision(dtype=torch.float32)

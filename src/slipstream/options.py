@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
@@ -121,8 +120,9 @@ class Runtime(Record):
     """Whether a toy of the same architecture, sliced, is compared with the same toy unsliced before training (a
     second); with tensor parallelism also cut over its ranks and whole. Without it, models whose layers carry state
     from token to token are refused all the same."""
-    timeout: timedelta = timedelta(minutes=10)
-    """How long a rank waits for a message before it gives up; in YAML, in seconds."""
+    stall_limit: Number | Literal["off"] | None = None
+    """Seconds that a rank may wait for others, or be stopped, before all ranks end and say which one is to blame.
+    Default: the larger of 60 and five times the longest wait so far. off: no process watches the ranks."""
 
 
 class Layers(Record):
@@ -141,7 +141,7 @@ class Layers(Record):
 _RECORDS = _RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
 # What arguments of the Pipeline, and keys of a configuration's `pipeline` and `parallel`, are called now
 MOVED = {name: f"{section}.{name}" for section, record in _RECORDS.items() for name in record.model_fields}
-MOVED |= {"memory_limit": "memory.limit", "sequence": "parallel.sequence_parallel"}
+MOVED |= {"timeout": "runtime.stall_limit", "memory_limit": "memory.limit", "sequence": "parallel.sequence_parallel"}
 
 
 def refuse_old_arguments(given: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
         ("memory", "recomput", "full", "unknown key memory.recomput; did you mean 'memory.recompute'?"),
         ("parallel", "tensor_plan", "colwise", "parallel.tensor_plan='colwise'"),
         ("parallel", "shard_optimizr", True, "did you mean 'parallel.shard_optimizer'?"),
-        ("runtime", "timeout", "soon", "runtime.timeout='soon'"),
+        ("runtime", "stall_limit", "soon", "runtime.stall_limit='soon'"),
     ],
 )
 def test_a_bad_value_is_refused_in_the_same_words(section: str, option: str, value: object, words: str) -> None:

@@ -99,6 +99,7 @@ def _place(rank: int, num_processes: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "SLIPSTREAM_STALL_LIMIT": "off",  # of programs of their own; runs of `slipstream train` are watched
     }
 
 

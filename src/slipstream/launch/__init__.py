@@ -5,3 +5,4 @@ from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_t
 from slipstream.launch.progress import Progress, make_console
 from slipstream.launch.rendezvous import ConnectedRanks, connect_ranks, time_limit
 from slipstream.launch.stop_request import StopRequest
+from slipstream.launch.watched_run import launched_error_file, watched_run

@@ -46,7 +46,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 _ENDS_WITH_PARENT = ["-I", "-S", "-c", _ASK] if sys.platform == "linux" else []
 _POLL_SECONDS = 0.1
-_SECONDS_TO_SAY = 1  # what a rank waited for, after another has failed
+_SECONDS_TO_SAY = 3  # what a rank waited for, after another has failed
 _SECONDS_TO_END = 3  # between asking ranks to end and killing them
 
 
@@ -183,9 +183,9 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> N
     errors = {rank: json.loads(file.read_text()) for rank, file in error_files.items() if file.exists()}
     silent = {rank: code for rank, code in ended.items() if code != 0 and rank not in errors}
     if silent:
-        for survivor, error in sorted(errors.items()):
-            if error["kind"] == RankFailedError.__name__:
-                sys.stderr.write(f"rank {survivor} says: {error['message']}\n")
+        said = [error["message"] for _, error in sorted(errors.items()) if error["kind"] == RankFailedError.__name__]
+        for text in dict.fromkeys(said):  # the watchers of all say the same
+            sys.stderr.write(f"{text}\n")
         rank, code = next(iter(silent.items()))
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped")
@@ -193,6 +193,8 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> N
         rank, error = min(errors.items(), key=lambda item: item[1]["time"])
         if error["kind"] in _PASSED_ON:
             raise _PASSED_ON[error["kind"]](error["message"])
+        if error["kind"] == RankFailedError.__name__:  # which names the ranks to blame
+            raise RankFailedError(f"{error['message']}\nthe ranks were stopped")
         raise RankFailedError(f"rank {rank} failed; the other ranks were stopped\n{error['message']}")
 
 

@@ -97,7 +97,8 @@ def connect_ranks(facts: Mapping[str, str], problem: str | None = None) -> Conne
     here = [socket.gethostname(), mine, dict(facts), problem or _interface_problem()]
     ranks.hosts, addresses, all_facts, problems = zip(*ranks.gather("ranks", here), strict=True)
     ranks.end_where(_describe_problems(problems, ranks.hosts) or _describe_differences(all_facts, ranks.hosts))
-    ranks.end_where(_describe_problems(_try_connections(ranks, _choose_address(mine, addresses)), ranks.hosts))
+    ranks.address = _choose_address(mine, addresses)
+    ranks.end_where(_describe_problems(_try_connections(ranks, ranks.address), ranks.hosts))
     return ranks
 
 
@@ -108,6 +109,7 @@ class ConnectedRanks:
     place: RendezvousPoint
     store: Store
     hosts: Sequence[str] = ()  # the machine that each rank runs on
+    address: str = ""  # at which the others reach this rank
 
     def __str__(self) -> str:
         return name_ranks(range(self.place.world_size), self.hosts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from math import inf
 
 import torch
@@ -26,6 +25,7 @@ from slipstream.messages.message import (
 from slipstream.model import Tensors, TensorSpec
 from slipstream.parallel import Ranks, release_groups_at_exit
 from slipstream.schedule import Channel, Schedule, send_windows
+from slipstream.watchdog import explain_loss, waiting
 
 
 def _nothing() -> None:
@@ -127,15 +127,14 @@ class DistributedTransport(Transport):
         windows: dict[Channel, int],
         device: torch.device,
         ranks: Ranks,
-        timeout: timedelta,
         skips: Sequence[Channel] = (),
     ) -> None:
         """Collective: every rank passes the same channels, each but the skips, which are in one order, with its window
         of sends."""
-        self._device, self._timeout, self._windows = device, timeout, windows
+        self._device, self._windows = device, windows
         self._global_ranks = ranks.pipeline.global_ranks
         channels = (*sorted(windows), *skips)  # in the same order on every rank
-        self._groups = {channel: ranks.connect([channel.source, channel.destination], timeout) for channel in channels}
+        self._groups = {channel: ranks.connect([channel.source, channel.destination]) for channel in channels}
         self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._posted: dict[Message, tuple[dist.Work, Tensor, Sequence[TensorSpec]]] = {}  # with the buffer
         self._held: dict[Message, Tensor] = {}
@@ -186,8 +185,8 @@ class DistributedTransport(Transport):
 
     def receive(self, message: Message) -> Tensors:
         work, buffer, specs = self._posted.pop(message)
-        with _explained(f"{message} did not arrive"):
-            work.wait(self._timeout)
+        with _explained(f"{message} did not arrive", "a message"):
+            work.wait()
         header = header_in(buffer)
         if self._device.type == "cpu":
             check_header(header, message, specs)
@@ -211,8 +210,8 @@ class DistributedTransport(Transport):
 
     def _complete(self, channel: Channel) -> None:
         _, work, buffer = self._sends[channel].popleft()
-        with _explained("the {} from rank {} to rank {} were not taken".format(*channel)):
-            work.wait(self._timeout)
+        with _explained("the {} from rank {} to rank {} were not taken".format(*channel), "the end of a send"):
+            work.wait()
         self._give_back(buffer)
 
     def _take(self, specs: Sequence[TensorSpec]) -> Tensor:
@@ -225,9 +224,10 @@ class DistributedTransport(Transport):
 
 
 @contextmanager
-def _explained(problem: str) -> Iterator[None]:
+def _explained(problem: str, awaited: str = "") -> Iterator[None]:
     """Turns an error of gloo or NCCL, which another rank's end causes, into one that names the message."""
     try:
-        yield
+        with waiting(awaited.encode()):
+            yield
     except RuntimeError as error:
-        raise TransportError(f"{problem}: {error}") from error
+        raise TransportError(explain_loss(f"{problem}: {error}")) from error

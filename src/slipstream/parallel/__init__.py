@@ -5,3 +5,4 @@ from slipstream.parallel.launched_group import join_launched_group
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds
 from slipstream.parallel.rank_group import RankGroup, release_groups_at_exit
 from slipstream.parallel.ranks import Ranks
+from slipstream.parallel.watched_group import NO_LIMIT, watch_group

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.watched_group import NO_LIMIT
 
 # The variables by which other launchers say how many processes they have started
 _COUNTS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
@@ -58,7 +59,7 @@ def _make_group(environment: Mapping[str, str], may_use_gpus: bool) -> None:
     uses_gpus = may_use_gpus and torch.cuda.device_count() >= num_local
     if uses_gpus:
         torch.cuda.set_device(int(environment.get("LOCAL_RANK", environment["RANK"])))
-    dist.init_process_group("nccl" if uses_gpus else "gloo")
+    dist.init_process_group("nccl" if uses_gpus else "gloo", timeout=NO_LIMIT)
     atexit.register(_end_group)
 
 

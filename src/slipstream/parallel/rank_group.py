@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import LostRankError
+from slipstream.watchdog import explain_loss, waiting
 
 # torch 2.13's names, and the older ones that it deprecates
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -161,15 +162,17 @@ class RankGroup:
     def _loss_named(self, what: str) -> Iterator[None]:
         """Turns an error of gloo or NCCL, which the end of another rank causes, into one that says so."""
         try:
-            yield
+            with waiting(what.encode()):
+                yield
         except RuntimeError as error:
             others = [str(rank) for place, rank in enumerate(self.global_ranks) if place != self.rank]
             which = f"rank {others[0]}, which" if len(others) == 1 else f"ranks {', '.join(others)}, of which one"
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise LostRankError(
+            problem = (
                 f"rank {self.global_ranks[self.rank]} waited in {what} for {which} has ended or doesn't answer; see "
                 f"its own last lines ({reason})"
-            ) from error
+            )
+            raise LostRankError(explain_loss(problem)) from error
 
     def _count(self, name: str, tensor: Tensor) -> None:
         self.calls[name] += 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.device_mesh import MeshAxes
+from slipstream.parallel.watched_group import NO_LIMIT
 from slipstream.schedule import Schedule
 
 
@@ -39,7 +39,7 @@ class Ranks(MeshAxes):
         """Returns the pipeline's ranks that this process is: one, or all."""
         return [self.pipeline.rank] if self.pipeline.size > 1 else list(range(num_ranks))
 
-    def connect(self, ends: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    def connect(self, ends: Sequence[int]) -> dist.ProcessGroup | None:
         """Returns a group of these ranks of the pipeline; each other pipeline makes one too. Collective over all ranks.
 
         Every rank makes all of them, in one order: torch numbers groups, and ranks that made only the groups they are
@@ -48,7 +48,7 @@ class Ranks(MeshAxes):
         mine = None
         for pipeline in self.pipelines:
             members = [pipeline[rank] for rank in ends]
-            group = dist.new_group(members, timeout=timeout)
+            group = dist.new_group(members, timeout=NO_LIMIT)
             if dist.get_rank() in members:
                 mine = group
         return mine

@@ -6,7 +6,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from slipstream.messages import TransportError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.sequences import Sequences
+from slipstream.watchdog import explain_loss, waiting
 
 _MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at equal distances
 _REFUSED = -1
@@ -32,9 +32,8 @@ class BatchAgreement:
     is collective, and called in the same order.
     """
 
-    def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
-        """`timeout` is how long a rank waits for the others' batches."""
-        self._ranks, self._timeout = ranks, timeout
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         # Without it a GPU would have to be waited for later, when it has work.
         self._waits = ranks.data.size > 1 or ranks.tensor.size > 1 or ranks.device.type != "cpu"
         self._whole: WholeBatch | Sequences | None = None
@@ -107,9 +106,10 @@ class BatchAgreement:
         (gathered, work), self._asked = self._asked, None
         try:
             if work is not None:
-                work.wait(self._timeout)
+                with waiting(b"the agreement on batches"):
+                    work.wait()
         except RuntimeError as error:
-            raise TransportError(f"a rank's part in the step did not arrive: {error}") from error
+            raise TransportError(explain_loss(f"a rank's part in the step did not arrive: {error}")) from error
         return list(zip(self._ranks.world.global_ranks, gathered.tolist(), strict=True))
 
     def _raise_difference(self, replicas: dict[int, list[tuple[int, int]]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import keyed_seed
-from slipstream.parallel import Ranks, join_launched_group
+from slipstream.parallel import Ranks, join_launched_group, watch_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.batch_agreement import BatchAgreement
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
@@ -28,6 +29,7 @@ from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.steps import StageRates, StepMemory, StepPlan, find_plan_within, find_step_plan
 from slipstream.schedule import Schedule, SlicedMicrobatch, add_reductions
+from slipstream.watchdog import board, counted_off
 
 _log = logging.getLogger(__name__)
 _MOST_LAYOUTS = 32  # lowered schedules that are kept
@@ -44,14 +46,17 @@ class Engine:
         # A mesh that is kept would keep its groups alive, with their threads, when the interpreter ends.
         options = replace(options, mesh=None)
         self.device = self.ranks.device if options.device is None else torch.device(options.device)
-        self._agreement = BatchAgreement(self.ranks, options.runtime.timeout)
-        self.family = family_of(model, options, self.ranks, self.device)
+        self._agreement = BatchAgreement(self.ranks)
+        watch_group(self.ranks.world, options.runtime.stall_limit)
+        with counted_off("loading and checking the model"):
+            self.family = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
         self._given_rates: StageRates | None = options.rates
         self._adds_router_loss = options.router_loss != "none"
         if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
-            self.plan, self._given_rates = self._plan_start(self.family, options, num_ranks)
+            with counted_off("measuring what layers cost"):
+                self.plan, self._given_rates = self._plan_start(self.family, options, num_ranks)
             options = with_plan(options, self.plan)
             self.family.adopt(options)
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
@@ -59,7 +64,8 @@ class Engine:
         self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
         self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks)
         self.stages: Mapping[int, Stage]
-        self.stages, tensor = self.family.make_stages(self.layout)
+        with counted_off("loading the model"):
+            self.stages, tensor = self.family.make_stages(self.layout)
         tied_ends = self.family.tied_ends(self.layout)
         self.parameters = Parameters(self.stages, self.ranks, tensor, tied_ends, options)
         self._loss_function = self.family.loss_function(tensor)
@@ -94,6 +100,8 @@ class Engine:
 
     def step(self, whole: WholeBatch | Sequences, loss_scale: float, plan: StepPlan | None = None) -> Tensor:
         """Adds the batch's gradients, and returns the global mean loss. Collective. `plan` is for sequences alone."""
+        if (mine := board()) is not None:
+            mine.set_step(self.random_state[1] + 1)
         self.parameters.publish()
         length = 0
         microbatches: Sequence[SlicedMicrobatch]
@@ -114,13 +122,16 @@ class Engine:
         self.last_step = ExecutedStep(self.layout, microbatches)
         self.parameters.begin(loss_scale)
         self.family.begin()
-        loss = self.runner.run(self.layout.training, batch, self._agreement.finish)
+        is_compiling = self.family.compiled and self.random_state[1] == 0
+        with counted_off("compiling") if is_compiling else nullcontext():
+            loss = self.runner.run(self.layout.training, batch, self._agreement.finish)
         self.parameters.end()
         self.family.end()
         seed, num_steps = self.random_state
         self.random_state = seed, num_steps + 1
         if self.tuner.listens_to(length):
-            self._tune(self.runner.timeline())
+            with counted_off("choosing a schedule"):
+                self._tune(self.runner.timeline())
         return StepLoss.of(loss)
 
     def evaluate(self, whole: WholeBatch | Sequences, plan: StepPlan | None = None) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -59,7 +58,7 @@ class StepRunner:
         self.num_parts = (
             1 if options.parallel.sequence_parallel else ranks.tensor.size
         )  # of a message: a rank sends one
-        self.transport = self.scattered(self._connect(layout.training, routes, options.runtime.timeout))
+        self.transport = self.scattered(self._connect(layout.training, routes))
         self.schedule_name = ""  # of the last step or evaluation
 
         def executor(rank: int) -> Executor:
@@ -100,9 +99,9 @@ class StepRunner:
         """Returns the transport by which each of the tensor ranks sends its part of a message."""
         return transport if self.num_parts == 1 else ScatterGather(transport, self._ranks.tensor)
 
-    def _connect(self, training: Schedule, routes: Sequence[tuple[int, int]], timeout: timedelta) -> Transport:
+    def _connect(self, training: Schedule, routes: Sequence[tuple[int, int]]) -> Transport:
         """Returns the transport between the ranks."""
         if self._ranks.pipeline.size == 1:
             return LocalTransport()
         skips = skip_channels(routes, training) + vocabulary_channels(training)
-        return DistributedTransport(send_windows(training), self._device, self._ranks, timeout, skips)
+        return DistributedTransport(send_windows(training), self._device, self._ranks, skips)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from itertools import product
 
 import numpy as np
@@ -26,7 +25,6 @@ _HANDLED = (2**14, 2**18, 2**20, 2**22)  # bytes
 _WORK = 256  # rows and columns of a matrix that the ranks multiply meanwhile
 _MEANWHILE = 8  # of its products before a message is sent, and while it is on its way
 _PRODUCTS = 16  # before a message is sent, and before one is taken
-_TIMEOUT = timedelta(minutes=1)
 _Message = tuple[Channel, Action]
 
 
@@ -54,7 +52,7 @@ def measure_link(
     there = Channel("activations", 0, 1), Action(Op.SEND_F, 0)
     back = Channel("activations", 1, 0), Action(Op.SEND_F, 1)
     num_parts = ranks.tensor.size if sequence_parallel else 1  # that are messages of their own
-    transport: Transport = DistributedTransport({there[0]: 8, back[0]: 8}, device, ranks, _TIMEOUT)
+    transport: Transport = DistributedTransport({there[0]: 8, back[0]: 8}, device, ranks)
     if ranks.tensor.size > num_parts:
         transport = ScatterGather(transport, ranks.tensor)
     end = ranks.pipeline.rank

@@ -24,7 +24,9 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
         **config.pipeline_options(),
         "device": device,
         "mesh": make_mesh_of(config, device),
-        "runtime": config.runtime.model_copy(update={"self_check": needs_check}),
+        "runtime": config.runtime.model_copy(
+            update={"self_check": needs_check, "stall_limit": config.training.stall_limit}
+        ),
         **changes,
     }
     if config.model.pretrained:

@@ -15,13 +15,15 @@ _LONGEST_WAIT = 60.0  # seconds between a crash and the next start
 
 
 def launch_with_restarts(folder: RunFolder, num_ranks: int, max_restarts: int, progress: Progress) -> None:
-    """Runs the ranks, at most `max_restarts` times again after one has crashed, with a wait that doubles each time.
+    """Runs the ranks, at most `max_restarts` times again after one has crashed, with a wait that doubles while the run
+    gets no further.
 
     Raises:
         RankFailedError: if a step has failed twice, or a rank has crashed once more than it is started again.
         SlipstreamError, NonFiniteError, StoppedRunError: of a rank; another start would end likewise.
     """
     command, failed_step = ["-m", _RANK, str(folder.config)], None
+    without_progress = 0
     for restart in range(1, max_restarts + 2):
         before = _contents(folder.metrics)
         try:
@@ -36,7 +38,8 @@ def launch_with_restarts(folder: RunFolder, num_ranks: int, max_restarts: int, p
                 raise RankFailedError(
                     f"{error}\nstep {step} has failed twice, so the run is not started again"
                 ) from None
-            failed_step, wait = step or failed_step, min(_LONGEST_WAIT, 2.0 ** (restart - 1))
+            without_progress = 0 if step is not None and step > (failed_step or 0) else without_progress + 1
+            failed_step, wait = step or failed_step, min(_LONGEST_WAIT, 2.0**without_progress)
             progress.say(f"{error}\nrestart {restart} of {max_restarts} in {wait:.0f} s, from the last good checkpoint")
             time.sleep(wait)
             command = ["-m", _RANK, str(folder.config), "--checkpoint.resume=last-good"]

@@ -20,9 +20,18 @@ from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
 from slipstream.timeline import Timeline
 from slipstream.training.bad_steps import BadSteps
-from slipstream.training.checkpoint import Checkpoints, RunState, SavedCheckpoint, describe_model, run_shards
+from slipstream.training.checkpoint import (
+    Checkpoints,
+    RunState,
+    SavedCheckpoint,
+    SaveInterval,
+    TensorShard,
+    describe_model,
+    run_shards,
+)
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
+from slipstream.training.corruption import StateCheck
 from slipstream.training.data import (
     BatchSize,
     TokenBatch,
@@ -39,6 +48,7 @@ from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export, write_sample
 from slipstream.training.training_step import autocast, count_steps, make_optimizer, make_scheduler, train_step
 from slipstream.units import bytes_text
+from slipstream.watchdog import counted_off
 
 
 class Trainer:
@@ -59,9 +69,12 @@ class Trainer:
             self._folder.listed.add_folder(self._folder.checkpoints)
         if section.every:
             self._checkpoints.prepare()
+        self._interval = SaveInterval(section.every, section.failures_per_day, world)
+        self._keep_seconds = 0.0  # the longest that a step has waited for what was being saved
         self._disk = DiskTrouble(progress.say)
         self._failures = FailureLog(self._folder.failures)
-        saved = self._find_checkpoint(world)
+        with counted_off("verifying checkpoints"):
+            saved = self._find_checkpoint(world)
         self._sequences = load_sequences(config, self._folder.inputs, progress.say)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
         earlier = saved.facts["tuned"] if saved else None
@@ -75,6 +88,9 @@ class Trainer:
         settings = config.model_dump(mode="json")
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
         self._bad_steps = BadSteps(config, world, device, self._roll_back)
+        self._state_check = StateCheck(
+            training.check_replicas_every, training.corrupt_replicas == "majority", self._shards, world, progress.say
+        )
         if saved is not None:
             self._restore(saved)
         self._reporter = Reporter(
@@ -107,11 +123,12 @@ class Trainer:
                 if self._reporter.asked_to_stop:
                     self._save_and_stop(step)
                 self._do_what_is_due(step)
-            self._checkpoints.close()
+            with counted_off("saving"):
+                self._checkpoints.close()
         if numbers := self._bad_steps.steps:
             self._progress.say(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
         self._reporter.close()
-        with self._disk.tolerated("the last step's timeline"):
+        with counted_off("drawing the last step"), self._disk.tolerated("the last step's timeline"):
             draw_last_step(pipe, timeline, self._folder, self._progress)
         try:
             self._export(self._folder.model)
@@ -120,7 +137,8 @@ class Trainer:
                 f"the trained model can't be written to {self._folder.model}: {error}. Make room, and type the same "
                 "command with --checkpoint.resume=latest"
             ) from error
-        write_sample(pipe, self._config, self._progress)
+        with counted_off("writing a sample"):
+            write_sample(pipe, self._config, self._progress)
 
     def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
         """Returns the checkpoint to resume from, if any. Collective."""
@@ -151,7 +169,8 @@ class Trainer:
 
     def _restore(self, saved: SavedCheckpoint) -> None:
         saved.check_model(describe_model(self._pipe.config))
-        self._checkpoints.load(saved, list(run_shards(self._pipe, self._optimizer)))
+        with counted_off("loading a checkpoint"):
+            self._checkpoints.load(saved, list(self._shards()))
         self._state.restore(saved.facts)
         self._bad_steps.restore(saved.facts.get("values_of_steps", {}))
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
@@ -159,27 +178,37 @@ class Trainer:
     def _roll_back(self) -> int | None:
         """Loads the last good checkpoint and returns its step; None where there is none yet. The count of steps and the
         place in the data stay, so that the batches since are passed over. Collective."""
+        self._state_check.forget()
         self._checkpoints.wait()
         saved = self._checkpoints.find("last-good")
         if saved is None:
             return None
         step, num_samples = self._state.step, self._state.num_samples
-        self._checkpoints.load(saved, list(run_shards(self._pipe, self._optimizer)))
+        self._checkpoints.load(saved, list(self._shards()))
         self._state.restore(saved.facts)
         self._state.step, self._state.num_samples = step, num_samples
         return saved.step
 
+    def _shards(self) -> Iterator[TensorShard]:
+        return run_shards(self._pipe, self._optimizer)
+
     def _note_save(self, *figures: Any) -> None:
-        self._reporter.write(SaveRecord(*figures))
+        record = SaveRecord(*figures)
+        self._interval.note_written(record.save_seconds)
+        self._reporter.write(record)
 
     def _save(self, step: int) -> None:
+        if self._state_check.compare():
+            self._pipe.refresh()
         facts = self._state.facts() | {"values_of_steps": self._bad_steps.facts()}
-        self._checkpoints.save(step, list(run_shards(self._pipe, self._optimizer)), facts)
+        with counted_off("saving"):
+            self._checkpoints.save(step, list(self._shards()), facts)
 
     def _save_and_stop(self, step: int) -> None:
         """Saves a checkpoint, whether or not one is due, and ends the run by StoppedRunError. Collective."""
         self._save(step)
-        self._checkpoints.close()
+        with counted_off("saving"):
+            self._checkpoints.close()
         self._reporter.close()
         where = self._checkpoints.saved_text(step)
         raise StoppedRunError(f"{self._reporter.asked_to_stop} ended the run after step {step}; {where}")
@@ -187,10 +216,12 @@ class Trainer:
     def _do_what_is_due(self, step: int) -> None:
         training, last = self._config.training, step == self._num_steps
         if training.eval_every and (step % training.eval_every == 0 or last):
-            self._validate(step)
-        every = self._config.checkpoint.every
-        if every and (step % every == 0 or last):
+            with counted_off("validating"):
+                self._validate(step)
+        if self._interval.is_due(step) or (last and self._config.checkpoint.every):
+            began = time.perf_counter()
             self._save(step)
+            self._interval.note_save(step, time.perf_counter() - began + self._keep_seconds)
         if training.export_every and step % training.export_every == 0 and not last:
             self._export_between(self._folder.model_at(step))
 
@@ -208,7 +239,8 @@ class Trainer:
             self._export(folder)
 
     def _export(self, folder: Path) -> None:
-        export(self._pipe, self._folder, folder, self._config.model.trust_remote_code)
+        with counted_off("exporting"):
+            export(self._pipe, self._folder, folder, self._config.model.trust_remote_code)
         self._progress.say(f"exported to {folder}")
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
@@ -218,16 +250,32 @@ class Trainer:
         size = self._batch_size.at(self._sequences, state.num_samples)
         batch = self._mine(state.num_samples, size)
         data_seconds = time.perf_counter() - began
-        keep, judge = self._checkpoints.keep, self._bad_steps
+        judge = self._bad_steps
         result = train_step(
-            self._pipe, self._scheduler, batch, self._config, self._device, self._loss_scale, keep, judge.accepts
+            self._pipe,
+            self._scheduler,
+            batch,
+            self._config,
+            self._device,
+            self._loss_scale,
+            self._before_update,
+            judge.accepts,
         )
+        self._interval.note_step(result.seconds)
         bad = judge.act(step, result.loss, result.grad_norm, (state.num_samples, state.num_samples + size))
         result = result._replace(bad=bad)
         state.step, state.num_samples = step, state.num_samples + size
+        if self._state_check.after_step(step):
+            self._pipe.refresh()
         timeline = self._pipe.timeline()
         asked = self._stop.name
         return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial, asked), timeline
+
+    def _before_update(self) -> None:
+        self._state_check.before_update()
+        began = time.perf_counter()
+        self._checkpoints.keep()
+        self._keep_seconds = max(self._keep_seconds, time.perf_counter() - began)
 
     def _mine(self, first: int, size: int) -> TokenBatch:
         """Returns this replica's part of a batch; the batch after it can be planned for."""

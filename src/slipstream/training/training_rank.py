@@ -7,7 +7,6 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from slipstream import launch
 from slipstream.errors import SlipstreamError
 from slipstream.model import trust_remote_code
-from slipstream.parallel import RankGroup
+from slipstream.parallel import NO_LIMIT, RankGroup
 from slipstream.schedule import Schedule
 from slipstream.training.config import Config, load_config, named_schedule
 from slipstream.training.device_choice import check_machine, choose_device, choose_device_type
@@ -26,9 +25,8 @@ from slipstream.training.ownership import FolderLock
 from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import Trainer
+from slipstream.watchdog import counted_off
 
-# Under torchrun rank 0 reads and tokenises the text while the others wait.
-_PATIENCE = timedelta(hours=4)
 # NFS may show a folder as it was for as long as this (acdirmax).
 _SECONDS_TO_APPEAR = 60.0
 
@@ -51,13 +49,21 @@ def join_run(config: Config) -> None:
         problem = str(error)
     ranks = launch.connect_ranks(_describe(config), problem)
     check_world_size(config)
-    ranks.store.set_timeout(_PATIENCE)
+    ranks.store.set_timeout(NO_LIMIT)
+    place, limit = ranks.place, config.training.stall_limit
+    with launch.watched_run(ranks.store, place.rank, place.world_size, limit, ranks.address):
+        _join(config, ranks, stop)
+
+
+def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest) -> None:
+    """Trains with the ranks that are connected. Collective."""
     device = _init_process_group(config, rank=ranks.place.rank, world_size=ranks.place.world_size, store=ranks.store)
     progress = launch.Progress(launch.make_console() if ranks.place.rank == 0 else None)
     lock = FolderLock(config.training.output, progress.say)  # which rank 0 takes
     try:
         try:
-            is_finished = _prepare(config, ranks, lock, progress)
+            with counted_off("preparing the run"):  # rank 0 reads and tokenises the text while the others wait
+                is_finished = _prepare(config, ranks, lock, progress)
         except SlipstreamError:
             dist.destroy_process_group()
             raise
@@ -147,7 +153,7 @@ def _init_process_group(config: Config, **connection: Any) -> torch.device:
     """Connects the ranks through gloo, and their GPUs through NCCL; returns this rank's device."""
     device = choose_device(config)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=_PATIENCE, **connection)
+    dist.init_process_group(backend, timeout=NO_LIMIT, **connection)
     return device
 
 
@@ -168,7 +174,12 @@ def main() -> None:
         stop = launch.StopRequest()
         stop.listen()
         config = load_config(Path(sys.argv[1]), sys.argv[2:])
-        _train(config, _init_process_group(config), stop)
+        rank, num_ranks, host = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+        store = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), timeout=NO_LIMIT)  # type: ignore[attr-defined]
+        place, limit = (int(rank), int(num_ranks)), config.training.stall_limit
+        with launch.watched_run(store, *place, limit, host, launch.launched_error_file()):
+            device = _init_process_group(config, rank=place[0], world_size=place[1], store=store)
+            _train(config, device, stop)
 
 
 if __name__ == "__main__":

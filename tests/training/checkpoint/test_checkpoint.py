@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import struct
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard
+from slipstream.training.checkpoint import CheckpointFolder, CheckpointReader, Checkpoints, TensorShard
 from slipstream.training.checkpoint.saved_checkpoint import ignore_lone_process_warning
 from slipstream.training.checkpoint.verified_files import read_record, write_record
 
@@ -443,3 +444,15 @@ def test_tensors_of_a_gpu(run: Run) -> None:
     assert found is not None
     run.checkpoints.load(found, [there])
     assert there.tensor.equal(wanted)
+
+
+def test_of_those_set_aside_only_the_last_four_stay(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for number in range(12):
+        folder.begin(3)
+        os.utime(folder.part(3), (number, number))
+        folder.commit(3)
+        folder.retire()
+    names = {path.name for path in tmp_path.glob("*.aside*")}
+    assert names == {f"step-00000003.aside-{number}" for number in (8, 9, 10, 11)}
+    assert folder.steps() == [3]

@@ -31,6 +31,7 @@ from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule, awaited_send, channel, report_wait
 from slipstream.timeline import Span
+from slipstream.watchdog import board, note_order
 
 
 class Executor:
@@ -104,15 +105,20 @@ class Executor:
         return self._stopwatch.spans()
 
     def _actions(self, actions: tuple[Action, ...]) -> Generator[Action]:
-        state = self._state
+        state, mine = self._state, board()
+        note_order(self._rank, self._schedule)
         try:
-            for action in actions:
+            for index, action in enumerate(actions):
+                if mine is not None:
+                    mine.set_action(index)
                 awaited = awaited_send(action, self._schedule)
                 while awaited is not None and not self._transport.may_receive(awaited):
                     yield action
                 while not self._head.messages.may_run(action):
                     yield action
                 self._handlers[action.op](action)
+            if mine is not None:
+                mine.set_action(-1)
         except TransportError as error:
             raise TransportError(f"{error}\n{report_wait(self._schedule, self._rank, action)}") from error
         finally:

@@ -19,6 +19,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.training.checkpoint.verified_files import sync_folder
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
+MOST_ASIDE = 4  # checkpoints that were replaced, or damaged, and may still tell something
 _OWN = re.compile(r"step-\d{8,}(\.part|\.aside(-\d+)?)?|trial\.part")
 
 
@@ -90,13 +91,17 @@ class CheckpointFolder:
         for later in self.steps():
             if later >= step:
                 name = f"{self.complete(later).name}.aside"
-                taken = len(list(self.path.glob(f"{name}*")))
-                self.complete(later).rename(self.path / (f"{name}-{taken + 1}" if taken else name))
+                # the earlier ones may have been removed, so the last number counts
+                taken = [int(each.name.rpartition("aside")[2][1:] or 1) for each in self.path.glob(f"{name}*")]
+                self.complete(later).rename(self.path / (f"{name}-{max(taken) + 1}" if taken else name))
         self.part(step).rename(self.complete(step))
         sync_folder(self.path)
 
     def retire(self) -> None:
-        """Removes all checkpoints but those that are to stay."""
+        """Removes all checkpoints but those that are to stay, and of those set aside all but the last four."""
+        aside = sorted(self.path.glob("step-*.aside*"), key=lambda folder: folder.stat().st_mtime)
+        for folder in aside[:-MOST_ASIDE]:
+            shutil.rmtree(folder)
         for step in self.steps()[self._keep :]:
             if not self._keep_every or step % self._keep_every:
                 self.complete(step).rename(self.part(step))  # from here on it no longer counts as a checkpoint

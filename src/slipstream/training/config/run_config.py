@@ -62,6 +62,7 @@ class Config(Record):
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
+        self.runtime.refuse(["stall_limit"], "a run takes it as training.stall_limit.")
         if self.training.bad_numbers == "rollback" and not self.checkpoint.every:
             raise ValueError(
                 "training.bad_numbers=rollback needs checkpoints to go back to; give --checkpoint.every=100, or skip"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -149,6 +149,15 @@ class TrainingSection(Record):
     max_restarts: int = Field(default=0, ge=0)
     """How often `slipstream train` starts its local ranks again, from the last good checkpoint, after one has crashed,
     unless one step fails twice. torchrun has --max-restarts."""
+    stall_limit: PositiveFloat | Literal["off"] | None = None
+    """Seconds that a rank may wait for others, or be stopped, before the run ends and says which one is to blame.
+    Compiling, loading, saving, validating and exporting don't count. Default: the larger of 60 and five times the
+    longest wait so far. off: no process watches the ranks."""
+    check_replicas_every: int = Field(default=0, ge=0)
+    """Steps between checks of weights and optimizer state for bits that have flipped; 0 for none but a comparison of
+    all copies before each checkpoint."""
+    corrupt_replicas: Literal["stop", "majority"] = "stop"
+    """What happens where copies differ: the run stops, or the majority's of three or more replace the wrong one."""
     single_process_steps: int = Field(default=0, ge=0)
     """Steps of one process measured at the end for comparison; 0 for none."""
 
@@ -179,8 +188,11 @@ class TrainingSection(Record):
 class CheckpointSection(Record):
     """The run's state, saved from time to time during training, so that the run can be resumed."""
 
-    every: int = Field(default=0, ge=0)
-    """Steps between checkpoints, and one at the end; 0 for none."""
+    every: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Steps between checkpoints, and one at the end; 0 for none. auto: so many that the least time is lost, by what a
+    save costs here and `failures_per_day`."""
+    failures_per_day: PositiveFloat = 1.0
+    """With `every: auto`, how often the whole run is expected to fail, of whatever."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_every: int = Field(default=0, ge=0)

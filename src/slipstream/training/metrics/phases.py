@@ -43,6 +43,15 @@ class Phases:
     optimizer: float = 0.0  # clipping and update
     data: float = 0.0  # preparation of the batch
 
+    @staticmethod
+    def computed(timeline: Timeline, rank: int, optimizer: float, data: float) -> dict[str, float]:
+        """Returns the seconds of each phase in which a rank computed, without waits for others."""
+        seconds = {"optimizer": optimizer, "data": data}
+        for span in timeline.compute_spans:
+            if span.rank == rank and span.action.op is not Op.REDUCE_GRAD:  # in which replicas wait for each other
+                seconds[_PHASE[span.action.op]] = seconds.get(_PHASE[span.action.op], 0.0) + span.seconds
+        return seconds
+
     @classmethod
     def of(cls, timeline: Timeline, optimizer: float = 0.0, data: float = 0.0) -> Phases:
         """Returns the phases of a timeline, and the seconds that the trainer measured outside of it."""

@@ -48,6 +48,7 @@ class StepRecord:
     bytes_sent: dict[str, int] | None = None  # by axis (pp, dp, tp), of all ranks together
     trial: bool | None = None  # True where "auto" was still trying what to run
     tokens: int | None = None  # of the whole batch
+    rank_phases: list[dict[str, float]] | None = None  # of each rank the seconds that it computed, without waits
     bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and what was done
 
     def describe(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import statistics
 
 import torch
@@ -19,6 +20,7 @@ from slipstream.training.metrics.disk_trouble import DiskTrouble
 from slipstream.training.metrics.flops import FlopsMeter
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import MetricsRecord, StepRecord, peak_memory
+from slipstream.training.metrics.stragglers import Stragglers
 from slipstream.training.metrics.trackers import Tracker, make_trackers
 from slipstream.training.metrics.traffic import Traffic
 from slipstream.training.run_folder import RunFolder
@@ -59,6 +61,7 @@ class Reporter:
             progress.say(f"FLOPs are not shown: {error}")
         self._disk = DiskTrouble(progress.say)
         self._trackers: list[Tracker] = []  # none on ranks other than the first
+        self._stragglers = self._watch_for_stragglers()
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
         self._num_tokens = 0  # of all steps
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
@@ -70,6 +73,12 @@ class Reporter:
             self._trackers = make_trackers(config.tracking.to, training.output, settings, resumed_after)
         if self._figures is not None:
             self.write(self._figures.run)
+
+    def _watch_for_stragglers(self) -> Stragglers:
+        """Returns what compares ranks of the same work: those at one place of the pipeline. Collective."""
+        found = self._world.gather((self._pipe.rank, socket.gethostname()))
+        peers = [[rank for rank, (place, _) in enumerate(found) if place == mine] for mine, _ in found]
+        return Stragglers(peers, [host for _, host in found])
 
     def write(self, record: MetricsRecord) -> None:
         """Writes a record to the metrics file and to every tracker."""
@@ -100,8 +109,9 @@ class Reporter:
         """
         is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
         documents = batch.document_lengths() if is_first else []
-        mine = peak_memory(), self._traffic.of_step(self._pipe.bytes_sent), documents, asked_to_stop
-        memory, sent, lengths, asked = zip(*self._world.gather(mine), strict=True)
+        computed = Phases.computed(timeline, self._pipe.rank, result.optimizer_seconds, data_seconds)
+        mine = peak_memory(), self._traffic.of_step(self._pipe.bytes_sent), documents, asked_to_stop, computed
+        memory, sent, lengths, asked, phases = zip(*self._world.gather(mine), strict=True)
         self.asked_to_stop = next(filter(None, asked), "")
         seconds = result.seconds
         figures, documents = None, [length for each in lengths for length in each]
@@ -121,8 +131,11 @@ class Reporter:
             phases=Phases.of(timeline, result.optimizer_seconds, data_seconds),
             bytes_sent={axis: sum(each[axis] for each in sent) for axis in mine[1]},
             trial=trial or None,
+            rank_phases=[{name: round(each, 6) for name, each in rank.items()} for rank in phases],
             bad=result.bad,
         )
+        for line in self._stragglers.add(step, phases) if not trial else []:
+            self._progress.say(line)
         self.write(record)
         self._seconds[trial].append(seconds)
         self._num_tokens += sum(documents)

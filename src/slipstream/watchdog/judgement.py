@@ -1,0 +1,152 @@
+"""Decides from what all watchers report whether the run can go on, and says which ranks keep it from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LEAST_LIMIT = 60.0
+_TIMES_THE_LONGEST = 5
+_BEFORE_THE_FIRST_STEP = 600.0  # nothing is known of how long an action takes
+_UNREACHABLE_AT_LEAST = 10.0
+_MOST_LINES = 24  # ranks that a verdict describes; of a thousand that wait alike a few are enough
+
+
+@dataclass
+class Report:
+    """What one rank's watcher has said last, and when.
+
+    Attributes:
+        host: of the rank.
+        process: its id there.
+        came: when the last message came, by the hub's clock.
+        silent: seconds in which the rank didn't get on.
+        is_counted: whether these count: not while it compiles, loads, saves, validates or exports.
+        stopped: seconds in which the process has been stopped.
+        computes: whether it uses its processor.
+        longest: the longest silence that has counted and has ended.
+        step: that runs, 0 before the first.
+        ending: "" while it lives; "finished"; "dead", without a word; or the error by which it failed.
+        doing: where it is, as the end of a sentence.
+        waits: whether it waits for others.
+        detail: lines about what it waits for, or where its interpreter is.
+    """
+
+    host: str
+    process: int = 0
+    came: float = 0.0
+    silent: float = 0.0
+    is_counted: bool = False
+    stopped: float = 0.0
+    computes: bool = False
+    longest: float = 0.0
+    step: int = 0
+    ending: str = ""
+    doing: str = ""
+    waits: bool = False
+    detail: Sequence[str] = ()
+
+    def update(self, message: Mapping[str, Any], now: float) -> None:
+        """Takes over what a message says."""
+        self.came = now
+        for name, value in message.items():
+            if name != "host" and name in self.__dataclass_fields__ and isinstance(value, type(getattr(self, name))):
+                setattr(self, name, value)
+        if isinstance(message.get("detail"), list):
+            self.detail = [str(line) for line in message["detail"]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A run that can't go on: `reasons` has the ranks to blame, each with what is wrong with it."""
+
+    reasons: Mapping[int, str]
+    is_death: bool = False
+    is_failure: bool = False  # by an error of its own, which says it by itself
+
+
+def stall_limit(given: float | None, reports: Mapping[int, Report]) -> float:
+    """Returns the seconds that a rank may wait: those that were given, or by default five times the longest wait so
+    far, at least 60; ten minutes before the first step has ended."""
+    if given is not None:
+        return given
+    if all(report.step < 2 for report in reports.values()):
+        return _BEFORE_THE_FIRST_STEP
+    return max(LEAST_LIMIT, _TIMES_THE_LONGEST * max(report.longest for report in reports.values()))
+
+
+def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pause: float) -> Fault | None:
+    """Returns why the run can't go on, None where it can.
+
+    Args:
+        reports: of all ranks.
+        limit: seconds that a rank may wait, be stopped, or be out of reach.
+        now: by the hub's clock.
+        since_pause: seconds since any rank was in a phase whose silence doesn't count, for which others may have
+            waited.
+    """
+    if dead := [rank for rank, report in reports.items() if report.ending == "dead"]:
+        return Fault(dict.fromkeys(dead, "has ended without a word: it was killed, or crashed"), is_death=True)
+    failed = {rank: f"has failed ({each.ending})" for rank, each in reports.items() if each.ending not in _FINE}
+    if failed:
+        return Fault(failed, is_failure=True)
+    alive = {rank: report for rank, report in reports.items() if not report.ending}
+    stopped = {rank: each for rank, each in alive.items() if each.stopped > limit}
+    if stopped:
+        return Fault({rank: _stopped(each) for rank, each in stopped.items()})
+    lost = {
+        rank: now - each.came for rank, each in alive.items() if now - each.came > max(limit, _UNREACHABLE_AT_LEAST)
+    }
+    if lost:
+        text = "doesn't answer since {:.0f} s: its machine, the network or its watcher is gone"
+        return Fault({rank: text.format(seconds) for rank, seconds in lost.items()})
+    silences = {rank: min(each.silent, since_pause) for rank, each in alive.items()}
+    if not all(each.is_counted for each in alive.values()) or max(silences.values(), default=0.0) <= limit:
+        return None
+    # The one that others wait for may have fallen silent after them.
+    stalled = {rank: alive[rank] for rank, silence in silences.items() if silence > limit / 2}
+    blamed = {rank: each for rank, each in stalled.items() if not each.waits or each.stopped}
+    return Fault({rank: _stalled(each) for rank, each in (blamed or stalled).items()})
+
+
+_FINE = ("", "finished")
+
+
+def _stopped(report: Report) -> str:
+    return f"has been stopped (as by SIGSTOP) for {report.stopped:.0f} s"
+
+
+def _stalled(report: Report) -> str:
+    if report.stopped:
+        return _stopped(report)
+    if report.waits:
+        return f"has waited for {report.silent:.0f} s"
+    if report.computes:
+        return f"is slow: it has computed for {report.silent:.0f} s without getting on"
+    return f"hangs: it hasn't got on for {report.silent:.0f} s, and doesn't compute"
+
+
+def describe_fault(fault: Fault, reports: Mapping[int, Report], limit: float) -> str:
+    """Returns the verdict: which ranks are to blame, where each rank was, and what is missing."""
+    lines = [f"{_name(rank, reports[rank])} {reason}; {reports[rank].doing}" for rank, reason in fault.reasons.items()]
+    if not fault.is_death and not fault.is_failure:
+        lines[-1] += f" (the limit of a wait is {limit:.0f} s: training.stall_limit)"
+    for rank in fault.reasons:
+        lines += _indented(reports[rank].detail)
+    others = [rank for rank, report in reports.items() if rank not in fault.reasons and report.ending != "finished"]
+    for rank in others[:_MOST_LINES]:
+        state = "stopped" if reports[rank].stopped else "waiting" if reports[rank].waits else "not waiting"
+        lines.append(f"  {_name(rank, reports[rank])}, {state}: {reports[rank].doing}")
+        lines += _indented(line for line in reports[rank].detail if not line.startswith("stack"))
+    if len(others) > _MOST_LINES:
+        lines.append(f"  and {len(others) - _MOST_LINES} other ranks")
+    return "\n".join(lines)
+
+
+def _name(rank: int, report: Report) -> str:
+    return f"rank {rank} ({report.host}, process {report.process})"
+
+
+def _indented(lines: Any) -> list[str]:
+    return [f"    {line}" for line in lines]

@@ -1,0 +1,196 @@
+"""The rank's side: starts its watcher, says what it does, and asks why another rank is gone."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.watchdog.board import Board, State, anonymous_file
+
+StallLimit = float | Literal["off"] | None
+_SOURCES = str(Path(__file__).parents[2])
+_WATCHER = "import sys; sys.path.insert(0, sys.argv.pop(1)); from slipstream.watchdog.watcher import main; main()"
+_SECONDS_TO_EXPLAIN = 2.5
+_SECONDS_TO_END = 3.0
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """What the watchers of a run share: where rank 0's hub listens, and the token by which it knows them."""
+
+    address: str
+    port: int
+    token: str
+
+
+@dataclass
+class _Watch:
+    """This process as a watched rank, or not (the default)."""
+
+    board: Board = field(default_factory=Board)
+    watcher: subprocess.Popen[bytes] | None = None
+    order: int = -1  # descriptors of what the watcher reads, and of the verdict that it writes
+    verdict: int = -1
+    written_order: object = None
+    process: int = 0  # a fork isn't watched
+
+
+_watch: _Watch | None = None
+
+
+def board() -> Board | None:
+    """Returns the board on which this rank says what it does; None where it isn't watched, or in another thread than
+    the main one."""
+    if _watch is None or threading.current_thread() is not threading.main_thread():
+        return None
+    return _watch.board
+
+
+def is_watched() -> bool:
+    """Returns whether this process has a watcher."""
+    return _watch is not None and _watch.process == os.getpid()
+
+
+def open_hub(address: str) -> tuple[socket.socket, WatchSettings]:
+    """Returns a socket that listens at an address of this machine for the watchers, and what they have to know."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+    return listening, WatchSettings(address, listening.getsockname()[1], secrets.token_hex(16))
+
+
+def start_watch(
+    settings: WatchSettings,
+    rank: int,
+    num_ranks: int,
+    limit: float | None = None,
+    listening: socket.socket | None = None,
+    error_file: str | None = None,
+) -> None:
+    """Starts this rank's watcher, which ends with it.
+
+    Args:
+        settings: of the run's watchers, the same on every rank.
+        rank: of this process, of `num_ranks`.
+        num_ranks: of the run.
+        limit: seconds that a rank may wait; by default the larger of 60 and five times the longest wait so far.
+        listening: on rank 0, the socket of the hub; it is closed here.
+        error_file: where a launcher reads why the rank has ended; by default it is written to standard error.
+    """
+    global _watch
+    _watch = watch = _Watch(order=anonymous_file("slipstream-order"), verdict=anonymous_file("slipstream-verdict"))
+    watch.process = os.getpid()
+    watch.board.set_state(State.RUNNING)
+    stack = anonymous_file("slipstream-stack")
+    descriptors = {"board": watch.board.descriptor, "order": watch.order, "verdict": watch.verdict, "stack": stack}
+    given: dict[str, Any] = {**descriptors, "listening": None if listening is None else listening.fileno()}
+    given |= {"rank": rank, "num_ranks": num_ranks, "limit": limit, "parent": os.getpid(), "error_file": error_file}
+    given |= vars(settings) | {"stack_signal": _dump_stacks_to(stack)}
+    passed = [*descriptors.values(), *([] if listening is None else [listening.fileno()])]
+    command = [sys.executable, "-I", "-S", "-c", _WATCHER, _SOURCES]
+    watch.watcher = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=passed, cwd="/"
+    )
+    assert watch.watcher.stdin is not None
+    with watch.watcher.stdin as given_to_it:  # a command line could be read by other users
+        given_to_it.write(json.dumps(given).encode())
+    if listening is not None:
+        listening.close()
+    atexit.register(_end_at_exit)
+    Finalize(None, _end_at_exit, exitpriority=0)  # a process of multiprocessing ends without the former
+
+
+def end_watch(failure: str = "") -> None:
+    """Says that this rank ends, well or by an error, which the others are told, and waits for its watcher's end."""
+    global _watch
+    if _watch is None or not is_watched():
+        return
+    watch, _watch = _watch, None
+    assert watch.watcher is not None
+    if failure:
+        watch.board.set_phase(failure)
+        watch.board.set_state(State.FAILED)
+        return  # the watcher tells it once this process has gone
+    watch.board.set_state(State.FINISHED)
+    with suppress(subprocess.TimeoutExpired):
+        watch.watcher.wait(_SECONDS_TO_END)
+
+
+def note_order(rank: int, schedule: object) -> None:
+    """Notes which schedule this process runs as which of the pipeline's ranks. Its text is written when it changes."""
+    if _watch is not None and _watch.written_order is not schedule:
+        _watch.written_order = schedule
+        data = f"{rank}\n{schedule}".encode()
+        os.truncate(_watch.order, 0)
+        os.pwrite(_watch.order, data, 0)
+
+
+@contextmanager
+def waiting(what: bytes) -> Iterator[None]:
+    """Says on the board that the main thread waits for others meanwhile, as in b"an all-reduce"."""
+    mine = board()
+    if mine is None:
+        yield
+        return
+    mine.set_wait(what)
+    yield
+    mine.set_wait(b"")  # not after an error: then the wait says where the rank was
+
+
+@contextmanager
+def counted_off(phase: str) -> Iterator[None]:
+    """Says that this rank is in a phase of unknown length, such as "exporting": nobody's silence counts meanwhile."""
+    mine = board()
+    if mine is None or not mine.look().is_counted:  # within another one
+        yield
+        return
+    before = mine.look().phase
+    mine.set_phase(phase)
+    mine.set_state(State.RUNNING, is_counted=False)
+    try:
+        yield
+    finally:
+        mine.set_phase(before)
+        mine.set_state(State.RUNNING)
+
+
+def explain_loss(problem: str) -> str:
+    """Returns what the watchers know of an error that another rank's end may have caused: the verdict, within some
+    seconds, or `problem` where there is none."""
+    if _watch is None or not is_watched():
+        return problem
+    deadline = time.monotonic() + _SECONDS_TO_EXPLAIN
+    while time.monotonic() < deadline:
+        if size := os.fstat(_watch.verdict).st_size:
+            return os.pread(_watch.verdict, size, 0).decode()
+        time.sleep(0.02)
+    return problem
+
+
+def _dump_stacks_to(descriptor: int) -> int:
+    """Lets a signal write the stacks of all threads, by a handler in C; returns its number, 0 where it is in use."""
+    number = getattr(signal, "SIGUSR2", 0)
+    if not number or signal.getsignal(number) is not signal.SIG_DFL:
+        return 0
+    faulthandler.register(number, file=descriptor, all_threads=True)
+    return int(number)
+
+
+def _end_at_exit() -> None:
+    """Tells apart a program's end from its failure, where it doesn't call `end_watch`."""
+    failure = getattr(sys, "last_value", None)
+    end_watch("" if failure is None else f"{type(failure).__name__}: {failure}".partition("\n")[0])

@@ -1,0 +1,190 @@
+"""The process that watches one rank, its parent: reports to the hub, and ends the rank where the run can't go on.
+
+It imports little, to be there early and to need few megabytes. It ends with its rank, shortly after.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from slipstream.watchdog.board import Board, Sight, State
+from slipstream.watchdog.hub import Hub
+from slipstream.watchdog.process_state import state_of
+from slipstream.watchdog.sight_text import doing_text, stack_lines, wait_lines
+from slipstream.watchdog.wire import Line, wait_for
+
+_LOOK_SECONDS = 0.2
+_REPORT_SECONDS = 0.5
+_PAUSED_SECONDS = 1.5
+_SECONDS_TO_CONNECT = 60.0
+_SECONDS_AFTER_ITS_RANK = 1.5  # to tell others of its death
+_SECONDS_FOR_A_STACK = 0.3
+_MOST_STACK_BYTES = 65536
+
+
+class Watcher:
+    """Looks at the rank `parent` through its board, and exchanges messages with the hub on `line`."""
+
+    def __init__(self, settings: dict[str, Any], line: Line) -> None:
+        self._settings, self._line, self._parent = settings, line, int(settings["parent"])
+        self._board = Board(settings["board"])
+        self._last: Sight = self._board.look()
+        self._changed = self._reported = self._looked = time.monotonic()
+        self._stopped_since: float | None = None
+        self._longest, self._cpu = 0.0, (time.monotonic(), 0.0, False)
+        self._end_by: float | None = None  # when the rank is ended
+        self._verdict = ""
+
+    def run(self) -> None:
+        """Watches until the rank has ended."""
+        self._line.send({"rank": self._settings["rank"], "token": self._settings["token"]} | self._facts())
+        while os.getppid() == self._parent and self._board.look().state != State.FINISHED:
+            wait_for([self._line.connection] if self._line.is_open else [], _LOOK_SECONDS)
+            self._look()
+            for message in self._line.receive():
+                self._obey(message)
+            if self._end_by is not None and time.monotonic() > self._end_by:
+                self._end_rank()
+                return
+            if not self._line.is_open and self._end_by is None:
+                time.sleep(_LOOK_SECONDS)  # the hub has gone: the rank is watched no more
+        self._say_how_it_ended()
+
+    def _say_how_it_ended(self) -> None:
+        sight = self._board.look()
+        ending = {State.RUNNING: "dead", State.FINISHED: "finished"}.get(sight.state, sight.phase)
+        self._line.send({"ending": ending} | self._position(sight))
+        deadline = time.monotonic() + _SECONDS_AFTER_ITS_RANK
+        while ending != "finished" and self._line.is_open and time.monotonic() < deadline:
+            wait_for([self._line.connection], _LOOK_SECONDS)
+            for message in self._line.receive():
+                if message.get("ask"):
+                    self._line.send({"detail": []})
+                if "verdict" in message:
+                    return
+
+    def _look(self) -> None:
+        now, sight = time.monotonic(), self._board.look()
+        if now - self._looked > _PAUSED_SECONDS:  # this process was stopped with its rank, or found no processor
+            self._changed += now - self._looked
+        self._looked = now
+        if sight.counter != self._last.counter:
+            if self._last.is_counted and self._last.step > 1:
+                self._longest = max(self._longest, now - self._changed)
+            self._changed = now
+        self._last = sight
+        process = state_of(self._parent)
+        if process is None or not process.is_stopped:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        if process is not None and now - self._cpu[0] > 1:
+            began, used, _ = self._cpu
+            self._cpu = now, process.cpu_seconds, (process.cpu_seconds - used) > 0.3 * (now - began)
+        if now - self._reported > _REPORT_SECONDS:
+            self._reported = now
+            self._line.send(self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """Returns what the hub is told from time to time."""
+        now = time.monotonic()
+        return {
+            "host": socket.gethostname(),
+            "process": self._parent,
+            "silent": now - self._changed,
+            "stopped": 0.0 if self._stopped_since is None else max(1e-3, now - self._stopped_since),
+            "computes": self._cpu[2],
+            "longest": self._longest,
+        } | self._position(self._last)
+
+    def _position(self, sight: Sight) -> dict[str, Any]:
+        order = os.pread(self._settings["order"], 2**26, 0).decode() if sight.action >= 0 else ""
+        return {
+            "is_counted": sight.is_counted,
+            "step": sight.step,
+            "waits": bool(sight.waits),
+            "doing": doing_text(sight, order),
+        }
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if message.get("ask"):
+            sight = self._board.look()
+            lines = wait_lines(sight, os.pread(self._settings["order"], 2**26, 0).decode())
+            is_blamed = self._settings["rank"] in message.get("blamed", [])
+            if is_blamed and self._stopped_since is None:
+                lines += self._stack()
+            self._line.send(self._facts() | {"detail": lines})
+        if "verdict" in message and not self._verdict:
+            self._verdict = str(message["verdict"])
+            os.pwrite(self._settings["verdict"], self._verdict.encode(), 0)  # which the rank may raise by itself
+            self._end_by = time.monotonic() + float(message.get("grace", 0.0))
+
+    def _stack(self) -> list[str]:
+        """Returns where the rank's main thread is: a handler in C writes it, even where the interpreter is held."""
+        if not self._settings["stack_signal"]:
+            return []
+        before = os.fstat(self._settings["stack"]).st_size
+        with suppress(OSError):
+            os.kill(self._parent, self._settings["stack_signal"])
+            time.sleep(_SECONDS_FOR_A_STACK)
+            return stack_lines(os.pread(self._settings["stack"], _MOST_STACK_BYTES, before).decode(errors="replace"))
+        return []
+
+    def _end_rank(self) -> None:
+        """Ends a rank that hasn't raised the verdict by itself: it waits where nothing else reaches it."""
+        if file := self._settings["error_file"]:
+            part = Path(f"{file}.{os.getpid()}.part")
+            part.write_text(
+                json.dumps({"message": self._verdict, "time": time.time(), "kind": "RankFailedError"}), encoding="utf-8"
+            )
+            with suppress(FileExistsError):
+                os.link(part, file)
+            part.unlink()
+        else:
+            sys.stderr.write(f"error: {self._verdict}\n")
+            sys.stderr.flush()
+        with suppress(ProcessLookupError):
+            if os.getppid() == self._parent:
+                os.kill(self._parent, signal.SIGKILL)
+
+
+def main() -> None:
+    """Watches the process that has started this one; standard input has the settings."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)  # meant for the rank, with which this ends
+    settings = json.load(sys.stdin)
+    hub = None
+    if settings["listening"] is not None:
+        listening = socket.socket(fileno=settings["listening"])
+        hub = Hub(listening, settings["token"], settings["num_ranks"], settings["limit"])
+        hub.start()
+    deadline = time.monotonic() + _SECONDS_TO_CONNECT
+    while True:  # also for a rank that has ended meanwhile, which has to be told
+        with suppress(OSError):
+            connection = socket.create_connection((settings["address"], settings["port"]), timeout=5)
+            Watcher(settings, Line(connection)).run()
+            connection.close()
+            break
+        if os.getppid() != settings["parent"]:
+            deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_ITS_RANK)
+        if time.monotonic() > deadline:
+            where = f"{settings['address']}, port {settings['port']}"
+            sys.stderr.write(
+                f"rank {settings['rank']} isn't watched: its watcher can't reach that of rank 0 at {where}\n"
+            )
+            return
+        time.sleep(_LOOK_SECONDS)
+    if hub is not None and hub.has_watchers:
+        hub.join()
+
+
+if __name__ == "__main__":
+    main()

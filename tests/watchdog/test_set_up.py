@@ -1,0 +1,21 @@
+"""A rank that waits for another one while groups are made ends soon after that has died."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from support.forked import launch
+from support.paths import WORKERS
+from support.timeouts import LIMIT
+
+
+def test_killed_in_set_up(tmp_path: Path) -> None:
+    ended = launch(2, WORKERS / "parallel/killed_in_set_up.py", tmp_path)
+    deadline = time.monotonic() + LIMIT
+    while not (tmp_path / "seconds").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert float((tmp_path / "seconds").read_text()) < 30  # a second, and 2.5 more where the machine isn't loaded
+    assert "rank 1 (" in ended.stderr
+    assert "has ended without a word" in ended.stderr
