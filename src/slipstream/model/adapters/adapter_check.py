@@ -73,7 +73,8 @@ def adapter_of(model: object) -> tuple[object, Adapter | None]:
         )
     ((name, config),) = configs.items()
     check_method(config)
-    base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    wrapper: Any = model
+    base: PreTrainedModel = model if isinstance(model, PreTrainedModel) else wrapper.get_base_model()
     if any(getattr(module, "merged", False) for module in base.modules()):
         raise SlipstreamError(
             f"the adapter {name!r} is merged into the model's weights, where it can't be trained. Call "

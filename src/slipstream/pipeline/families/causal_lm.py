@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from slipstream.model import (
     fuse_kernels,
     meta_model,
 )
-from slipstream.model.adapters import Adapter, adapter_of, check_parallel, is_wrapper
+from slipstream.model.adapters import Adapter, adapter_of, add_adapter, check_method, check_parallel, is_wrapper
 from slipstream.model.saving import compiled_modules
 from slipstream.model.vocabulary import HeadRows, SpreadHead, TiedRows, find_spreadable_head
 from slipstream.parallel import Ranks, part_bounds
@@ -56,6 +56,18 @@ class WeightSource(NamedTuple):
     load: Callable[[ModelAnatomy, list[StagePart], torch.dtype | None], PreTrainedModel]
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
     adapter: Adapter | None = None  # that the model has, or is to have
+
+
+def with_adapter(source: WeightSource, config: Any, seed: int) -> WeightSource:
+    """Returns a source whose model gets an adapter, by a LoraConfig of PEFT; raises SlipstreamError where it can't."""
+    check_method(config)
+
+    def load(anatomy: ModelAnatomy, parts: list[StagePart], dtype: torch.dtype | None) -> PreTrainedModel:
+        model = source.load(anatomy, parts, dtype)
+        add_adapter(model, meta_model(source.config), config, seed)
+        return model
+
+    return source._replace(load=load, adapter=Adapter("default", config))
 
 
 def in_memory(model: object) -> WeightSource:

@@ -1,6 +1,7 @@
 """The configuration of `slipstream train`: its sections and its file."""
 
 from slipstream.training.config.config_file import dump_config, load_config
+from slipstream.training.config.lora_section import LoraSection
 from slipstream.training.config.run_config import Config, named_schedule, precision_named
 from slipstream.training.config.sections import (
     DataSection,
