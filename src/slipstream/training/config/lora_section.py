@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from slipstream.options import Record
 
@@ -39,6 +39,15 @@ class LoraSection(Record):
     """The distribution from which the first factor is drawn, by `training.seed`; the second is zero."""
     export: Literal["adapter", "merged", "both"] = "both"
     """What is exported. adapter: the folder `adapter/`, which PEFT loads. merged: the whole model, in `model/`."""
+
+    @model_validator(mode="after")
+    def _named_targets(self) -> Self:
+        if self.layers_to_transform is not None and isinstance(self.target_modules, str):
+            raise ValueError(
+                f"lora.layers_to_transform needs a list of names in lora.target_modules, such as [q_proj, v_proj], not "
+                f"{self.target_modules!r}"
+            )
+        return self
 
     def peft_config(self, base: str) -> Any:
         """Returns PEFT's configuration of the adapter, for the model at `base`."""
