@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -10,8 +11,18 @@ import pytest
 import torch
 
 from slipstream import Memory, Op, Pipeline, SlipstreamError
-from support.adapters import SLICES, adapted, lora, pipe_error, whole_gradients
-from support.architectures import ARCHITECTURES, BOUND, build, gradients, labels_of, tokens
+from support.adapters import PREFIX, SLICES, adapted, lora, pipe_error, whole_gradients
+from support.architectures import (
+    ARCHITECTURES,
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
 from support.options import grouped
 
 _TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -190,3 +201,33 @@ def test_several_and_merged_adapters_are_refused() -> None:
     merged.merge_adapter()
     with pytest.raises(SlipstreamError, match="'default' is merged"):
         make(merged)
+
+
+def test_sequences_of_different_lengths_are_exact() -> None:
+    lengths, inputs = (64, 21, 40), tokens(3)
+    labels = inputs.clone()
+    for row, length in enumerate(lengths):
+        labels[row, length:] = -100
+    for trained in (None, [3]):
+        model = adapted(lora(layers_to_transform=trained))
+        whole = copy.deepcopy(model)
+        with no_rounding_inside():
+            unsplit_step(whole, inputs, labels)
+        expected = {name.removeprefix(PREFIX): each for name, each in gradients(whole.named_parameters()).items()}
+        pipe = make(model, "1f1b", slices=4)
+        with no_rounding_inside():
+            cut = [[row[:n] for row, n in zip(rows, lengths, strict=True)] for rows in (inputs, labels)]
+            pipe.step(*cut)
+        found = gradients(pipe.named_parameters())
+        assert found.keys() == expected.keys()
+        assert gradient_error(expected, found) < BOUND
+        assert pipe.layout.training.num_frozen_stages == (0 if trained is None else 1)
+
+
+def test_an_adapter_that_transformers_added_is_exact() -> None:
+    model = build(ARCHITECTURES["llama"])
+    model.add_adapter(lora(init_lora_weights="gaussian"))
+    whole = copy.deepcopy(model)
+    with no_rounding_inside():
+        unsplit_step(whole, tokens(), labels_of(tokens()))
+    assert pipe_error(make(model), gradients(whole.named_parameters())) < BOUND

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -17,9 +18,14 @@ from support.adapters import SLICES, adapted, lora
 from support.architectures import ARCHITECTURES, build, labels_of, tokens
 from support.options import grouped
 
+_TARGETS: dict[str, Any] = {"target_modules": ["v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 CONFIGS = {
     "llama": ("llama", lora(modules_to_save=["lm_head"])),
     "tied, dora": ("llama, tied", lora(use_dora=True)),
+    "LoHa": ("llama", peft.LoHaConfig(r=4, **_TARGETS)),
+    "LoKr": ("llama", peft.LoKrConfig(r=4, **_TARGETS)),
+    "OFT": ("llama", peft.OFTConfig(r=0, oft_block_size=4, **_TARGETS)),
+    "HRA": ("llama", peft.HRAConfig(r=4, **_TARGETS)),
     "IA3": (
         "llama",
         peft.IA3Config(
