@@ -74,6 +74,8 @@ class Config(Record):
             )
         if self.parallel.shard_parameters:
             raise ValueError("lora with parallel.shard_parameters=true: that isn't exact; leave it out")
+        if self.training.single_process_steps:
+            raise ValueError("training.single_process_steps compares with training all weights; leave it out with lora")
         if self.lora.export == "adapter" and self.sample.prompt is not None:
             raise ValueError("sample.prompt needs the merged model; give lora.export=both, or leave sample.prompt out")
         return self
