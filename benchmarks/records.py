@@ -168,6 +168,7 @@ SUBJECTS = {
     "gpu_profile": Subject("a profile against held-out times on a GPU", "gpu_profile", "--budget 55"),
     "fused_cuda": Subject("layers with and without fused kernels, GPU", "fused", "--device cuda"),
     "fused_cpu": Subject("layers with and without fused kernels, CPU", "fused"),
+    "lora": Subject("LoRA against full training and against PEFT in one process", "lora", sources=_PIPELINE),
     "gpipe_memory_formula": Subject("GPipe's peak activations", "gpipe.memory", "formula", _GPIPE),
     "gpipe_memory_amoebanet_d": Subject("GPipe's Table 1, AmoebaNet-D", "gpipe.memory", "AmoebaNet-D", _GPIPE),
     "gpipe_memory_transformer_l": Subject("GPipe's Table 1, Transformer-L", "gpipe.memory", "Transformer-L", _GPIPE),

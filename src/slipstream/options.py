@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
@@ -191,7 +191,8 @@ def _describe_unknown(path: list[str], record: Any) -> str:
         return f"{'.'.join(path)} is now {MOVED[key]}"
     if not record.section:
         for section in sections:
-            record = record.model_fields[section].annotation
+            found = record.model_fields[section].annotation
+            record = next(kind for kind in (found, *get_args(found)) if hasattr(kind, "model_fields"))  # or none
     where = ".".join(sections)
     hint = did_you_mean(key, record.model_fields, where and f"{where}.")
     if hint == ".":

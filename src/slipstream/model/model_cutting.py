@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.adapters import is_wrapper
 from slipstream.model.layer_range import HalfLayer, LayerHalf, ModelEnd, StagePart
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, check_shared_weights, has_parameters
 
@@ -108,7 +109,7 @@ def _without_parts(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         module = model.get_submodule(name)
         parts = [f"{name}.{child}" for child, part in module.named_children() if has_parameters(part)]
-        if parts and next(module.parameters(recurse=False), None) is None:
+        if parts and not is_wrapper(module) and next(module.parameters(recurse=False), None) is None:
             yield from _without_parts(model, parts)
         else:
             yield name

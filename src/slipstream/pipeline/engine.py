@@ -17,6 +17,7 @@ from slipstream.parallel import Ranks, join_launched_group, watch_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.batch_agreement import BatchAgreement
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
+from slipstream.pipeline.families.frozen_stages import FrozenStages
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep, both_backwards, rows_to_rehearse
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
@@ -61,11 +62,14 @@ class Engine:
             self.family.adopt(options)
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
         self.layout = self.family.lay_out(self.tuner.schedule, self.tuner.slices)  # of the next step
-        self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
-        self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks)
         self.stages: Mapping[int, Stage]
         with counted_off("loading the model"):
             self.stages, tensor = self.family.make_stages(self.layout)
+        self._frozen = FrozenStages(self.stages, self.ranks, self.layout.order)
+        if isinstance(self.family, CausalLMFamily) and self._frozen.may_be_left_out(self.layout, options.schedule):
+            self.layout = replace(self.layout, num_frozen_stages=self._frozen.number)
+        self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
+        self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks)
         tied_ends = self.family.tied_ends(self.layout)
         self.parameters = Parameters(self.stages, self.ranks, tensor, tied_ends, options)
         self._loss_function = self.family.loss_function(tensor)
@@ -182,9 +186,12 @@ class Engine:
 
     def _split(self, whole: WholeBatch, length: int) -> SplitBatch:
         """Splits the batch, and counts the valid targets of all replicas."""
-        return self._agreement.on(
-            whole, lambda: self.family.split(whole, self._microbatches(whole, length), self._seed())
-        )
+
+        def split() -> SplitBatch:
+            self._frozen.check(self.layout)
+            return self.family.split(whole, self._microbatches(whole, length), self._seed())
+
+        return self._agreement.on(whole, split)
 
     def _split_sequences(
         self, whole: Sequences, given: StepPlan | None
@@ -196,7 +203,12 @@ class Engine:
             self._agreement.compare(whole)  # raises, and names the ranks
             raise
         self.tuner.rest()
-        batch = self._agreement.on(whole, lambda: self.family.split_sequences(whole, plan, self._seed()))
+
+        def split() -> SplitBatch:
+            self._frozen.check(self.layout)
+            return self.family.split_sequences(whole, plan, self._seed())
+
+        batch = self._agreement.on(whole, split)
         self._adopt(plan.schedule)
         return batch, plan.microbatches
 
@@ -216,7 +228,7 @@ class Engine:
     def _held_with(self, plan: StepPlan) -> list[float]:
         """Returns the bytes that every rank would hold with a step's plan."""
         if self.layout.recompute or self._counts_by_shape:
-            return self._memory_limit.held_in(self._laid_out(plan.schedule).training, plan.slices)
+            return self._memory_limit.held_in(self._laid_out(plan.schedule).with_all_backwards.training, plan.slices)
         order = add_reductions(plan.schedule) if self.layout.reduces else plan.schedule
         return self._memory_limit.held_in(order, plan.slices)
 
@@ -276,7 +288,7 @@ class Engine:
         token_ids: Tensor,
         layout: StageLayout | None = None,
     ) -> RehearsedStep:
-        layout = layout or self.layout
+        layout = (layout or self.layout).with_all_backwards
         return RehearsedStep(
             schedule=layout.training,
             recompute=layout.recompute,

@@ -14,13 +14,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import Tensors, load_config, pretrained_model, random_model
+from slipstream.model.adapters import Adapter
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
 from slipstream.parallel import RankGroup
 from slipstream.pipeline import foreign_calls
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout, WeightSource
-from slipstream.pipeline.families.export import save_pretrained
+from slipstream.pipeline.families.adapter_export import write_adapter, write_merged
+from slipstream.pipeline.families.causal_lm import with_adapter
+from slipstream.pipeline.families.export import save_on_leader, write_model
 from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
@@ -134,11 +137,16 @@ class Pipeline:
         return cls(WeightSource(config, partial(random_model, config, seed)), **options)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
+    def from_pretrained(cls, path: str | Path, *, lora: Any = None, lora_seed: int = 0, **options: Any) -> Self:
         """Returns a pipeline with the weights of a folder of safetensors, or of a name on the hub, of which each rank
-        reads only its part. `options` are the constructor's. Collective."""
+        reads only its part. `options` are the constructor's. Collective.
+
+        With `lora`, a `peft.LoraConfig`, an adapter is added and the weights are frozen. It is drawn by `lora_seed` and
+        the modules' names, so it is the same however the model is cut.
+        """
         config = load_config(str(path))
-        return cls(WeightSource(config, partial(pretrained_model, str(path), config)), **options)
+        source = WeightSource(config, partial(pretrained_model, str(path), config))
+        return cls(source if lora is None else with_adapter(source, lora, lora_seed), **options)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -329,11 +337,24 @@ class Pipeline:
         """Takes over changes of what `named_parameters` yields that training didn't make: of a loaded checkpoint."""
         self._engine.parameters.refresh()
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective. Raises
-        SlipstreamError for an nn.Sequential."""
-        config = causal_lm(self._engine.family, "save_pretrained").config
-        save_pretrained(folder, config, self._engine.state_dict(), self._engine.ranks)
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter of PEFT that is trained, its name and configuration; None where the model has none."""
+        return getattr(self._engine.family, "adapter", None)
+
+    def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
+        """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective.
+
+        Of a model with an adapter it writes the adapter alone, as `PeftModel.from_pretrained` reads it, or with
+        `merged` the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
+        """
+        family = causal_lm(self._engine.family, "save_pretrained")
+        state, config, adapter = self._engine.state_dict(), family.config, family.adapter
+        if adapter is None:
+            save_on_leader(lambda: write_model(folder, config, state), self._engine.ranks)
+        else:
+            write = write_merged if merged else write_adapter
+            save_on_leader(lambda: write(folder, config, adapter, state), self._engine.ranks)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the

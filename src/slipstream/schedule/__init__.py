@@ -25,6 +25,7 @@ from slipstream.schedule.lowering import (
     channel,
     check_communication,
     forward_only,
+    freeze_stages,
     join_backwards,
     receives_in_flight,
     send_windows,

@@ -121,6 +121,8 @@ class Schedule:
         slice_counts: where microbatches differ, the token slices of each; not given: all have `num_slices`.
         reach: `reach[microbatch][i]` is the first slice that slice i attends to (documents and sliding windows
             shorten it); None means that every slice attends to all earlier ones.
+        num_frozen_stages: the first stages, of which nothing is trained: they have forwards alone, and no gradient is
+            sent to them.
 
     Raises:
         ScheduleError: the counts, the placement and the reach do not fit together.
@@ -133,6 +135,7 @@ class Schedule:
     num_slices: int
     reach: tuple[tuple[int, ...], ...] | None = None
     slice_counts: tuple[int, ...] = ()
+    num_frozen_stages: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name.splitlines()) != 1 or self.name.strip() != self.name:
@@ -142,6 +145,11 @@ class Schedule:
             rule = "A schedule needs at least one stage, rank, microbatch and slice"
             raise ScheduleError(f"{rule}, but {self.name} has {', '.join(map(str, counts))}.")
         self._check_slice_counts()
+        if not 0 <= self.num_frozen_stages < self.num_stages:
+            raise ScheduleError(
+                f"{self.name} has {self.num_frozen_stages} frozen stages of {self.num_stages}; at least the last one "
+                "has backwards."
+            )
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < self.num_ranks:
                 raise ScheduleError(f"Stage {stage} is placed on rank {rank}; the ranks are 0 to {self.num_ranks - 1}.")
@@ -223,6 +231,10 @@ class Schedule:
         """Whether there is any backward; evaluation runs forwards only."""
         return not self.ops.isdisjoint(BACKWARDS)
 
+    def trains(self, stage: int) -> bool:
+        """Returns whether a stage has backwards."""
+        return self.has_backward and stage >= self.num_frozen_stages
+
     def text(self, action: Action) -> str:
         """Returns the action's text as this schedule writes it."""
         return action.text(self.num_slices)
@@ -232,6 +244,7 @@ class Schedule:
         fields: dict[str, Iterable[object]] = {"schedule": [self.name], "placement": self.placement}
         slices = self.slice_counts if self.is_ragged else [self.num_slices]
         fields |= {"microbatches": [self.num_microbatches], "slices": slices}
+        fields |= {"frozen stages": [self.num_frozen_stages]} if self.num_frozen_stages else {}
         fields |= {f"reach {m}": row for m, row in enumerate(self.reach or ())}
         fields |= {f"rank {rank}": map(self.text, row) for rank, row in enumerate(self.actions)}
         return "\n".join(f"{key}: {' '.join(map(str, words))}".rstrip() for key, words in fields.items())
@@ -242,7 +255,8 @@ class Schedule:
         fields = _fields(text)
         reach = [key for key in fields if key.startswith("reach ")]
         ranks = [key for key in fields if key.startswith("rank ")]
-        wanted = ["schedule", "placement", "microbatches", "slices"]
+        frozen = [key for key in fields if key == "frozen stages"]
+        wanted = ["schedule", "placement", "microbatches", "slices", *frozen]
         wanted += [f"reach {m}" for m in range(len(reach))] + [f"rank {rank}" for rank in range(len(ranks))]
         if list(fields) != wanted:
             raise ScheduleError(
@@ -258,6 +272,7 @@ class Schedule:
             num_slices=max(slices),
             reach=tuple(_numbers(key, fields) for key in reach) or None,
             slice_counts=slices if len(slices) > 1 else (),
+            num_frozen_stages=_numbers("frozen stages", fields, single=True)[0] if frozen else 0,
         )
 
 

@@ -150,6 +150,8 @@ def awaited_send(user: Action, schedule: Schedule) -> Action | None:
 
 def _crosses_ranks(end: Action, schedule: Schedule) -> bool:
     other = end.other_end.stage
+    if end.op is Op.SEND_B and other < schedule.num_frozen_stages:
+        return False  # nobody needs that gradient
     return 0 <= other < schedule.num_stages and schedule.placement[other] != schedule.placement[end.stage]
 
 

@@ -44,6 +44,18 @@ def forward_only(schedule: Schedule) -> Schedule:
     return _rewritten(schedule, lambda action: (action,) if action.op in kept else ())
 
 
+def freeze_stages(schedule: Schedule, number: int) -> Schedule:
+    """Leaves out the backwards of the first stages, of which nothing is trained. Two frozen stages of three:
+
+    rank 0  F0.0 F0.1                      (no B)
+    rank 1       F0.0 F0.1                 (no B)
+    rank 2            F0.0 F0.1 B0.1 B0.0
+    """
+    frozen = replace(schedule, num_frozen_stages=number)
+    backwards = BACKWARDS | {Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD}
+    return _rewritten(frozen, lambda action: () if action.stage < number and action.op in backwards else (action,))
+
+
 def _rewritten(schedule: Schedule, rewrite: Callable[[Action], tuple[Action, ...]]) -> Schedule:
     """Returns the schedule with `rewrite(action)` in the place of each action."""
     rows = tuple(tuple(each for action in row for each in rewrite(action)) for row in schedule.actions)

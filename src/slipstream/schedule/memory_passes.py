@@ -110,7 +110,7 @@ def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds:
     starts, ends = run_times(schedule, seconds, order)
     rows = []
     for row in schedule.actions:
-        forwards = [action for action in row if action.op is Op.F]
+        forwards = [action for action in row if action.op is Op.F and schedule.trains(action.stage)]
         needed = {forward: _first_use(forward, schedule) for forward in forwards}
         # Only where anything runs while the activations are away.
         possible = [f for f in forwards if needed[f] - ahead > schedule.positions[f][1] + 1]

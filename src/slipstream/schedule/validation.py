@@ -143,12 +143,13 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
     """Checks that a slice has exactly one F, and one B or one I and one W, or F alone in a schedule of forwards."""
     unit = (Action(op, stage, microbatch, index) for op in _COMPLETE if op in schedule.ops)
     present = "".join(action.op for action in unit if action in schedule.positions)
-    if present in (("FB", "FIW") if schedule.has_backward else ("F",)):
+    trains = schedule.trains(stage)
+    if present in (("FB", "FIW") if trains else ("F",)):
         if not schedule.ops.isdisjoint(_FOR_MEMORY):
             _check_memory_actions(stage, microbatch, index, schedule)
         return
     found = ", ".join(present) or "nothing"
-    wanted = "F and B, or F, I and W" if schedule.has_backward else "F"
+    wanted = "F and B, or F, I and W" if trains else "F"
     where = f"Stage {stage}, microbatch {microbatch}, slice {index}"
     raise ScheduleError(f"{where} has {found}; it needs {wanted}.\n{grid(schedule, [])}")
 

@@ -30,7 +30,9 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
         **changes,
     }
     if config.model.pretrained:
-        return Pipeline.from_pretrained(str(config.model.path), **settings)
+        path, lora = str(config.model.path), config.lora
+        adapter = {} if lora is None else {"lora": lora.peft_config(path), "lora_seed": config.training.seed}
+        return Pipeline.from_pretrained(path, **adapter, **settings)
     model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
     return Pipeline.from_config(model_config, seed=config.training.seed, **settings)
 

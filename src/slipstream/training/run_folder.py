@@ -17,13 +17,23 @@ output/
   tensorboard/         event files, where asked for
   model-step-100/      exports at intervals
   model/               the trained model and its tokenizer
+  adapter/             with lora, the trained adapter
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from slipstream.training.config import Config
 from slipstream.training.ownership import ListedFiles
+
+
+def exported(model: Path, config: Config) -> dict[Path, bool]:
+    """Returns the folders that an export to `model` writes, and whether they have merged weights or the adapter."""
+    if config.lora is None or config.lora.export == "merged":
+        return {model: True}
+    adapter = model.with_name(model.name.replace("model", "adapter", 1))
+    return {adapter: False} if config.lora.export == "adapter" else {model: True, adapter: False}
 
 
 class RunFolder:
@@ -45,6 +55,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.model = path / "model"
+        self.adapter = path / "adapter"
         self.listed = ListedFiles(path)
 
     def model_at(self, step: int) -> Path:
@@ -68,5 +79,6 @@ class RunFolder:
 
     def exports(self) -> list[Path]:
         """Returns the folders of exported models that are there, and of what a killed run left of one."""
-        found = [self.model, *sorted({*self.path.glob("model-step-*"), *self.path.glob("model*.part")})]
+        patterns = [f"{kind}{rest}" for kind in ("model", "adapter") for rest in ("-step-*", "*.part")]
+        found = [self.model, self.adapter, *sorted({each for p in patterns for each in self.path.glob(p)})]
         return [path for path in found if path.exists()]

@@ -31,9 +31,9 @@ def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder,
         progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
 
 
-def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool) -> None:
+def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool, merged: bool = True) -> None:
     """Writes the whole model and its tokenizer to `folder` inside of the run's, as
-    `AutoModelForCausalLM.from_pretrained` loads them. Collective.
+    `AutoModelForCausalLM.from_pretrained` loads them; of an adapter, unless `merged`, that alone. Collective.
 
     The folder gets its name when all of it is there; one of that name, of before the run was resumed, goes then.
 
@@ -45,7 +45,7 @@ def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool) -> N
     part, before = (folder.with_name(f"{folder.name}{end}") for end in (".part", ".before.part"))
     try:
         _lead(pipe, lambda: _clear(run, part, before))
-        pipe.save_pretrained(part)
+        pipe.save_pretrained(part, merged)
         _lead(pipe, lambda: _complete(run, part, before, folder, trusts_code))
     except OSError:
         if pipe.leads:

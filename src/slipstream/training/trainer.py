@@ -44,7 +44,7 @@ from slipstream.training.data.samples import load_sequences
 from slipstream.training.failure_log import FailureLog
 from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord, ValidationRecord
 from slipstream.training.planned_start import facts_of_documents, start_settings
-from slipstream.training.run_folder import RunFolder
+from slipstream.training.run_folder import RunFolder, exported
 from slipstream.training.run_results import draw_last_step, export, write_sample
 from slipstream.training.training_step import autocast, count_steps, make_optimizer, make_scheduler, train_step
 from slipstream.units import bytes_text
@@ -239,9 +239,10 @@ class Trainer:
             self._export(folder)
 
     def _export(self, folder: Path) -> None:
-        with counted_off("exporting"):
-            export(self._pipe, self._folder, folder, self._config.model.trust_remote_code)
-        self._progress.say(f"exported to {folder}")
+        for each, merged in exported(folder, self._config).items():
+            with counted_off("exporting"):
+                export(self._pipe, self._folder, each, self._config.model.trust_remote_code, merged)
+            self._progress.say(f"exported to {each}")
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""

@@ -141,17 +141,18 @@ class Executor:
         inputs = self._inputs(action)
         began = self._stopwatch.mark()
         store = state.stores.setdefault((g, m), ContextStore(state.batch.slices[m][i].length))
-        if self._schedule.has_backward:
+        if trains := self._schedule.trains(g):
             specs = self._specs(Op.RECV_F, key)
             with self._saved.around_forward(action, inputs, [spec.needs_gradient for spec in specs], store):
                 leave = state.input_gradients.setdefault(key, {}).__setitem__
                 outputs = self._compute(action, entrances(inputs, specs, leave), store)
         else:
-            outputs = self._compute(action, inputs, store)
+            with torch.no_grad():
+                outputs = self._compute(action, inputs, store)
         if stage.has_loss:
             outputs = (self._loss(*outputs),)
         self._stopwatch.record(action, began)
-        if self._schedule.has_backward:
+        if trains:
             state.roots[key] = roots_of(outputs)
         else:
             outputs = copied_from_messages(outputs, inputs)
@@ -245,7 +246,7 @@ class Executor:
         full = with_zeros(sent, self._specs(Op.RECV_F, key), self._device)
         # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
         full = copied_from_messages(full, gradients)
-        if g > 0:
+        if g > self._schedule.num_frozen_stages:
             self._hand_on(Action(Op.SEND_B, g, m, i), full, state.gradients, (g - 1, m, i))
         elif full:
             self._head.spread(action, *full)
@@ -287,6 +288,8 @@ class Executor:
         stage, piece = self._stages[g], self._state.batch.slices[m][i]
         inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward
         specs = stage.receives(piece) if inwards else stage.sends(piece)
+        if inwards and 0 < g == self._schedule.num_frozen_stages:  # nobody below needs their gradients
+            specs = tuple(spec._replace(needs_gradient=False) for spec in specs)
         return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
 
     def _needing(self, op: Op, key: SliceKey) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from slipstream.model import (
     fuse_kernels,
     meta_model,
 )
+from slipstream.model.adapters import Adapter, adapter_of, add_adapter, check_method, check_parallel, is_wrapper
 from slipstream.model.saving import compiled_modules
 from slipstream.model.vocabulary import HeadRows, SpreadHead, TiedRows, find_spreadable_head
 from slipstream.parallel import Ranks, part_bounds
@@ -54,6 +55,19 @@ class WeightSource(NamedTuple):
     config: PretrainedConfig
     load: Callable[[ModelAnatomy, list[StagePart], torch.dtype | None], PreTrainedModel]
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
+    adapter: Adapter | None = None  # that the model has, or is to have
+
+
+def with_adapter(source: WeightSource, config: Any, seed: int) -> WeightSource:
+    """Returns a source whose model gets an adapter, by a LoraConfig of PEFT; raises SlipstreamError where it can't."""
+    check_method(config)
+
+    def load(anatomy: ModelAnatomy, parts: list[StagePart], dtype: torch.dtype | None) -> PreTrainedModel:
+        model = source.load(anatomy, parts, dtype)
+        add_adapter(model, meta_model(source.config), config, seed)
+        return model
+
+    return source._replace(load=load, adapter=Adapter("default", config))
 
 
 def in_memory(model: object) -> WeightSource:
@@ -63,6 +77,7 @@ def in_memory(model: object) -> WeightSource:
             "model is what torch.compile returned, which can't be cut into stages. Give the model itself, and for "
             "fused norms and activations runtime=slipstream.Runtime(fused=True)."
         )
+    model, adapter = adapter_of(model)
     if not isinstance(model, PreTrainedModel):
         raise SlipstreamError(
             f"model is a {type(model).__name__}; give a causal LM of transformers, for example "
@@ -83,7 +98,7 @@ def in_memory(model: object) -> WeightSource:
             "model has gradient checkpointing enabled, which would run its layers again outside of the schedule. "
             "Leave it out, or disable it on the model, and give memory=slipstream.Memory(recompute='full')."
         )
-    return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)))
+    return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)), adapter)
 
 
 class CausalLMFamily:
@@ -103,9 +118,11 @@ class CausalLMFamily:
                 "loss_fn with tensor parallelism: no rank has all logits, only those of its part of the vocabulary. "
                 "Leave it out for cross-entropy, or use a mesh with tp=1."
             )
+        if source.adapter is not None:
+            check_parallel(source.adapter, ranks.tensor.size)
         self.config: PretrainedConfig = source.config
         self._router_loss = ranks.decided(lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size))
-        self.compiled = source.compiled
+        self.compiled, self.adapter = source.compiled, source.adapter
         self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
         self._options, self._ranks, self._device = options, ranks, device
         if options.runtime.fused:
@@ -147,7 +164,8 @@ class CausalLMFamily:
         if slices != 1:
             self._check_cut()
         shared = self._ranks.tensor.size, self._ranks.share_gradients
-        layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared)
+        draws = self.adapter is not None and self.adapter.draws
+        layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared, draws)
         if layout.spreads_vocabulary:
             self._names = find_spreadable_head(self.config, self._anatomy)
         return layout
@@ -180,6 +198,11 @@ class CausalLMFamily:
     def _spread_heads(self, model: PreTrainedModel, layout: StageLayout, here: list[int]) -> dict[int, SpreadHead]:
         """Returns what each of these stages has of the head: an equal number of rows on every rank, or nothing."""
         head, schedule = model.get_submodule(self._names.head), layout.training
+        if is_wrapper(head):
+            raise SlipstreamError(
+                f"{self._names.head} has an adapter or a trained copy, so its rows can't be spread over the ranks. "
+                "Give vocabulary='whole'."
+            )
         assert isinstance(head, nn.Linear)
         parts = enumerate(schedule.vocabulary_stages)
         ids = {g: range(*part_bounds(head.out_features, schedule.num_ranks, rank)) for rank, g in parts if g in here}

@@ -46,8 +46,9 @@ def plan_layout(
     options: PipelineOptions,
     tensor_ranks: int = 1,
     reduces: bool = False,
+    draws: bool = False,
 ) -> tuple[StageLayout, ModelAnatomy]:
-    """Returns the layout, and the anatomy with `halves` if they are needed.
+    """Returns the layout, and the anatomy with `halves` if they are needed; `draws`: an adapter has dropout.
 
     Raises SlipstreamError, with what was given, allowed, and to type, where the options don't fit together.
     """
@@ -65,6 +66,7 @@ def plan_layout(
         check_spread(config, tensor_ranks, schedule.num_ranks, options)
         _check_spread_embedding(anatomy, schedule)
     model = WeighedModel(config, anatomy, seq_len, has_head=not spreads)
+    model.uses_randomness |= draws
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
     recompute = RecomputePolicy.parse(options.memory.recompute, max(len(stage.layers) for stage in layers))
     embeds = spreads and bool(anatomy.tied)  # an untied embedding is faster whole: what it gives has not to travel

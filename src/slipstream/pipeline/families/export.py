@@ -22,12 +22,12 @@ from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.stage import Stage
 
 
-def save_pretrained(folder: str | Path, config: PretrainedConfig, state: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Writes config and safetensors on the leader, which has the whole model's state. Collective.
+def save_on_leader(write: Callable[[], None], ranks: Ranks) -> None:
+    """Lets the leader, which has the whole model's state, write it. Collective.
 
-    Raises SlipstreamError and OSError on every rank where `write_model` does on the leader.
+    Raises SlipstreamError and OSError on every rank where `write` does on the leader.
     """
-    problem = ranks.decided(lambda: _prevented(lambda: write_model(folder, config, state)))
+    problem = ranks.decided(lambda: _prevented(write))
     if problem is not None:  # no rank continues before the folder is complete
         raise problem
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from slipstream.schedule import (
     add_reductions,
     check_communication,
     forward_only,
+    freeze_stages,
     spread_vocabulary,
 )
 
@@ -38,6 +39,7 @@ class StageLayout:
     reduces: bool  # whether gradients are summed over replicas, or over ranks that share layers
     spreads_vocabulary: bool = False  # whether every rank has some rows of the head
     spreads_embedding: bool = False  # which embed too
+    num_frozen_stages: int = 0  # the first ones, of which nothing is trained
 
     def __post_init__(self) -> None:
         check_communication(self.training)
@@ -53,8 +55,16 @@ class StageLayout:
         return add_communication(forward_only(self._extended))
 
     @cached_property
+    def with_all_backwards(self) -> StageLayout:
+        """The same with backwards of frozen stages, which hold at least as much: what memory is counted by."""
+        return replace(self, num_frozen_stages=0) if self.num_frozen_stages else self
+
+    @cached_property
     def _extended(self) -> Schedule:
-        schedule = _with_less_memory(self.order, self.recompute, self.offload)
+        schedule = self.order
+        if self.num_frozen_stages > schedule.num_frozen_stages and not schedule.is_lowered:
+            schedule = freeze_stages(schedule, self.num_frozen_stages)
+        schedule = _with_less_memory(schedule, self.recompute, self.offload)
         if self.spreads_vocabulary and not schedule.spreads_vocabulary:
             schedule = spread_vocabulary(schedule, embedding=self.spreads_embedding)
         if self.reduces and not any(action.op is Op.REDUCE_GRAD for action in schedule.positions):

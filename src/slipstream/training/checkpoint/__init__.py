@@ -1,5 +1,6 @@
 """Checkpoints: saved in the background, complete or not at all, and loaded by any mesh of ranks."""
 
+from slipstream.training.checkpoint.base_model import differs
 from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder, step_named
 from slipstream.training.checkpoint.checkpoints import Checkpoints
 from slipstream.training.checkpoint.manifest import Manifest

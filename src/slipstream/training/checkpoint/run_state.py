@@ -18,6 +18,7 @@ from slipstream.parallel import ParameterShare
 from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.profiler import versions, without_origin
+from slipstream.training.checkpoint.base_model import describe_base
 from slipstream.training.checkpoint.tensor_shard import TensorShard
 from slipstream.training.data import TokenisedText, TrainingSequences
 from slipstream.training.data.tokenised_text import Array
@@ -26,9 +27,12 @@ _READ_AT_ONCE = 2**24  # tokens
 
 
 def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
-    """Yields the shards of this rank's parameters, as its optimizer updates them, and of AdamW's state of each."""
+    """Yields the shards of this rank's parameters, as its optimizer updates them, and of AdamW's state of each; of a
+    model with an adapter, those of the adapter."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for shard in pipe.parameter_shards():
+        if pipe.adapter is not None and not shard.parameter.requires_grad:
+            continue  # of the base model, which stays as it is
         rows: dict[str, Any] = {"first_row": shard.first_row, "writes": shard.leads}
         yield TensorShard(f"model.{shard.name}", shard.share, shard.parameter, **rows)
         if id(shard.parameter) in trained:
@@ -67,6 +71,8 @@ class RunState:
         are planned."""
         self._settings, self._planned = settings, planned
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
+        path = settings.get("model", {}).get("path")  # an adapter belongs to these weights
+        self._base = describe_base(str(path)) if pipe.adapter is not None and pipe.leads else None
         self._data = describe_data(sequences)  # computed once: it reads all of the text
         self.step = 0
         self.num_samples = 0  # sequences that were trained on
@@ -82,6 +88,7 @@ class RunState:
             "stream": self._sequences.state(self.num_samples),
             "settings": self._settings,
             "model": describe_model(pipe.config),
+            "base": self._base,
             "random_state": {"seed": seed, "num_steps": num_steps},
             "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
             "loss_scale": dict(self._loss_scale.state_dict()),

@@ -17,6 +17,7 @@ from slipstream.planner.steps import StageRates
 from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 from slipstream.training.config import sections
 from slipstream.training.config.data_section import DataSection
+from slipstream.training.config.lora_section import LoraSection
 
 # Of a section and of a Pipeline
 _PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
@@ -38,6 +39,7 @@ class Config(Record):
     memory: Memory = Memory()
     parallel: sections.ParallelSection = sections.ParallelSection()
     runtime: Runtime = Runtime()
+    lora: LoraSection | None = None
     optimizer: sections.OptimizerSection = sections.OptimizerSection()
     training: sections.TrainingSection
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
@@ -59,6 +61,25 @@ class Config(Record):
         if named or pipeline.get("num_ranks") == 1:
             return values
         return values | {"pipeline": pipeline | {"schedule": "auto", "slices": "auto"}}
+
+    @model_validator(mode="after")
+    def _adapter_fits(self) -> Self:
+        if self.lora is None:
+            return self
+        if not self.model.pretrained:
+            raise ValueError("lora trains an adapter of given weights; give model.path, and no model.init=random")
+        if self.parallel.tensor > 1:
+            raise ValueError(
+                f"lora with parallel.tensor={self.parallel.tensor}: adapters can't be cut over tensor ranks yet; give "
+                "parallel.tensor=1"
+            )
+        if self.parallel.shard_parameters:
+            raise ValueError("lora with parallel.shard_parameters=true: that isn't exact; leave it out")
+        if self.training.single_process_steps:
+            raise ValueError("training.single_process_steps compares with training all weights; leave it out with lora")
+        if self.lora.export == "adapter" and self.sample.prompt is not None:
+            raise ValueError("sample.prompt needs the merged model; give lora.export=both, or leave sample.prompt out")
+        return self
 
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:

@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import load_config, meta_model, trust_remote_code
+from slipstream.model.adapters import Adapter
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.pipeline.families import state_misfits, tied_names, write_model
+from slipstream.pipeline.families.adapter_export import merged_with_base
 from slipstream.pipeline.pipeline_options import torch_dtype
-from slipstream.training.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, describe_model
-from slipstream.training.config import ModelSection, precision_named
+from slipstream.training.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, describe_model, differs
+from slipstream.training.config import LoraSection, ModelSection, precision_named
 from slipstream.training.data import load_tokenizer
 from slipstream.training.run_folder import RunFolder
 
@@ -91,6 +93,8 @@ def _whole_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfi
 
     Raises SlipstreamError where the checkpoint's weights aren't the model's.
     """
+    if saved.facts.get("settings", {}).get("lora"):
+        return _merged_state(run, saved, config)
     model, state = meta_model(config), _read_parameters(run, saved)
     if misfits := state_misfits(model, state):
         raise SlipstreamError(
@@ -101,6 +105,21 @@ def _whole_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfi
     for names in tied_names(model):
         state |= dict.fromkeys(names, next(state[name] for name in names if name in state))
     return state | _fixed_buffers(_section(saved), config, model.state_dict().keys() - state.keys())
+
+
+def _merged_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfig) -> dict[str, Tensor]:
+    """Returns the state of the model that the checkpoint's adapter belongs to, with the adapter merged into it."""
+    path = str(_section(saved)["path"])
+    if differs(saved.facts.get("base"), path):
+        raise SlipstreamError(
+            f"{saved.folder} holds an adapter of the model in {path}, whose weights are missing or have been changed "
+            "since. Put back the model that it was trained on"
+        )
+    lora = LoraSection.model_validate(saved.facts["settings"]["lora"])
+    trained = _in_dtype(saved, _read_parameters(run, saved))
+    dtype = next(iter(trained.values())).dtype
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=False)
+    return merged_with_base(model, Adapter("default", lora.peft_config(path)), trained)
 
 
 def _read_parameters(run: RunFolder, saved: SavedCheckpoint) -> dict[str, Tensor]:

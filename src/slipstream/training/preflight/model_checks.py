@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from slipstream.model import (
     config_from_settings,
     find_anatomy,
     load_config,
+    meta_model,
     trust_remote_code,
 )
+from slipstream.model.adapters import targeted_modules
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
@@ -45,6 +48,8 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
         SlipstreamError: with what was given, what is allowed and what to type.
     """
     check_layers(config, model_config)
+    if config.lora is not None:
+        _check_lora(config, model_config)
     check_length(model_config, config.training.seq_len, "training.seq_len")
     if config.model.pretrained:
         _check_weights(Path(str(config.model.path)))
@@ -87,6 +92,21 @@ def _check_layout(config: Config, model_config: Any) -> None:
         planned_vocabulary(model_config, anatomy, config.pipeline.num_ranks, tensor_ranks, options)
         options = replace(options, vocabulary="whole")
     plan_layout(model_config, anatomy, tuner.schedule, tuner.slices, options, tensor_ranks)
+
+
+def _check_lora(config: Config, model_config: Any) -> None:
+    """Raises SlipstreamError where PEFT isn't installed, or no module of the model can have the adapter."""
+    if find_spec("peft") is None:
+        raise SlipstreamError("lora needs PEFT, an extra: pip install 'slipstream[peft]'")
+    assert config.lora is not None
+    adapter, model = config.lora.peft_config(str(config.model.path)), meta_model(model_config)
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    targets = {f"{name}.weight" for name in targeted_modules(model, adapter)}
+    if both := sorted(targets & tied):
+        raise SlipstreamError(
+            f"lora.target_modules includes {both[0].removesuffix('.weight')}, whose weight embedding and head share, "
+            "so an adapter would part them; leave it out"
+        )
 
 
 def _check_weights(folder: Path) -> None:

@@ -19,10 +19,11 @@ from slipstream.training.checkpoint import (
     check_data,
     describe_data,
     describe_model,
+    differs,
 )
 from slipstream.training.config import Config
 from slipstream.training.data import TrainingSequences
-from slipstream.training.run_folder import RunFolder
+from slipstream.training.run_folder import RunFolder, exported
 from slipstream.training.training_step import count_steps
 
 _UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they say where, not what
@@ -38,12 +39,13 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
     saved = _find(config)
     if saved is None:
         return False
+    _check_adapter(saved, config)
     if changes := list(_changes(saved.facts.get("settings"), config)):
         progress.say(f"resuming after step {saved.step} with other settings than before:{_table(changes)}")
     training = config.training
     check_data(saved.facts["data"], describe_data(sequences))
     saved.check_model(describe_model(_as_ranks_load_it(config, model_config)))
-    if not (saved.step >= count_steps(training, sequences) and _is_exported(saved, RunFolder(training.output))):
+    if not (saved.step >= count_steps(training, sequences) and _is_exported(saved, config)):
         return False
     progress.say(
         f"the run has reached its last step, {saved.step}, and its model is in {RunFolder(training.output).model}: "
@@ -52,9 +54,24 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
     return True
 
 
-def _is_exported(saved: SavedCheckpoint, folder: RunFolder) -> bool:
-    """Returns whether the whole model is there, of this checkpoint and not of a later one."""
-    return saved.step == CheckpointFolder(folder.checkpoints).steps()[0] and folder.listed.is_itemised(folder.model)
+def _check_adapter(saved: SavedCheckpoint, config: Config) -> None:
+    """Raises SlipstreamError where the checkpoint is of an adapter and the run isn't, or of other weights."""
+    had = bool((saved.facts.get("settings") or {}).get("lora"))
+    if had != (config.lora is not None):
+        was, now = ("an adapter", "all weights") if had else ("all weights", "an adapter (lora)")
+        raise saved.unfit(f"holds {was}, but the run trains {now}")
+    if config.lora is not None and differs(saved.facts.get("base"), str(config.model.path)):
+        raise saved.unfit(
+            f"holds an adapter of other weights than those in model.path={config.model.path}, which have been changed "
+            "or replaced since"
+        )
+
+
+def _is_exported(saved: SavedCheckpoint, config: Config) -> bool:
+    """Returns whether what is to be exported is there, of this checkpoint and not of a later one."""
+    folder = RunFolder(config.training.output)
+    newest = CheckpointFolder(folder.checkpoints).steps()[0]
+    return saved.step == newest and all(folder.listed.is_itemised(each) for each in exported(folder.model, config))
 
 
 def _find(config: Config) -> SavedCheckpoint | None:

@@ -1,0 +1,67 @@
+"""The section of a configuration that trains an adapter by LoRA in place of the model's weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from slipstream.options import Record
+
+
+class LoraSection(Record):
+    """An adapter by LoRA that is trained in place of the model's weights, with the settings of PEFT's LoraConfig."""
+
+    r: PositiveInt = 8
+    """The rank of each update."""
+    alpha: PositiveFloat = 16
+    """The update is scaled by alpha / r."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the adapter's input."""
+    target_modules: str | list[str] = "all-linear"
+    """The names of the modules that get an adapter, such as `[q_proj, v_proj]`, or a pattern. all-linear: every linear
+    layer but the head."""
+    exclude_modules: str | list[str] | None = None
+    """Names of modules, or a pattern, that get none."""
+    layers_to_transform: list[int] | None = None
+    """The layers that get adapters. Default: all. The backward ends at the lowest."""
+    bias: Literal["none", "lora_only"] = "none"
+    """lora_only: the biases of modules with an adapter are trained too."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r)."""
+    use_dora: bool = False
+    """Train the length of each weight's rows apart from their direction."""
+    rank_pattern: dict[str, int] = Field(default={})
+    """Other ranks by the modules' names."""
+    alpha_pattern: dict[str, float] = Field(default={})
+    """Other alphas by the modules' names."""
+    init: Literal["default", "gaussian"] = "default"
+    """The distribution from which the first factor is drawn, by `training.seed`; the second is zero."""
+    export: Literal["adapter", "merged", "both"] = "both"
+    """What is exported. adapter: the folder `adapter/`, which PEFT loads. merged: the whole model, in `model/`."""
+
+    @model_validator(mode="after")
+    def _named_targets(self) -> Self:
+        if self.layers_to_transform is not None and isinstance(self.target_modules, str):
+            raise ValueError(
+                f"lora.layers_to_transform needs a list of names in lora.target_modules, such as [q_proj, v_proj], not "
+                f"{self.target_modules!r}"
+            )
+        return self
+
+    def peft_config(self, base: str) -> Any:
+        """Returns PEFT's configuration of the adapter, for the model at `base`."""
+        from peft import LoraConfig
+
+        same = (
+            "r", "target_modules", "exclude_modules", "layers_to_transform", "bias", "use_rslora", "use_dora",
+            "rank_pattern", "alpha_pattern",
+        )  # fmt: skip
+        return LoraConfig(
+            **{name: getattr(self, name) for name in same},
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            init_lora_weights=True if self.init == "default" else self.init,
+            base_model_name_or_path=base,
+            task_type="CAUSAL_LM",
+        )

@@ -1,0 +1,109 @@
+"""`slipstream train` with an adapter: it is resumed to the bit, and what commands make of it has its logits."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.training.checkpoint.manifest import Manifest
+from slipstream.training.config import load_config
+from slipstream.training.preflight import preflight
+from support.forked import COMMAND, launch
+from support.paths import ROOT
+
+_YAML = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OF_THE_PAGE = _YAML.findall((ROOT / "docs" / "lora.md").read_text(encoding="utf-8"))[0]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and text, and the configuration of the page about adapters."""
+    monkeypatch.chdir(tmp_path)
+    alphabet = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words = Tokenizer(models.BPE(vocab=alphabet | {"<eos>": 256}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained("my-model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=257)).save_pretrained("my-model")
+    Path("text").mkdir()
+    for number in range(40):
+        Path("text", f"{number}.txt").write_text(f"the quick brown fox {number} jumps over the lazy dog\n" * 3)
+    Path("lora.yaml").write_text(OF_THE_PAGE)
+    return tmp_path
+
+
+def train(*more: str) -> None:
+    settings = ["--lora.layers_to_transform=[1,3]", "--lora.dropout=0.1", "--pipeline.partition=[1,3]", *more]
+    result = launch(2, COMMAND, "train", "lora.yaml", "--runtime.self_check=false", *settings)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.more
+def test_a_run_is_resumed_to_the_bit_and_exported(place: Path) -> None:
+    run = Path("runs/lora")
+    train()
+    tensors = Manifest.read(run / "checkpoints" / "step-00000002").tensors
+    assert all("lora_" in name for name in tensors)
+    assert len(tensors) == 4 * (2 * 2 * 2)  # a weight and three of its state; A and B, two modules, two layers
+    first = load_file(run / "adapter" / "adapter_model.safetensors")
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    train("--checkpoint.resume=latest")
+    again = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    result = launch(1, COMMAND, "export", str(run), "--output", "exported")
+    assert result.returncode == 0, result.stderr
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        adapted = AutoPeftModelForCausalLM.from_pretrained(run / "adapter")(input_ids=tokens).logits
+        for folder in (run / "model", "exported"):
+            merged = AutoModelForCausalLM.from_pretrained(folder)(input_ids=tokens).logits
+            torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+        base = AutoModelForCausalLM.from_pretrained("my-model")
+        assert not torch.allclose(base(input_ids=tokens).logits, adapted, atol=1e-4)
+    base.lm_head.weight.data += 1
+    base.save_pretrained("my-model")
+    with pytest.raises(SlipstreamError, match=r"an adapter of other weights than those in model.path=my-model"):
+        check("--checkpoint.resume=latest", "--training.steps=6")
+    with pytest.raises(SlipstreamError, match="holds an adapter, but the run trains all weights"):
+        check("--checkpoint.resume=latest", "--lora=null")
+
+
+def check(*more: str) -> Any:
+    return preflight(load_config(Path("lora.yaml"), ["--runtime.self_check=false", *more]), Progress(None))
+
+
+MISTAKES = {
+    "--lora.rank=8": "lora.rank",
+    "--lora.r=0": "lora.r",
+    "--lora.target_modules=[q_prj]": r"q_prj.*q_proj.*target_modules=all-linear",
+    "--lora.target_modules=all-linear --lora.layers_to_transform=[2]": r"needs a list of names in lora.target_modules",
+    "--training.single_process_steps=1": r"compares with training all weights",
+    "--lora.bias=all": "lora.bias",
+    "--parallel.tensor=2": r"lora with parallel.tensor=2.*parallel.tensor=1",
+    "--model.init=random": r"lora trains an adapter of given weights; give model.path",
+    "--lora.export=adapter --sample.prompt=a": r"sample.prompt needs the merged model; give lora.export=both",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_mistakes_are_found_before_ranks_start(place: Path, given: str) -> None:
+    with pytest.raises(SlipstreamError, match=f"(?s){MISTAKES[given]}"):
+        check(*given.split())
+
+
+def test_the_page_s_configuration_is_fine(place: Path) -> None:
+    assert yaml.safe_load(OF_THE_PAGE)["lora"]["r"] == check().config.lora.r
