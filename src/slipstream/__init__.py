@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
     from slipstream.parallel import ParameterShare, RankGroup, make_mesh
     from slipstream.pipeline.pipeline import Pipeline
+    from slipstream.pipeline.pipeline_options import SequenceLoss
     from slipstream.planner import Plan
     from slipstream.planner.costs import load_cluster, load_profile
     from slipstream.planner.order.best_order import find_order, step_lower_bound
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
     from slipstream.timeline.picture import draw_timelines
     from slipstream.timeline.spans import Span, Timeline
 
-__all__ = ["Layers", "Memory", "Parallelism", "Pipeline", "Precision", "Runtime", "SlipstreamError"]
+__all__ = ["Layers", "Memory", "Parallelism", "Pipeline", "Precision", "Runtime"]
+__all__ += ["SequenceLoss", "SlipstreamError"]
 __all__ += ["CutTokens", "Skip", "causal_attention", "check_sliceable", "sequence_of", "trust_remote_code"]
 __all__ += ["ParameterShare", "RankGroup", "make_mesh"]
 __all__ += ["Plan", "PlanOptions", "load_cluster", "load_profile", "partition_layers", "plan", "write_report"]

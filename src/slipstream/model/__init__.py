@@ -1,7 +1,7 @@
 """Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
 from slipstream.model.causal_lm_stage import CausalLMStage
-from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy
+from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy, token_cross_entropy
 from slipstream.model.fused_kernels import check_compiler, fuse_kernels
 from slipstream.model.layer_halves import find_halves
 from slipstream.model.layer_range import (

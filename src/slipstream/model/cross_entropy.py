@@ -19,3 +19,10 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def causal_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (sum, number of valid targets) over tokens, of logits (b, T, vocabulary) and targets (b, T)."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns each token's loss (b, T), zero where none counts, of logits (b, T, vocabulary) and targets (b, T)."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    losses = functional.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view_as(targets)

@@ -32,13 +32,27 @@ class WholeBatch:
     targets: Tensor
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
+    sequence_values: Tensor | None = None  # (B, ...), for a loss of whole sequences
 
     @classmethod
     def of(cls, device: torch.device, inputs: Tensor | Tensors, targets: Tensor, *ids: Tensor | None) -> WholeBatch:
-        """Moves the tensors to the device; `ids` are those of positions and of documents."""
+        """Moves the tensors to the device; `ids` are those of positions and of documents,
+        and what is given of every sequence."""
         given = inputs if isinstance(inputs, tuple) else (inputs,)
         moved = (None if each is None else each.to(device) for each in ids)
         return cls(tuple(tensor.to(device) for tensor in given), given is inputs, targets.to(device), *moved)
+
+
+@dataclass(frozen=True)
+class MicrobatchSequences:
+    """The sequences of a microbatch, for a loss of whole ones."""
+
+    numbers: Sequence[Tensor]  # of each slice: which sequence a token is of, (b, T)
+    count: int
+    values: Tensor | None  # (count, ...), as a step was given them
+
+    def __len__(self) -> int:
+        return self.count
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,12 @@ class SplitBatch:
     targets: list[list[Tensor]]
     num_valid: int
     loss_scale: float = 1.0
+    sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
+
+    def twice(self, number: int) -> SplitBatch:
+        """Returns a batch of two microbatches that are equal to this one's microbatch `number`."""
+        slices, targets, sequences = self.slices[number], self.targets[number], self.sequences[number : number + 1]
+        return replace(self, slices=[slices] * 2, targets=[targets] * 2, sequences=[*sequences] * 2)
 
     def with_loss_shares(self) -> SplitBatch:
         """Returns the batch of a causal LM, each slice with its microbatch's share of the scaled loss."""

@@ -137,7 +137,7 @@ def _named(ranks: list[int]) -> str:
 
 def _tensors(whole: WholeBatch | Sequences) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors that a step was given, with what each is."""
-    for name in ("inputs", "targets", "position_ids", "document_ids"):
+    for name in ("inputs", "targets", "position_ids", "document_ids", "sequence_values"):
         for tensor in _flat(getattr(whole, name, None)):
             yield name, tensor
 

@@ -72,8 +72,8 @@ class Engine:
         self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks)
         tied_ends = self.family.tied_ends(self.layout)
         self.parameters = Parameters(self.stages, self.ranks, tensor, tied_ends, options)
-        self._loss_function = self.family.loss_function(tensor)
-        own = self.stages, self.parameters, self._loss_function
+        self._losses = self.family.losses(tensor)
+        own = self.stages, self.parameters, self._losses
         self.runner = StepRunner(self.layout, *own, self.ranks, self.device, self.family.routes(self.layout), options)
         self._memory_limit = MemoryLimit(options.memory.limit, self.ranks)
         self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
@@ -235,7 +235,7 @@ class Engine:
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
         if not self._memory_limit.is_set or self._memory_limit.rows is not None:
-            self.step_planning.prepare(lengths)
+            self.step_planning.prepare(self.family.planned_lengths(lengths))
 
     @property
     def _counts_by_shape(self) -> bool:
@@ -294,7 +294,7 @@ class Engine:
             recompute=layout.recompute,
             stages=self.stages,
             parameters=self.parameters,
-            loss_function=self._loss_function,
+            losses=self._losses,
             device=self.device,
             scatter=self.runner.scattered,
             num_parts=self.runner.num_parts,

@@ -27,7 +27,7 @@ from slipstream.pipeline.families.export import save_on_leader, write_model
 from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
-from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
+from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.sequences import Lengths, Rows, given_batch
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.slicing import BatchSlicing
@@ -69,7 +69,7 @@ class Pipeline:
             the slices' lengths, it counts weights alone. Sequences of other lengths are fine. With it, and schedule,
             slices and partition "auto", all three are planned from measured costs (see `plan`).
         loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
-            targets that are not -100.
+            targets that are not -100; or a SequenceLoss, a function of the probability of whole sequences.
         mesh: a DeviceMesh with an axis "pp", and "dp" and "tp" where they are used, by `slipstream.make_mesh`; default:
             all ranks on pp. With dp each replica passes its own share of a batch; tp ranks share every layer and pass
             equal batches.
@@ -106,7 +106,7 @@ class Pipeline:
         partition: Sequence[float] | Literal["auto"] = "auto",
         stages_per_rank: int = 1,
         seq_len: int | None = None,
-        loss_fn: LossFunction | None = None,
+        loss_fn: LossFunction | SequenceLoss | None = None,
         mesh: DeviceMesh | None = None,
         num_ranks: int | None = None,
         device: torch.device | str | None = None,
@@ -255,6 +255,7 @@ class Pipeline:
         document_ids: Rows | None = None,
         *,
         lengths: Lengths = None,
+        sequence_values: Tensor | None = None,
         plan: StepPlan | None = None,
         loss_scale: float = 1.0,
     ) -> Tensor:
@@ -271,6 +272,7 @@ class Pipeline:
             document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
                 transformers, where position_ids don't count on.
             lengths: the tokens of each row where sequences of different lengths are padded to one.
+            sequence_values: (sequences, ...), what the function of a SequenceLoss takes besides log-probabilities.
             plan: which sequences of a list form which microbatch, the slices of each, and the order; default: see
                 `inputs`.
             loss_scale: a factor of the loss, so that small gradients of float16 don't vanish; they are divided by it at
@@ -283,7 +285,8 @@ class Pipeline:
             SlipstreamError: the tensors don't fit the pipeline, no target counts, or a rank would hold more than the
                 memory limit; before anything runs.
         """
-        whole = given_batch(self.device, inputs, targets, position_ids, document_ids, lengths, plan is not None)
+        of_rows = position_ids, document_ids, lengths, sequence_values
+        whole = given_batch(self.device, inputs, targets, *of_rows, plan is not None)
         return self._engine.step(whole, loss_scale, plan)
 
     def prepare(self, lengths: Sequence[int]) -> None:
@@ -299,11 +302,13 @@ class Pipeline:
         document_ids: Rows | None = None,
         *,
         lengths: Lengths = None,
+        sequence_values: Tensor | None = None,
         plan: StepPlan | None = None,
     ) -> Tensor:
         """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
         result and errors are those of `step`."""
-        whole = given_batch(self.device, inputs, targets, None, document_ids, lengths, plan is not None)
+        of_rows = None, document_ids, lengths, sequence_values
+        whole = given_batch(self.device, inputs, targets, *of_rows, plan is not None)
         return self._engine.evaluate(whole, plan)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

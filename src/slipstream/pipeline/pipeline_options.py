@@ -21,6 +21,29 @@ LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targe
 
 
 @dataclass(frozen=True)
+class SequenceLoss:
+    """A loss of whole sequences, a function of how probable the model finds each: for preferences and rewards.
+
+    Every row of a batch is a sequence, or every tensor of a list. `group_size` of them, next to each other, have one
+    loss together, such as a chosen and a rejected answer (DPO, Rafailov et al. 2023, equation 7). The loss of a step is
+    the mean over the groups of all replicas.
+    """
+
+    function: Callable[..., Tensor]
+    """Takes (n,) float64: of each of n sequences, the sum of the log-probabilities of the targets that aren't -100;
+    where a step is given `sequence_values`, also those of these sequences, (n, ...). Returns (n / group_size,), the
+    losses. It is called for every microbatch, on the last stage's rank."""
+    group_size: int = 1
+    """How many sequences have one loss together. They share a microbatch."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise SlipstreamError(f"SequenceLoss({self.function!r}): give a function of log-probabilities (n,).")
+        if not isinstance(self.group_size, int) or self.group_size < 1:
+            raise SlipstreamError(f"SequenceLoss(group_size={self.group_size!r}): give a number of sequences, from 1.")
+
+
+@dataclass(frozen=True)
 class PipelineOptions:
     """The arguments of the Pipeline, which says what they mean."""
 
@@ -30,7 +53,7 @@ class PipelineOptions:
     stages_per_rank: int = 1
     partition: str | Sequence[float] = "auto"
     seq_len: int | None = None
-    loss_fn: LossFunction | None = None
+    loss_fn: LossFunction | SequenceLoss | None = None
     memory: Memory = Memory()
     parallel: Parallelism = Parallelism()
     precision: Precision = Precision()

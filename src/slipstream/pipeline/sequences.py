@@ -29,6 +29,7 @@ class Sequences:
     inputs: Sequence[Any]
     targets: Sequence[Tensor]
     document_ids: Sequence[Tensor] | None = None
+    sequence_values: Tensor | None = None  # (sequences, ...), for a loss of whole ones
 
     @classmethod
     def of(
@@ -38,6 +39,7 @@ class Sequences:
         targets: Tensor | Sequence[Tensor],
         document_ids: Tensor | Sequence[Tensor] | None = None,
         lengths: Lengths = None,
+        sequence_values: Tensor | None = None,
     ) -> Sequences:
         """Takes lists of (T,) tensors, or with `lengths` padded ones (batch, longest), whose padding is left out.
 
@@ -51,7 +53,8 @@ class Sequences:
             if len(each) != len(lists["inputs"]):
                 raise SlipstreamError(f"{name} are {len(each)} sequences, inputs {len(lists['inputs'])}: give as many.")
         moved: dict[str, Any] = {name: [_moved(each, device) for each in given] for name, given in lists.items()}
-        return cls(**moved)
+        values = None if sequence_values is None else sequence_values.to(device)
+        return cls(**moved, sequence_values=values)
 
     @property
     def token_ids(self) -> list[Tensor]:
@@ -138,6 +141,7 @@ def given_batch(
     position_ids: Tensor | None,
     document_ids: Rows | None,
     lengths: Lengths,
+    sequence_values: Tensor | None = None,
     is_planned: bool = False,
 ) -> WholeBatch | Sequences:
     """Returns the batch of a step: rows of one length, or, of lists and with `lengths`, of different ones."""
@@ -147,10 +151,11 @@ def given_batch(
             raise SlipstreamError(
                 "plan=... is for sequences of different lengths: give lists, or padded with lengths=..."
             )
-        return WholeBatch.of(device, inputs, targets, position_ids, document_ids)  # type: ignore[arg-type]
+        of_rows = position_ids, document_ids, sequence_values
+        return WholeBatch.of(device, inputs, targets, *of_rows)  # type: ignore[arg-type]
     if position_ids is not None or isinstance(inputs, tuple):
         name = "a tuple of inputs" if isinstance(inputs, tuple) else "position_ids"
         raise SlipstreamError(
             f"{name} with sequences of different lengths: each is token ids, whose positions begin at 0. Leave it out."
         )
-    return Sequences.of(device, inputs, targets, document_ids, lengths)
+    return Sequences.of(device, inputs, targets, document_ids, lengths, sequence_values)

@@ -18,10 +18,10 @@ from slipstream.messages import (
 )
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution import Executor, run_together
+from slipstream.pipeline.execution import Executor, Losses, run_together
 from slipstream.pipeline.families import StageLayout
 from slipstream.pipeline.parameters import Parameters
-from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
@@ -36,7 +36,7 @@ class StepRunner:
         layout: StageLayout,
         stages: Mapping[int, Stage],
         parameters: Parameters,
-        loss_function: LossFunction,
+        losses: Losses,
         ranks: Ranks,
         device: torch.device,
         routes: Sequence[tuple[int, int]],
@@ -48,7 +48,7 @@ class StepRunner:
             layout: of the first step.
             stages: of this process.
             parameters: whose gradients are reduced.
-            loss_function: of the last stage.
+            losses: of the last stage.
             ranks: of the mesh.
             device: on which they compute.
             routes: the pairs of stages that skips go between past others.
@@ -63,7 +63,7 @@ class StepRunner:
 
         def executor(rank: int) -> Executor:
             here = {stage: stages[stage] for stage in layout.stages_of([rank])}
-            return Executor(rank, here, self.transport, loss_function, device, layout.recompute, parameters.reduce)
+            return Executor(rank, here, self.transport, losses, device, layout.recompute, parameters.reduce)
 
         self.executors = [executor(rank) for rank in ranks.here(layout.num_ranks)]
 

@@ -26,15 +26,26 @@ def vocabulary_cross_entropy(
     with the target's logit; backward is local. Calling it is collective over the group.
     """
 
+    losses = vocabulary_token_losses(group, first_id, ignore_index)
+
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        total: Tensor = _CrossEntropy.apply(logits, targets, group, first_id, ignore_index)  # type: ignore[no-untyped-call]
-        return total, (targets != ignore_index).sum()
+        return losses(logits, targets).sum(), (targets != ignore_index).sum()
 
     return loss
 
 
+def vocabulary_token_losses(group: RankGroup, first_id: int, ignore_index: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns what `vocabulary_cross_entropy` sums up: the loss of each token, (b, T), zero where none counts."""
+
+    def losses(logits: Tensor, targets: Tensor) -> Tensor:
+        each: Tensor = _CrossEntropy.apply(logits, targets, group, first_id, ignore_index)  # type: ignore[no-untyped-call]
+        return each
+
+    return losses
+
+
 class _CrossEntropy(torch.autograd.Function):
-    """The sum over tokens of log(sum_v exp(logit_v)) - logit_target."""
+    """Of each token log(sum_v exp(logit_v)) - logit_target."""
 
     @staticmethod
     def forward(
@@ -52,8 +63,8 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities = exponentials.div_(denominator[..., None])
         ctx.save_for_backward(probabilities, index, is_here, is_valid)
         ctx.dtype = logits.dtype
-        total: Tensor = (denominator.log() - chosen).masked_fill(~is_valid, 0).sum()
-        return total
+        each: Tensor = (denominator.log() - chosen).masked_fill(~is_valid, 0)
+        return each
 
     @staticmethod
     @once_differentiable

@@ -14,6 +14,7 @@ from slipstream.messages import Message, SkipMessages, Transport, TransportError
 from slipstream.model import Tensors, TensorSpec, copied_from_messages
 from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.execution.losses import Losses
 from slipstream.pipeline.execution.saved_activations import SavedActivations
 from slipstream.pipeline.execution.spread_head import SpreadHeadActions
 from slipstream.pipeline.execution.step_state import (
@@ -27,7 +28,6 @@ from slipstream.pipeline.execution.step_state import (
     with_zeros,
 )
 from slipstream.pipeline.execution.stopwatch import Stopwatch
-from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule, awaited_send, channel, report_wait
 from slipstream.timeline import Span
@@ -42,7 +42,7 @@ class Executor:
         rank: int,
         stages: Mapping[int, Stage],
         transport: Transport,
-        loss_function: LossFunction,
+        losses: Losses,
         device: torch.device,
         recompute: RecomputePolicy | None,
         reduce_gradients: Callable[[int], None],
@@ -50,7 +50,7 @@ class Executor:
         """`recompute` says what the schedule's R actions recompute, None all. `reduce_gradients` is what REDUCE_GRAD
         does to a stage."""
         self._rank, self._stages, self._transport, self._device = rank, stages, transport, device
-        self._loss_function, self._reduce_gradients = loss_function, reduce_gradients
+        self._losses, self._reduce_gradients = losses, reduce_gradients
         self._saved = SavedActivations(stages, recompute, device)
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -150,7 +150,7 @@ class Executor:
             with torch.no_grad():
                 outputs = self._compute(action, inputs, store)
         if stage.has_loss:
-            outputs = (self._loss(*outputs),)
+            outputs = (self._losses.add(outputs, state, key, self._schedule.has_backward),)
         self._stopwatch.record(action, began)
         if trains:
             state.roots[key] = roots_of(outputs)
@@ -163,12 +163,10 @@ class Executor:
             self._hand_on(Action(Op.SEND_F, g, m, i), outputs, state.handed, (g + 1, m, i))
 
     def _compute(self, action: Action, inputs: Tensors, store: ContextStore) -> Tensors:
-        """Runs what F runs and R repeats: returns the stage's outputs, the last one's (sum, count) of losses."""
-        g, m, i = key_of(action)
-        outputs: Tensors = self._stages[g].compute(self._state.batch.slices[m][i], inputs, store)
-        if self._stages[g].has_loss:
-            return self._loss_function(outputs, self._state.batch.targets[m][i])
-        return outputs
+        """Runs what F runs and R repeats: returns the stage's outputs, or what the last one's loss needs of them."""
+        g, m, i = key = key_of(action)
+        outputs: Any = self._stages[g].compute(self._state.batch.slices[m][i], inputs, store)
+        return self._losses.compute(outputs, self._state, key) if self._stages[g].has_loss else outputs
 
     def _inputs(self, action: Action) -> Tensors:
         """Returns the inputs of F: received, or passed on by stages of this rank; the first stage has none, or what the
@@ -193,12 +191,6 @@ class Executor:
     def _release(self, messages: Sequence[Message]) -> None:
         for message in messages:
             self._transport.release(message)
-
-    def _loss(self, total: Tensor, count: Tensor) -> Tensor:
-        """Returns this slice's part of the global mean: its sum over the valid tokens of the whole batch (rule 9)."""
-        self._state.loss += total.detach()
-        self._state.count += count
-        return total / (self._state.batch.num_valid / self._state.batch.loss_scale)
 
     def _replay(self, action: Action) -> None:
         """Runs R, under the autocast of F, since both belong to one step."""
@@ -233,12 +225,13 @@ class Executor:
         began = self._stopwatch.mark()
         roots = state.roots.pop(key)
         state.replays.pop(key, None)
-        backward(
-            roots, {0: None} if stage.has_loss else dict(zip(self._needing(Op.SEND_F, key), gradients, strict=True))
-        )
+        of_outputs = zip(self._needing(Op.SEND_F, key), gradients, strict=True)
+        backward(roots, {0: state.loss_gradients.get(m)} if stage.has_loss else dict(of_outputs))
         del roots  # their graph
         if i == 0:
             state.stores.pop((g, m)).free()
+            if stage.has_loss:
+                state.loss_gradients.pop(m, None)
         self._stopwatch.record(action, began)
         found = state.input_gradients.pop(key, {})
         # taken out, as W may hold the graph that left them

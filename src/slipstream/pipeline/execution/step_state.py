@@ -43,6 +43,8 @@ class StepState:
     gradients: dict[SliceKey, Tensors] = field(default_factory=dict)  # of a stage's outputs, from the same rank
     outgoing: dict[Action, Tensors] = field(default_factory=dict)  # computed, not yet sent
     weights: dict[SliceKey, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
+    sequence_sums: dict[int, Tensor] = field(default_factory=dict)  # by microbatch, of its slices so far
+    loss_gradients: dict[int, Tensor] = field(default_factory=dict)  # of whole sequences' sums, by microbatch
     stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # by stage and microbatch
 
     def leftovers(self) -> list[str]:

@@ -29,21 +29,36 @@ from slipstream.model import (
     find_anatomy,
     fuse_kernels,
     meta_model,
+    token_cross_entropy,
 )
 from slipstream.model.adapters import Adapter, adapter_of, add_adapter, check_method, check_parallel, is_wrapper
 from slipstream.model.saving import compiled_modules
 from slipstream.model.vocabulary import HeadRows, SpreadHead, TiedRows, find_spreadable_head
 from slipstream.parallel import Ranks, part_bounds
-from slipstream.parallel.tensor import TensorParallel, TensorPlan, find_tensor_plan, vocabulary_cross_entropy
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows
+from slipstream.parallel.tensor import (
+    TensorParallel,
+    TensorPlan,
+    find_tensor_plan,
+    vocabulary_cross_entropy,
+    vocabulary_token_losses,
+)
+from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows, rows_of
+from slipstream.pipeline.execution.losses import Losses, SequenceLosses, SliceLosses
 from slipstream.pipeline.families.causal_lm_layout import WeighedModel, plan_layout
 from slipstream.pipeline.families.planned_vocabulary import planned_vocabulary
 from slipstream.pipeline.families.router_loss import find_router_loss
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.families.weighed_rates import weighed_rates
-from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
+from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.sequences import Sequences, consecutive_groups
+from slipstream.pipeline.whole_sequences import (
+    check_groups,
+    check_sequences,
+    grouped_lengths,
+    ungrouped,
+    with_sequences,
+)
 from slipstream.planner.joint import Vocabulary
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
@@ -113,7 +128,8 @@ class CausalLMFamily:
             raise SlipstreamError(
                 f"layers.{name}=...: an option of nn.Sequential models, but the model is a causal LM. Leave it out."
             )
-        if options.loss_fn is not None and ranks.tensor.size > 1:
+        self._sequence_loss = options.loss_fn if isinstance(options.loss_fn, SequenceLoss) else None
+        if options.loss_fn is not self._sequence_loss and ranks.tensor.size > 1:
             raise SlipstreamError(
                 "loss_fn with tensor parallelism: no rank has all logits, only those of its part of the vocabulary. "
                 "Leave it out for cross-entropy, or use a mesh with tp=1."
@@ -222,11 +238,16 @@ class CausalLMFamily:
             fuse_kernels(model)
         return model
 
-    def loss_function(self, tensor: TensorParallel | None) -> LossFunction:
-        """Returns the one given, else cross-entropy: over the whole vocabulary, of which a rank may have a part."""
-        if tensor is not None:
-            return vocabulary_cross_entropy(self._ranks.tensor, tensor.first_id, IGNORED)
-        return self._options.loss_fn or causal_cross_entropy
+    def losses(self, tensor: TensorParallel | None) -> Losses:
+        """Returns how the last stage computes its loss: the one given, or cross-entropy over the whole vocabulary, of
+        which a rank may have a part."""
+        given = self._options.loss_fn
+        part = None if tensor is None else (self._ranks.tensor, tensor.first_id, IGNORED)
+        if isinstance(given, SequenceLoss):
+            return SequenceLosses(given, token_cross_entropy if part is None else vocabulary_token_losses(*part))
+        if part is not None:
+            return SliceLosses(vocabulary_cross_entropy(*part))
+        return SliceLosses(given or causal_cross_entropy)
 
     def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
         """Returns the pipeline's ranks that hold a tied weight, equal where one has both ends."""
@@ -244,15 +265,25 @@ class CausalLMFamily:
         check_length(self.config, inputs.shape[-1])
         check_token_ids(self.config, inputs, batch.targets)
         self._check_positions(inputs)
-        return self._checked(cut_batch(batch, microbatches, seed))
+        check_sequences(self._sequence_loss, batch)
+        if self._sequence_loss is not None:
+            check_groups(self._sequence_loss, microbatches)
+        found = self._checked(cut_batch(batch, microbatches, seed))
+        return with_sequences(found, self._sequence_loss, batch, rows_of(microbatches))
 
     def lengths(self, sequences: Sequences) -> list[int]:
-        """Returns the tokens of each sequence. Raises SlipstreamError for one that doesn't fit the model."""
+        """Returns the tokens of each sequence, or of each group that has one loss. Raises SlipstreamError for one that
+        doesn't fit the model."""
         for row, (inputs, targets) in enumerate(zip(sequences.token_ids, sequences.targets, strict=True)):
             check_length(self.config, len(inputs), f"the length of inputs[{row}]")
             check_token_ids(self.config, inputs, targets)
             self._check_positions(inputs[None])
-        return [len(inputs) for inputs in sequences.inputs]
+        check_sequences(self._sequence_loss, sequences)
+        return self.planned_lengths([len(inputs) for inputs in sequences.inputs])
+
+    def planned_lengths(self, lengths: Sequence[int]) -> list[int]:
+        """Returns the tokens of what a step plans as one sequence: those that have one loss together."""
+        return grouped_lengths(self._sequence_loss, lengths)
 
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
         """Returns the numbers of the sequences in each microbatch, which has them in one row."""
@@ -264,7 +295,9 @@ class CausalLMFamily:
 
     def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
         """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""
-        return self._checked(cut_rows(sequences.packed(plan.groups), plan.microbatches, seed))
+        groups = ungrouped(self._sequence_loss, plan.groups)
+        found = self._checked(cut_rows(sequences.packed(groups), plan.microbatches, seed))
+        return with_sequences(found, self._sequence_loss, sequences, groups)
 
     def _checked(self, batch: SplitBatch) -> SplitBatch:
         """Returns the batch. Raises SlipstreamError where its slices or its documents can't be exact."""

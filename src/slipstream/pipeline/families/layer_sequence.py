@@ -27,10 +27,12 @@ from slipstream.model.sequential import (
 )
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, check_rows, rows_of
+from slipstream.pipeline.execution.losses import Losses, SliceLosses
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
-from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, torch_dtype
+from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.sequences import Sequences
+from slipstream.pipeline.whole_sequences import refuse_values
 from slipstream.planner.steps import StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
@@ -63,6 +65,8 @@ class SequenceFamily:
             raise SlipstreamError(f"router_loss={options.router_loss!r}: an option of causal LMs. Leave it out.")
         if options.vocabulary == "spread":
             raise SlipstreamError("vocabulary='spread': an nn.Sequential has no head that is known. Leave it out.")
+        if isinstance(options.loss_fn, SequenceLoss):
+            raise SlipstreamError("loss_fn=SequenceLoss(...): a loss of token sequences, for causal LMs. Leave it out.")
         if options.rates is not None:
             raise SlipstreamError("rates=...: of an nn.Sequential each sequence is a microbatch. Leave it out.")
         self._check_count(options.slices if options.microbatches is None else "of microbatches")
@@ -115,8 +119,10 @@ class SequenceFamily:
                 layer.module.to("meta")  # another rank has its weights
         return self._stages, None
 
-    def loss_function(self, tensor: object) -> LossFunction:
-        return self._options.loss_fn or cross_entropy
+    def losses(self, tensor: object) -> Losses:
+        """Returns how the last stage computes its loss."""
+        assert not isinstance(self._options.loss_fn, SequenceLoss)
+        return SliceLosses(self._options.loss_fn or cross_entropy)
 
     def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
         """Returns equal ranks: a weight that two stages use is refused."""
@@ -138,6 +144,7 @@ class SequenceFamily:
     def split(self, batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
         """Splits rows into microbatches and their tokens into slices, and traces each part."""
         inputs, targets = batch.inputs, batch.targets
+        refuse_values(batch)
         if batch.position_ids is not None or batch.document_ids is not None:
             raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")
         _check_rows(inputs, targets, len(microbatches))
@@ -164,6 +171,7 @@ class SequenceFamily:
 
     def lengths(self, sequences: Sequences) -> list[int]:
         """Returns the number of tokens of each sequence that reach CutTokens."""
+        refuse_values(sequences)
         if self._cut is None:
             raise SlipstreamError(
                 f"a list of {len(sequences.inputs)} sequences: the layers of this nn.Sequential take whole "
@@ -171,6 +179,10 @@ class SequenceFamily:
                 "before the layers that work token by token."
             )
         return [self.length(_row(sequences, number)) for number in range(len(sequences.inputs))]
+
+    def planned_lengths(self, lengths: Sequence[int]) -> list[int]:
+        """Returns the tokens of what a step plans as one sequence: of each."""
+        return [*lengths]
 
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
         """Returns each sequence as a microbatch: layers may look at anything in a row."""

@@ -16,10 +16,9 @@ from slipstream.messages import HEADER_BYTES, Message, SkipSend, Transport, mess
 from slipstream.model import CausalLMStage, Tensors, TensorSpec, storage_bytes, storage_id
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution import Executor, StepState, run_together, vocabulary_specs
+from slipstream.pipeline.execution import Executor, Losses, StepState, run_together, vocabulary_specs
 from slipstream.pipeline.memory.lone_stage import alone
 from slipstream.pipeline.parameters import Parameters
-from slipstream.pipeline.pipeline_options import LossFunction
 from slipstream.pipeline.stage import Stage
 from slipstream.profiler import MemoryMeter, memory_meter, tensors_alive
 from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule, SlicedMicrobatch
@@ -36,7 +35,7 @@ class RehearsedStep:
     recompute: RecomputePolicy | None
     stages: Mapping[int, Stage]  # this process's
     parameters: Parameters
-    loss_function: LossFunction
+    losses: Losses
     device: torch.device
     scatter: Callable[[Transport], Transport]  # so that each of the tensor ranks sends a part
     num_parts: int  # into which tensor ranks divide a message
@@ -53,7 +52,7 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
     on CUDA what its allocator has allocated. Not for rows of several documents.
     """
     batch, transport = step.batch, step.scatter(_MadeUpMessages(step.device))
-    step = replace(step, batch=SplitBatch([batch.slices[number]] * 2, [batch.targets[number]] * 2, batch.num_valid))
+    step = replace(step, batch=batch.twice(number))
     runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
     owned = _owned_tensors(step.stages)
     updated = {number: step.parameters.bytes_of(tensors) for number, tensors in owned.items()}
@@ -210,7 +209,7 @@ def _run(
 ) -> dict[Action, _Change]:
     """Returns what each action changed: of the `present` tensors, and of those that the run makes."""
     stage, schedule = step.stages[like.stage], alone(like, split, step.schedule, len(step.batch.slices[0]))
-    options = step.loss_function, step.device, step.recompute, step.parameters.reduce
+    options = step.losses, step.device, step.recompute, step.parameters.reduce
     executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)
     with _without_gradients(stage), memory_meter(step.device, present) as memory:
         watch = _MemoryWatch(stage, memory)
