@@ -203,6 +203,11 @@ def test_several_and_merged_adapters_are_refused() -> None:
         make(merged)
 
 
+def test_sharded_parameters_are_refused() -> None:
+    with pytest.raises(SlipstreamError, match=r"adapters \(LORA\) with parallel.shard_parameters=True"):
+        make(adapted(lora()), shard_parameters=True)
+
+
 def test_sequences_of_different_lengths_are_exact() -> None:
     lengths, inputs = (64, 21, 40), tokens(3)
     labels = inputs.clone()

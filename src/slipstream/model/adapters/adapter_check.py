@@ -86,8 +86,13 @@ def adapter_of(model: object) -> tuple[object, Adapter | None]:
     return base, Adapter(name, config)
 
 
-def check_parallel(adapter: Adapter, tensor_ranks: int) -> None:
-    """Raises SlipstreamError where an adapter's layers are to be shared by tensor ranks."""
+def check_parallel(adapter: Adapter, tensor_ranks: int, shards_parameters: bool) -> None:
+    """Raises SlipstreamError where an adapter's layers are to be shared by tensor ranks, or cut over replicas."""
+    if shards_parameters:
+        raise SlipstreamError(
+            f"adapters ({adapter.method}) with parallel.shard_parameters=True, with which they haven't been shown to be "
+            "exact. Leave it out; shard_optimizer=True is fine."
+        )
     if tensor_ranks > 1:
         raise SlipstreamError(
             f"adapters ({adapter.method}) with tensor parallelism of {tensor_ranks}: their weights can't be cut over "

@@ -135,7 +135,7 @@ class CausalLMFamily:
                 "Leave it out for cross-entropy, or use a mesh with tp=1."
             )
         if source.adapter is not None:
-            check_parallel(source.adapter, ranks.tensor.size)
+            check_parallel(source.adapter, ranks.tensor.size, options.parallel.shard_parameters)
         self.config: PretrainedConfig = source.config
         self._router_loss = ranks.decided(lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size))
         self.compiled, self.adapter = source.compiled, source.adapter
