@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from slipstream import Pipeline, Runtime, SequenceLoss
@@ -19,14 +18,9 @@ from slipstream.errors import SlipstreamError
 from slipstream.pipeline.execution import SequenceLosses, StepState
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, no_rounding_inside, tokens
 from support.options import grouped
+from support.preferences import log_probabilities, preference
 
 PAIRS = 2
-
-
-def preference(log_probabilities: Tensor, reference: Tensor) -> Tensor:
-    """DPO: pairs of a chosen and a rejected sequence (Rafailov et al. 2023, equation 7)."""
-    chosen, rejected = (log_probabilities - reference).view(-1, 2).unbind(1)
-    return -logsigmoid(0.3 * (chosen - rejected))
 
 
 def answers(num_rows: int = 4, length: int = 40) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,14 +31,6 @@ def answers(num_rows: int = 4, length: int = 40) -> tuple[Tensor, Tensor, Tensor
         labels[row, : 3 + row] = -100
         labels[row, length - 5 * (row % 3) :] = -100
     return inputs, labels, -torch.linspace(100, 120, num_rows, dtype=torch.float64)
-
-
-def log_probabilities(model: PreTrainedModel, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Of each row of the unsplit model."""
-    logits = model(input_ids=inputs, use_cache=False).logits[:, :-1].log_softmax(-1)
-    targets = labels[:, 1:]
-    each = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return each.masked_fill(targets == -100, 0).sum(1)
 
 
 def unsplit_loss(model: PreTrainedModel, inputs: Tensor, labels: Tensor, reference: Tensor) -> float:

@@ -204,6 +204,7 @@ def test_a_plan_for_other_lengths_is_refused_and_one_for_rows_of_one_length() ->
     [
         pytest.param("replicas", 4, marks=pytest.mark.more, id="replicas"),
         pytest.param("tensor_ranks", 4, marks=pytest.mark.more, id="tensor ranks"),
+        pytest.param("preferences", 4, marks=pytest.mark.more, id="preferences"),
         pytest.param("a_batch_that_one_replica_refuses", 2, marks=pytest.mark.more, id="a refused batch"),
         pytest.param("ranks_that_plan_differently", 2, id="different plans"),
     ],

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import Parallelism, Pipeline, Precision, Runtime, SlipstreamError, make_mesh
-from support.architectures import ARCHITECTURES, BOUND, no_rounding_inside
+from slipstream import Parallelism, Pipeline, Precision, Runtime, SequenceLoss, SlipstreamError, make_mesh
+from support.architectures import ARCHITECTURES, BOUND, build, gradients, no_rounding_inside
 from support.parallel.group_cases import by_name, run_cases
+from support.preferences import log_probabilities, preference
 from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one, random_plan
 
 UNCHECKED = Runtime(self_check=False)
@@ -100,8 +101,36 @@ def ranks_that_plan_differently() -> None:
         pipe.step(mine, mine)
 
 
+def preferences() -> None:
+    """A loss of pairs of sequences, over replicas and over tensor ranks, as rows and as a list."""
+    for dp, tp in ((2, 1), (1, 2)):
+        mesh = make_mesh(pp=2, dp=dp, tp=tp)
+        for lengths in ([30] * 4, [30, 7, 12, 25]):
+            loss_fn = SequenceLoss(preference, 2)
+            pipe = pipeline("llama, tied", mesh, slices=3, num_microbatches=2, schedule="zb-h1", loss_fn=loss_fn)
+            inputs, labels = batch_of(lengths * dp)
+            values = torch.linspace(-90, -60, len(inputs), dtype=torch.float64)
+            loss, expected = unsplit_preferences(inputs, labels, values)
+            mine = slice(4 * pipe.replica, 4 * pipe.replica + 4)
+            batch: list[Any] = [inputs[mine], labels[mine]]
+            if len(set(lengths)) == 1:
+                batch = [torch.stack(each) for each in batch]
+            with no_rounding_inside():
+                assert abs(pipe.step(*batch, sequence_values=values[mine]) - loss) < BOUND, (dp, tp, lengths)
+            assert error(pipe, expected) < BOUND, (dp, tp, lengths)
+
+
+def unsplit_preferences(inputs: list[Tensor], labels: list[Tensor], values: Tensor) -> tuple[float, dict[str, Tensor]]:
+    whole = build(ARCHITECTURES["llama, tied"])
+    with no_rounding_inside():
+        found = [log_probabilities(whole, *(each[None] for each in row)) for row in zip(inputs, labels, strict=True)]
+        loss = preference(torch.cat(found), values).mean()
+        loss.backward()
+    return loss.item(), gradients(whole.named_parameters())
+
+
 NUM_CASES = 40
-CASES = by_name(replicas, tensor_ranks, a_batch_that_one_replica_refuses, ranks_that_plan_differently)
+CASES = by_name(replicas, tensor_ranks, preferences, a_batch_that_one_replica_refuses, ranks_that_plan_differently)
 
 if __name__ == "__main__":
     NUM_CASES = int(sys.argv[2]) if len(sys.argv) > 2 else NUM_CASES

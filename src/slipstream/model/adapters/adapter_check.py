@@ -90,7 +90,7 @@ def check_parallel(adapter: Adapter, tensor_ranks: int, shards_parameters: bool)
     """Raises SlipstreamError where an adapter's layers are to be shared by tensor ranks, or cut over replicas."""
     if shards_parameters:
         raise SlipstreamError(
-            f"adapters ({adapter.method}) with parallel.shard_parameters=True, with which they haven't been shown to be "
+            f"adapters ({adapter.method}) with parallel.shard_parameters=True, which hasn't been shown to be "
             "exact. Leave it out; shard_optimizer=True is fine."
         )
     if tensor_ranks > 1:
