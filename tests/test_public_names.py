@@ -33,6 +33,7 @@ NAMES = [
     "STAGES_PER_RANK",
     "Schedule",
     "ScheduleError",
+    "SequenceLoss",
     "Skip",
     "SlipstreamError",
     "Span",

@@ -44,7 +44,8 @@ def test_the_loop_of_the_readme_runs_on_two_processes_that_torchrun_starts(tmp_p
     """As one pipeline of two ranks, not as two whole copies."""
     ((_, code),) = blocks(ROOT / "README.md")
     script = tmp_path / "loop.py"
-    script.write_text(code + 'print(f"{pipe.num_ranks} ranks, {len(pipe.layout.stages_of([pipe.rank]))} here, {loss}")')
+    shown = "{pipe.num_ranks} ranks, {len(pipe.layout.stages_of([pipe.rank]))} here, {loss}"
+    script.write_text(code + f'print(f"{shown}\\n", end="")')  # in one piece: both processes write to one pipe
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     result = subprocess.run(torchrun, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert result.returncode == 0, result.stderr
