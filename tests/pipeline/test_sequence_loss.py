@@ -18,7 +18,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.pipeline.execution import SequenceLosses, StepState
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, no_rounding_inside, tokens
 from support.options import grouped
-from support.preferences import log_probabilities, preference
+from support.preferences import log_probabilities, preference, references
 
 PAIRS = 2
 
@@ -30,7 +30,7 @@ def answers(num_rows: int = 4, length: int = 40) -> tuple[Tensor, Tensor, Tensor
     for row in range(num_rows):
         labels[row, : 3 + row] = -100
         labels[row, length - 5 * (row % 3) :] = -100
-    return inputs, labels, -torch.linspace(100, 120, num_rows, dtype=torch.float64)
+    return inputs, labels, references(num_rows)
 
 
 def unsplit_loss(model: PreTrainedModel, inputs: Tensor, labels: Tensor, reference: Tensor) -> float:
@@ -77,8 +77,9 @@ def test_preferences_of_pairs(options: dict[str, Any]) -> None:
     check("llama", **options)
 
 
-def test_states_that_slices_carry_and_a_tied_head() -> None:
-    check("llama, tied", slices=[9, 31])
+@pytest.mark.parametrize("name", ["llama, tied", "mistral, window of 7"])
+def test_a_tied_head_and_windows(name: str) -> None:
+    check(name, slices=[9, 31])
 
 
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=4), st.integers(1, 5))
@@ -86,7 +87,7 @@ def test_pairs_of_different_lengths(lengths: list[tuple[int, int]], slices: int)
     model = build(ARCHITECTURES["llama"])
     whole = copy.deepcopy(model)
     sequences = [row[:length] for row, length in zip(tokens(2 * len(lengths), 40), sum(lengths, ()), strict=True)]
-    reference = torch.linspace(-150, -90, len(sequences), dtype=torch.float64)
+    reference = references(len(sequences))
     with no_rounding_inside():
         found = [log_probabilities(whole, each[None], each[None]) for each in sequences]
         loss = preference(torch.cat(found), reference).mean()
@@ -149,6 +150,8 @@ def test_arguments_that_are_refused() -> None:
     inputs, labels, reference = answers()
     with pytest.raises(SlipstreamError, match="sequence_values without a SequenceLoss"):
         Pipeline(model, slices=3, runtime=Runtime(self_check=False)).step(inputs, labels, sequence_values=reference)
+    with pytest.raises(SlipstreamError, match=r"router_loss='per_layer' with a SequenceLoss"):
+        pipeline(build(ARCHITECTURES["mixtral"]), router_loss="per_layer")
     with pytest.raises(SlipstreamError, match=r"SequenceLoss\(group_size=0\)"):
         SequenceLoss(preference, 0)
     with pytest.raises(SlipstreamError, match=r"SequenceLoss\('dpo'\): give a function"):

@@ -51,9 +51,6 @@ class MicrobatchSequences:
     count: int
     values: Tensor | None  # (count, ...), as a step was given them
 
-    def __len__(self) -> int:
-        return self.count
-
 
 @dataclass(frozen=True)
 class SplitBatch:

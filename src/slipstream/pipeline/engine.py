@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -186,12 +186,16 @@ class Engine:
 
     def _split(self, whole: WholeBatch, length: int) -> SplitBatch:
         """Splits the batch, and counts the valid targets of all replicas."""
+        return self._agreed(whole, lambda: self.family.split(whole, self._microbatches(whole, length), self._seed()))
 
-        def split() -> SplitBatch:
+    def _agreed(self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch]) -> SplitBatch:
+        """Returns what `split` makes of the batch, once all ranks know that each can run it. Collective."""
+
+        def checked() -> SplitBatch:
             self._frozen.check(self.layout)
-            return self.family.split(whole, self._microbatches(whole, length), self._seed())
+            return split()
 
-        return self._agreement.on(whole, split)
+        return self._agreement.on(whole, checked)
 
     def _split_sequences(
         self, whole: Sequences, given: StepPlan | None
@@ -203,12 +207,7 @@ class Engine:
             self._agreement.compare(whole)  # raises, and names the ranks
             raise
         self.tuner.rest()
-
-        def split() -> SplitBatch:
-            self._frozen.check(self.layout)
-            return self.family.split_sequences(whole, plan, self._seed())
-
-        batch = self._agreement.on(whole, split)
+        batch = self._agreed(whole, lambda: self.family.split_sequences(whole, plan, self._seed()))
         self._adopt(plan.schedule)
         return batch, plan.microbatches
 

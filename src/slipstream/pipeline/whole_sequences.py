@@ -38,12 +38,12 @@ def check_sequences(loss: SequenceLoss | None, whole: WholeBatch | Sequences) ->
             f"sequence_values are {tuple(values.shape)} for {len(whole.targets)} sequences: give one, or one row, for "
             "each."
         )
-    for number, targets in enumerate(whole.targets):
-        if not bool((targets[1:] != IGNORED).any()):
-            raise SlipstreamError(
-                f"targets[{number}] has no label that counts: all are -100 after the first, which nothing predicts. "
-                "Leave such sequences out, with those of their group."
-            )
+    have_any = torch.stack([(targets[1:] != IGNORED).any() for targets in whole.targets]).tolist()
+    if not all(have_any):
+        raise SlipstreamError(
+            f"targets[{have_any.index(False)}] has no label that counts: all are -100 after the first, which nothing "
+            "predicts. Leave such sequences out, with those of their group."
+        )
 
 
 def refuse_values(whole: WholeBatch | Sequences) -> None:
@@ -89,7 +89,7 @@ def with_sequences(
     sequences = [
         MicrobatchSequences(*_numbered(slices), None if values is None else values[place]) for slices, place in pairs
     ]
-    return replace(batch, sequences=sequences, num_valid=sum(map(len, sequences)) // loss.group_size)
+    return replace(batch, sequences=sequences, num_valid=sum(each.count for each in sequences) // loss.group_size)
 
 
 def _numbered(slices: Sequence[TokenSlice]) -> tuple[list[Tensor], int]:

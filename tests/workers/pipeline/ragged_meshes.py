@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream import Parallelism, Pipeline, Precision, Runtime, SequenceLoss, SlipstreamError, make_mesh
 from support.architectures import ARCHITECTURES, BOUND, build, gradients, no_rounding_inside
 from support.parallel.group_cases import by_name, run_cases
-from support.preferences import log_probabilities, preference
+from support.preferences import log_probabilities, preference, references
 from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one, random_plan
 
 UNCHECKED = Runtime(self_check=False)
@@ -109,7 +109,7 @@ def preferences() -> None:
             loss_fn = SequenceLoss(preference, 2)
             pipe = pipeline("llama, tied", mesh, slices=3, num_microbatches=2, schedule="zb-h1", loss_fn=loss_fn)
             inputs, labels = batch_of(lengths * dp)
-            values = torch.linspace(-90, -60, len(inputs), dtype=torch.float64)
+            values = references(len(inputs))
             loss, expected = unsplit_preferences(inputs, labels, values)
             mine = slice(4 * pipe.replica, 4 * pipe.replica + 4)
             batch: list[Any] = [inputs[mine], labels[mine]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.adapters.adapted_modules import is_wrapper
 
 # What these compute of a token depends on that token alone, and of the weights on those of one module alone.
 EXACT_METHODS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "HRA")
@@ -132,19 +133,12 @@ def check_tied(model: PreTrainedModel) -> None:
     """Raises SlipstreamError where a weight that embedding and head share has an adapter, or one has a trained copy."""
     tied = {name.rpartition(".")[0] for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
     for name in sorted(tied):
-        if any(parameter.requires_grad for parameter in model.get_submodule(name).parameters()) and any(
-            True for _ in _wrappers(model, name)
-        ):
+        module = model.get_submodule(name)
+        if is_wrapper(module) and any(parameter.requires_grad for parameter in module.parameters()):
             raise SlipstreamError(
                 f"{name} shares its weight with {', '.join(sorted(tied - {name}))}, so an adapter of it, or a copy in "
                 "modules_to_save, would part them. Leave it out."
             )
-
-
-def _wrappers(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    module = model.get_submodule(name)
-    if hasattr(module, "base_layer") or hasattr(module, "original_module"):
-        yield module
 
 
 def _not_supported(name: str, value: object) -> str:

@@ -52,7 +52,7 @@ class SequenceLosses:
         _, m, i = key
         sequences = state.batch.sequences[m]
         each = -self.token_losses(outputs, state.batch.targets[m][i])
-        sums = each.new_zeros(len(sequences))
+        sums = each.new_zeros(sequences.count)
         return (sums.index_add(0, sequences.numbers[i].flatten(), each.flatten()),)
 
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
@@ -80,8 +80,8 @@ class SequenceLosses:
     def _losses(self, log_probabilities: Tensor, values: Tensor | None) -> Tensor:
         """Returns the loss of each group of sequences. Raises SlipstreamError where the function returns something
         else."""
-        given = log_probabilities if values is None else (log_probabilities, values)
-        losses: object = self.loss.function(*given) if isinstance(given, tuple) else self.loss.function(given)
+        given = (log_probabilities,) if values is None else (log_probabilities, values)
+        losses: object = self.loss.function(*given)
         expected = len(log_probabilities) // self.loss.group_size
         if not isinstance(losses, Tensor) or losses.shape != (expected,):
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"

@@ -134,6 +134,11 @@ class CausalLMFamily:
                 "loss_fn with tensor parallelism: no rank has all logits, only those of its part of the vocabulary. "
                 "Leave it out for cross-entropy, or use a mesh with tp=1."
             )
+        if self._sequence_loss is not None and options.router_loss != "none":
+            raise SlipstreamError(
+                f"router_loss={options.router_loss!r} with a SequenceLoss: its share of a loss of sequences isn't "
+                "defined. Leave router_loss out."
+            )
         if source.adapter is not None:
             check_parallel(source.adapter, ranks.tensor.size, options.parallel.shard_parameters)
         self.config: PretrainedConfig = source.config

@@ -74,7 +74,9 @@ class Config(Record):
                 "parallel.tensor=1"
             )
         if self.parallel.shard_parameters:
-            raise ValueError("lora with parallel.shard_parameters=true: that isn't exact; leave it out")
+            raise ValueError(
+                "lora with parallel.shard_parameters=true, which hasn't been shown to be exact; leave it out"
+            )
         if self.training.single_process_steps:
             raise ValueError("training.single_process_steps compares with training all weights; leave it out with lora")
         if self.lora.export == "adapter" and self.sample.prompt is not None:

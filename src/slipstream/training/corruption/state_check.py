@@ -17,6 +17,7 @@ from slipstream.training.corruption.fingerprints import (
     lone_places,
     place_of,
 )
+from slipstream.watchdog import counted_off
 
 _MOST_NAMED = 4  # tensors of an error's message
 
@@ -87,8 +88,9 @@ class StateCheck:
         if self._world.size == 1:
             self._lone = {place_of(shard) for shard in self._shards()}
             return False
-        mine = {place_of(shard): fingerprint(shard.tensor) for shard in self._shards()}
-        found = self._world.gather(mine)
+        with counted_off("comparing copies"):  # large ones may take longer than ranks may wait otherwise
+            mine = {place_of(shard): fingerprint(shard.tensor) for shard in self._shards()}
+            found = self._world.gather(mine)
         self._hosts = self._hosts or self._world.gather(socket.gethostname())
         self._lone = lone_places([list(each) for each in found])
         differences = find_differences(found)
