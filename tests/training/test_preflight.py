@@ -161,6 +161,14 @@ def test_more_stages_than_layers(refuse: Refuse, values: dict[str, Any]) -> None
     assert "pipeline.num_ranks=3 is more than the model's 2 layers; choose 1 to 2" in message
 
 
+def test_a_validation_file_that_is_not_there(refuse: Refuse, values: dict[str, Any], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a line of text"}\n' * 40, encoding="utf-8")
+    del values["data"]["files"]
+    values["data"] |= {"dataset": str(rows), "validation": "missing.jsonl"}
+    assert "error: data.validation=missing.jsonl: " in refuse(values)
+
+
 def test_a_partition_of_other_layers(refuse: Refuse, values: dict[str, Any]) -> None:
     values["pipeline"]["partition"] = [2, 1]
     assert "[2, 1] adds up to 3 layers, but the model has 2" in refuse(values)

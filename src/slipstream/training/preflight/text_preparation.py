@@ -34,7 +34,7 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     section, training = config.data, config.training
     with progress.waiting("reading text"):
         sources = [] if section.streaming else [OpenSource.of(each, progress.say) for each in section.all_sources]
-        held_out = [OpenSource.of(each, progress.say) for each in [section.validation_source] if each is not None]
+        held_out = _open_validation(config, progress)
     for source in sources:
         progress.say(source.describe())
     tokenizer = _make_tokenizer(config, model_config, sources, progress)
@@ -56,6 +56,17 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     if sample := next((text for text in read if text.labels is not None), None):
         show_example(sample, tokenizer, progress)
     return PreparedText(tokenizer, texts, validation, sequences)
+
+
+def _open_validation(config: Config, progress: Progress) -> list[OpenSource]:
+    """Returns what `data.validation` names, if anything; errors say that it is meant."""
+    source = config.data.validation_source
+    if source is None:
+        return []
+    try:
+        return [OpenSource.of(source, progress.say)]
+    except SlipstreamError as error:
+        raise SlipstreamError(f"data.validation={config.data.validation}: {error}") from error
 
 
 def _open_stream(
