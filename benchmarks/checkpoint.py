@@ -23,8 +23,8 @@ import torch.distributed as dist
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Pipeline, Runtime
+from slipstream.checkpoint import Checkpoints, TensorShard
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.training.checkpoint import Checkpoints, TensorShard
 
 NONE, BACKGROUND, WAITING = "no checkpoint", "in the background", "training waits"
 

@@ -36,9 +36,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from slipstream.training.checkpoint import step_named
-from slipstream.training.checkpoint.checkpoint_folder import MOST_ASIDE
-from slipstream.training.checkpoint.save_interval import best_interval
+from slipstream.checkpoint import step_named
+from slipstream.checkpoint.checkpoint_folder import MOST_ASIDE
+from slipstream.checkpoint.save_interval import best_interval
 
 KINDS = ("slow", "kill", "stop", "full disk", "damaged checkpoint", "TERM", "launcher killed")
 ENDS_THE_LAUNCHER = {"TERM", "launcher killed"}

@@ -117,7 +117,7 @@ WALKS = {
                 (
                     Box("training/training_step.py", "Pipeline.step, clip, update."),
                     Box("training/metrics/reporter.py", "Writes a line for each step."),
-                    Box("training/checkpoint/checkpoints.py", "Saves in the background, finds, loads."),
+                    Box("checkpoint/checkpoints.py", "Saves in the background, finds, loads."),
                 ),
             ),
             Row("at the end", (Box("training/run_results.py", "Timeline, exported model, sample text."),)),

@@ -63,7 +63,8 @@ __all__ += ["CostModel", "MeasuredCost", "MicrobatchCost", "TableCost", "UnitCos
 __all__ += ["Cause", "Span", "Timeline", "Wait", "draw_timelines", "find_waits", "idle_by_cause"]
 __all__ += ["load_trace", "save_trace"]
 
-sys.meta_path.append(_MovedModules())
+# First, as a folder that an older version left behind would be found as a package.
+sys.meta_path.insert(0, _MovedModules())
 
 
 def _find_homes() -> dict[str, str]:

@@ -26,12 +26,15 @@ NEW_NAMES = {
     "slipstream.planner.unequal_stages": "slipstream.slice_for_stages",
     "slipstream.profiler.planning": "slipstream.plan",
     "slipstream.trace": "slipstream.load_trace and save_trace",
+    "slipstream.training.checkpoint": (
+        "slipstream.checkpoint.Checkpoints, TensorShard, SavedCheckpoint and CheckpointReader"
+    ),
     "slipstream.waits": "slipstream.find_waits and idle_by_cause",
 }
 
 
 class MovedModules(MetaPathFinder):
-    """The last finder on `sys.meta_path`: it finds nothing, and explains why."""
+    """The first finder on `sys.meta_path`: it finds nothing, and explains why."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         if fullname in NEW_NAMES:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from slipstream.checkpoint import Manifest
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.config import load_config
 from slipstream.training.preflight import preflight
 from support.forked import COMMAND, launch

@@ -21,9 +21,9 @@ from slipstream.pipeline.tuning import StartRequest, is_free
 from slipstream.planner.costs import Profile, load_profile
 from slipstream.profiler import profile_model
 from slipstream.profiler.cost_cache import CostCache
-from slipstream.training.checkpoint.run_state import _cut
 from slipstream.training.config.config_file import parse_config
 from slipstream.training.planned_start import _found_again, what_prevents_a_plan
+from slipstream.training.resuming.run_state import _cut
 from support.architectures import llama
 from support.forked import COMMAND, launch, slipstream_command
 

@@ -13,9 +13,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from slipstream.checkpoint import Manifest
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Op, Schedule
-from slipstream.training.checkpoint.manifest import Manifest
 from slipstream.training.config import load_config
 from support.forked import COMMAND, launch
 

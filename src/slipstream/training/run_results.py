@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from slipstream.checkpoint import describe_non_finite, is_finite
 from slipstream.errors import NonFiniteError
 from slipstream.launch import Progress
 from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.timeline import Timeline, draw_timelines, save_trace
-from slipstream.training.checkpoint.finite import describe_non_finite, is_finite
 from slipstream.training.config import Config
 from slipstream.training.data import load_tokenizer
 from slipstream.training.exports import OpenedModel, TextWriter

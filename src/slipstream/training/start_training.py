@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import InterruptedRunError
 from slipstream.launch import Progress, has_launcher, launch_ranks, make_console
-from slipstream.training.checkpoint import CheckpointFolder
 from slipstream.training.config import Config
 from slipstream.training.device_choice import check_machine
 from slipstream.training.ownership import FolderLock

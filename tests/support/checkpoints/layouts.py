@@ -7,8 +7,8 @@ import random
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint import TensorShard
 from slipstream.parallel import ParameterShare
-from slipstream.training.checkpoint import TensorShard
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "embedding": ((61, 8), torch.float32),

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from slipstream.checkpoint import TensorShard
 from slipstream.parallel import ParameterShare
-from slipstream.training.checkpoint import TensorShard
 from support.architectures import ARCHITECTURES, build, labels_of, tokens, unsplit_step
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.training.checkpoint.tensor_shard import TensorShard
+from slipstream.checkpoint import TensorShard
 
 _BLOCK = 2**24  # elements of a tensor on a GPU that are widened at a time
 

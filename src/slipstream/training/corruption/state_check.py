@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch.distributed as dist
 
+from slipstream.checkpoint import TensorShard
 from slipstream.errors import RankFailedError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.tensor_shard import TensorShard
 from slipstream.training.corruption.fingerprints import (
     Difference,
     find_differences,

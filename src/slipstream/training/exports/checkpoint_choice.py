@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from slipstream.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint, step_named
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint, step_named
 from slipstream.training.run_folder import RunFolder
 
 Wanted = int | Literal["latest", "last-good"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard
 from slipstream.errors import SlipstreamError
 from slipstream.model import load_config, meta_model, trust_remote_code
 from slipstream.model.adapters import Adapter
@@ -18,9 +19,9 @@ from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.pipeline.families import state_misfits, tied_names, write_model
 from slipstream.pipeline.families.adapter_export import merged_with_base
 from slipstream.pipeline.pipeline_options import torch_dtype
-from slipstream.training.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, describe_model, differs
 from slipstream.training.config import LoraSection, ModelSection, precision_named
 from slipstream.training.data import load_tokenizer
+from slipstream.training.resuming import describe_model, differs
 from slipstream.training.run_folder import RunFolder
 
 _PREFIX = "model."  # of the parameters' keys; the optimizer's begin with another

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint import CheckpointFolder
 from slipstream.training.config import Config
 from slipstream.training.run_folder import RunFolder
 

@@ -10,19 +10,11 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint
 from slipstream.launch import Progress
-from slipstream.training.checkpoint import (
-    CheckpointFolder,
-    DamagedError,
-    Manifest,
-    SavedCheckpoint,
-    check_data,
-    describe_data,
-    describe_model,
-    differs,
-)
 from slipstream.training.config import Config
 from slipstream.training.data import TrainingSequences
+from slipstream.training.resuming import check_data, describe_data, describe_model, differs
 from slipstream.training.run_folder import RunFolder, exported
 from slipstream.training.training_step import count_steps
 

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
+from slipstream.checkpoint import TensorShard
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare
 from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.profiler import versions, without_origin
-from slipstream.training.checkpoint.base_model import describe_base
-from slipstream.training.checkpoint.tensor_shard import TensorShard
 from slipstream.training.data import TokenisedText, TrainingSequences
 from slipstream.training.data.tokenised_text import Array
+from slipstream.training.resuming.base_model import describe_base
 
 _READ_AT_ONCE = 2**24  # tokens
 

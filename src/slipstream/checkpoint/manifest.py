@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint.metadata as dcp
 from pydantic import BaseModel, ValidationError
 
+from slipstream.checkpoint.tensor_shard import Box
+from slipstream.checkpoint.verified_files import DamagedError, FileDigest, read_record, write_record
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.tensor_shard import Box
-from slipstream.training.checkpoint.verified_files import DamagedError, FileDigest, read_record, write_record
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

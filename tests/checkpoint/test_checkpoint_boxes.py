@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from slipstream.checkpoint import SavedCheckpoint, TensorShard
+from slipstream.checkpoint.checkpoint_folder import CheckpointFolder
+from slipstream.checkpoint.manifest import Manifest, WrittenFile
+from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.training.checkpoint import SavedCheckpoint, TensorShard
-from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
-from slipstream.training.checkpoint.manifest import Manifest, WrittenFile
-from slipstream.training.checkpoint.snapshot import Snapshot
 from support.checkpoints.layouts import bits, emptied, layout, same_bits, tensors
 from support.examples import examples
 

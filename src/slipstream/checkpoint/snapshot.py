@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.finite import describe_non_finite, is_finite
+from slipstream.checkpoint.manifest import StoredBox, StoredTensor, WrittenFile, entry_name
+from slipstream.checkpoint.tensor_shard import Box, TensorShard, dtype_name
+from slipstream.checkpoint.verified_files import write_file
 from slipstream.errors import NonFiniteError, SlipstreamError
-from slipstream.training.checkpoint.finite import describe_non_finite, is_finite
-from slipstream.training.checkpoint.manifest import StoredBox, StoredTensor, WrittenFile, entry_name
-from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
-from slipstream.training.checkpoint.verified_files import write_file
 
 # The names of dtypes in the format: https://github.com/huggingface/safetensors#format
 _FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

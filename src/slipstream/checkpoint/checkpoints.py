@@ -10,16 +10,16 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slipstream.checkpoint.background_save import BackgroundSave, describe_error
+from slipstream.checkpoint.checkpoint_folder import CheckpointFolder
+from slipstream.checkpoint.finite import describe_non_finite, find_non_finite
+from slipstream.checkpoint.manifest import MANIFEST, Manifest
+from slipstream.checkpoint.saved_checkpoint import SavedCheckpoint
+from slipstream.checkpoint.snapshot import Snapshot
+from slipstream.checkpoint.tensor_shard import TensorShard
+from slipstream.checkpoint.verified_files import DamagedError, verify_file
 from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.background_save import BackgroundSave, describe_error
-from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
-from slipstream.training.checkpoint.finite import describe_non_finite, find_non_finite
-from slipstream.training.checkpoint.manifest import MANIFEST, Manifest
-from slipstream.training.checkpoint.saved_checkpoint import SavedCheckpoint
-from slipstream.training.checkpoint.snapshot import Snapshot
-from slipstream.training.checkpoint.tensor_shard import TensorShard
-from slipstream.training.checkpoint.verified_files import DamagedError, verify_file
 
 
 class Checkpoints:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.checkpoint import Checkpoints
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint import Checkpoints
 from support.checkpoints.layouts import emptied, layout, same_bits, tensors
 from support.checkpoints.run import pieces_of, start, train
 from support.forked import launch
 from support.paths import WORKERS
-from workers.training.checkpoint_processes import MESHES, SEEDS
+from workers.checkpoint.checkpoint_processes import MESHES, SEEDS
 
-WORKER = WORKERS / "training/checkpoint_processes.py"
+WORKER = WORKERS / "checkpoint/checkpoint_processes.py"
 
 
 def succeed(num_processes: int, *arguments: str) -> None:

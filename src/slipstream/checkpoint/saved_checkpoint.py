@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, entry_name
+from slipstream.checkpoint.tensor_shard import Box, TensorShard, dtype_name
+from slipstream.checkpoint.verified_files import DamagedError, verify_file
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.manifest import MANIFEST, Manifest, entry_name
-from slipstream.training.checkpoint.tensor_shard import Box, TensorShard, dtype_name
-from slipstream.training.checkpoint.verified_files import DamagedError, verify_file
 
 _MOST_LISTED = 5  # differences in one message
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.checkpoint.checkpoint_folder import CheckpointFolder
+from slipstream.checkpoint.manifest import Manifest, WrittenFile
+from slipstream.checkpoint.snapshot import Snapshot
+from slipstream.checkpoint.verified_files import FileDigest
 from slipstream.errors import NonFiniteError
 from slipstream.parallel import RankGroup
-from slipstream.training.checkpoint.checkpoint_folder import CheckpointFolder
-from slipstream.training.checkpoint.manifest import Manifest, WrittenFile
-from slipstream.training.checkpoint.snapshot import Snapshot
-from slipstream.training.checkpoint.verified_files import FileDigest
 
 _POLL_SECONDS = 0.05
 _SECONDS_TO_SAY = 60.0  # that a save takes

@@ -18,11 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slipstream.checkpoint import CheckpointFolder, CheckpointReader, Checkpoints, TensorShard
+from slipstream.checkpoint.saved_checkpoint import ignore_lone_process_warning
+from slipstream.checkpoint.verified_files import read_record, write_record
 from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.training.checkpoint import CheckpointFolder, CheckpointReader, Checkpoints, TensorShard
-from slipstream.training.checkpoint.saved_checkpoint import ignore_lone_process_warning
-from slipstream.training.checkpoint.verified_files import read_record, write_record
 
 FILE = "rank-00000.safetensors"
 

@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from slipstream.checkpoint import CheckpointReader, Checkpoints, TensorShard, background_save
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.training.checkpoint import CheckpointReader, Checkpoints, TensorShard, background_save
 from support.checkpoints.layouts import emptied, layout, same_bits, tensors
 
 SEEDS = range(8)

@@ -15,8 +15,8 @@ import re
 import shutil
 from pathlib import Path
 
+from slipstream.checkpoint.verified_files import sync_folder
 from slipstream.errors import SlipstreamError
-from slipstream.training.checkpoint.verified_files import sync_folder
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 MOST_ASIDE = 4  # checkpoints that were replaced, or damaged, and may still tell something
