@@ -12,9 +12,13 @@ from support.paths import WORKERS
 
 WORKER = WORKERS / "parallel/exactness.py"
 BOUND = 1e-9
-# Two of its five models on each mesh. `make test` has the first one on the meshes with a pipeline, `make exactness` all
+# Some of its six models on each mesh. `make test` has the first one on the meshes with a pipeline, `make exactness` all
 # models on every mesh of up to eight processes.
-MODELS = {(2, 2, 1): ("llama, tied", "mixtral"), (2, 1, 2): ("mixtral", "qwen3"), (1, 2, 2): ("gpt2", "llama")}
+MODELS = {
+    (2, 2, 1): ("llama, tied", "mixtral"),
+    (2, 1, 2): ("mixtral", "qwen3", "llama, adapted"),
+    (1, 2, 2): ("gpt2", "llama", "llama, adapted"),
+}
 CASES = [
     pytest.param(
         mesh,

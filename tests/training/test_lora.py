@@ -93,7 +93,6 @@ MISTAKES = {
     "--lora.target_modules=all-linear --lora.layers_to_transform=[2]": r"needs a list of names in lora.target_modules",
     "--training.single_process_steps=1": r"compares with training all weights",
     "--lora.bias=all": "lora.bias",
-    "--parallel.tensor=2": r"lora with parallel.tensor=2.*parallel.tensor=1",
     "--model.init=random": r"lora trains an adapter of given weights; give model.path",
     "--lora.export=adapter --sample.prompt=a": r"sample.prompt needs the merged model; give lora.export=both",
 }

@@ -268,8 +268,8 @@ class CausalLMStage:
         return ("tokens", self._shared.rank) if is_spread and self._shared is not None else ()
 
     def _leave_own(self) -> None:
-        """Gives the ranks equal dropout where all compute the same again, unless each has different tokens."""
-        self._seed_part("shared", *self._tokens_here(current_slice().layer))
+        """Gives the ranks equal dropout where all compute the same again."""
+        self._seed_part("shared")
 
     def _seed_part(self, *place: str | int) -> None:
         context = current_slice()

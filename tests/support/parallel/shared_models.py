@@ -18,9 +18,10 @@ from transformers import (
     Starcoder2Config,
 )
 
-from slipstream.model import IGNORED, causal_cross_entropy, find_anatomy
+from slipstream.model import IGNORED, causal_cross_entropy, find_anatomy, meta_model
+from slipstream.model.adapters import is_wrapper
 from slipstream.parallel import RankGroup
-from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
+from slipstream.parallel.tensor import TensorParallel, adapted_plan, find_tensor_plan, vocabulary_cross_entropy
 from support.architectures import ARCHITECTURES, VOCABULARY, build, labels_of, llama
 
 LENGTH = 23  # which neither 2 nor 4 divides
@@ -89,7 +90,9 @@ class Shared:
     ) -> None:
         self.model = copy.deepcopy(whole)
         anatomy = find_anatomy(whole.config)
-        plan = find_tensor_plan(self.model, whole.config, group.size, anatomy, given)
+        plan = find_tensor_plan(meta_model(whole.config), whole.config, group.size, anatomy, given)
+        if any(map(is_wrapper, self.model.modules())):
+            plan = adapted_plan(plan, self.model)
         self.parallel = TensorParallel(plan, group, sequence)
         self.parallel.shard(self.model)
         if installs:
@@ -106,6 +109,8 @@ class Shared:
         """Of the whole model, put together from what all processes have; each place must be covered."""
         parallel, mine = self.parallel, {}
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             assert parameter.grad is not None, name
             ranks = parallel.added_over(name)
             gathered = parallel.group.all_gather(parameter.grad) if ranks else None

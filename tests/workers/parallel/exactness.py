@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,8 +26,11 @@ from transformers import PretrainedConfig
 from slipstream import Pipeline, make_mesh
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, tokens, unsplit_step
 from support.options import grouped
+from workers.parallel.adapter_cases import adapted
 
-MODELS = ("llama", "llama, tied", "qwen3", "gpt2", "mixtral")
+ADAPTED = "llama, adapted"
+MODELS = ("llama", "llama, tied", "qwen3", "gpt2", "mixtral", ADAPTED)
+ADAPTER = {"target_modules": "all-linear", "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM"}
 SLICES = [5, 30, 17, 12]
 STEPS = 3
 MICROBATCHES = 2  # of each replica, a row each
@@ -68,7 +73,7 @@ def cases(pp: int, dp: int, tp: int) -> Iterator[Case]:
 
 def config_of(model: str, pp: int, tp: int) -> PretrainedConfig:
     """A layer for each of two stages a rank; more heads where eight ranks share them."""
-    config = copy.deepcopy(ARCHITECTURES[model])
+    config = copy.deepcopy(ARCHITECTURES[model.removesuffix(", adapted")])
     config.num_hidden_layers = max(4, 2 * pp)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[0]] * config.num_hidden_layers
@@ -91,9 +96,13 @@ def batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
 def run(case: Case, mesh: tuple[int, int, int], device_mesh: object) -> float:
     """The case's error on this rank."""
     config = config_of(case.model, mesh[0], mesh[2])
-    whole = build(config, seed=3)
+    whole: Any = build(config, seed=3)
+    if case.model == ADAPTED:
+        whole = adapted(whole, peft.LoraConfig(r=4, **ADAPTER))
     settings = {"dtype": torch.float64, "mesh": device_mesh, "self_check": False, **case.settings()}
-    if case.model == "mixtral":  # transformers' own way with experts, unlike the one of `build`, has no float64
+    if case.model == ADAPTED:
+        pipe = Pipeline(copy.deepcopy(whole), **grouped(**settings))
+    elif case.model == "mixtral":  # transformers' own way with experts, unlike the one of `build`, has no float64
         pipe = Pipeline(build(config, seed=3), **grouped(**settings))
     else:
         pipe = Pipeline.from_config(config, seed=3, **grouped(**settings))
@@ -124,6 +133,8 @@ def error(pipe: Pipeline, whole: dict[str, Tensor], what: str) -> float:
     floor = 1e-6 * max(tensor.detach().abs().max() for tensor in whole.values())
     errors = [0.0]
     for piece in pipe.parameter_shards():
+        if not piece.parameter.requires_grad:
+            continue  # frozen beside an adapter
         all_rows = whole[piece.name].detach()
         own = getattr(piece.parameter, what).detach()
         rows = piece.share.take(all_rows)[piece.first_row :][: len(own)]

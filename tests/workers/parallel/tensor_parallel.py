@@ -11,7 +11,7 @@ from slipstream.parallel import RankGroup
 from support.architectures import no_rounding_inside
 from support.parallel.group_cases import by_name, run_cases
 from support.parallel.shared_models import CONFIGS
-from workers.parallel import tensor_cases
+from workers.parallel import adapter_cases, tensor_cases
 
 CASES = by_name(
     tensor_cases.layers_without_an_mlp_of_their_own,
@@ -27,6 +27,8 @@ CASES = by_name(
     tensor_cases.toys_are_checked,
     tensor_cases.a_plan_may_be_given,
 ) | {name: partial(tensor_cases.compare, name) for name in CONFIGS}
+CASES |= {f"adapter: {name}": partial(adapter_cases.compare, name) for name in adapter_cases.ADAPTERS}
+CASES |= by_name(adapter_cases.dropout_is_that_of_the_whole_input, adapter_cases.what_cannot_be_cut_is_refused)
 ROUNDING = ("autocast", "the_loss_is_that_of_all_logits")  # they are about lower precisions
 
 

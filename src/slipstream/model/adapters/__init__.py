@@ -1,5 +1,14 @@
 """Adapters of PEFT: which can be trained exactly, how each rank gets its own, and the folders they are saved in."""
 
-from slipstream.model.adapters.adapted_modules import is_wrapper, own_module
+from slipstream.model.adapters.adapted_modules import (
+    AdaptedName,
+    adapter_dropouts,
+    dora_layers,
+    features_of,
+    inner_modules,
+    is_wrapper,
+    own_module,
+    parse_name,
+)
 from slipstream.model.adapters.adapter_check import Adapter, adapter_of, check_method, check_parallel
-from slipstream.model.adapters.adapter_loading import add_adapter, quiet_peft, targeted_modules
+from slipstream.model.adapters.adapter_loading import adapted_model, add_adapter, quiet_peft, targeted_modules

@@ -27,6 +27,14 @@ _REASONS = {
     ),
 }
 
+# Whose factors tensor ranks can share as they share the weights, and why not those of others.
+_SHARED_METHODS = ("LORA", "IA3", "LOHA")
+_NOT_SHARED = {
+    "LOKR": "its factors are blocks of the weight, not rows and columns",
+    "OFT": "it turns blocks of features, which ranks would have parts of",
+    "HRA": "it reflects all input features together",
+}
+
 # Settings of LoraConfig with which it is exact; any other must be as it is by default.
 _LORA_SETTINGS = frozenset(
     {
@@ -94,10 +102,17 @@ def check_parallel(adapter: Adapter, tensor_ranks: int, shards_parameters: bool)
             f"adapters ({adapter.method}) with parallel.shard_parameters=True, which hasn't been shown to be "
             "exact. Leave it out; shard_optimizer=True is fine."
         )
-    if tensor_ranks > 1:
+    if tensor_ranks == 1:
+        return
+    if adapter.method not in _SHARED_METHODS:
         raise SlipstreamError(
-            f"adapters ({adapter.method}) with tensor parallelism of {tensor_ranks}: their weights can't be cut over "
-            "ranks yet. Use tp=1 and more pipeline ranks or replicas; or merge the adapter and train all weights."
+            f"adapters by {adapter.method} with tensor parallelism of {tensor_ranks}: {_NOT_SHARED[adapter.method]}. "
+            f"Use tp=1 (parallel.tensor=1), or one of {', '.join(_SHARED_METHODS)}."
+        )
+    if adapter.method != "LORA" and adapter.draws:
+        raise SlipstreamError(
+            f"dropout of adapters by {adapter.method} with tensor parallelism of {tensor_ranks}: each rank would draw "
+            "its own. Set it to 0, or use tp=1 (parallel.tensor=1)."
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.adapters.adapter_check import Adapter
 from slipstream.model.hooks import keyed_seed
 
 
@@ -39,6 +40,15 @@ def targeted_modules(whole: PreTrainedModel, config: Any) -> list[str]:
             f"{', '.join(linear)}; or give target_modules=all-linear."
         ) from None
     return [name for name, module in whole.named_modules() if hasattr(module, "lora_A")]
+
+
+def adapted_model(model: PreTrainedModel, adapter: Adapter) -> Any:
+    """Returns PEFT's model around a whole model, which it takes over and which may be on the meta device."""
+    from peft import get_peft_model
+
+    settings = {"adapter_name": adapter.name, "autocast_adapter_dtype": False, "low_cpu_mem_usage": True}
+    with quiet_peft():
+        return get_peft_model(model, copy.deepcopy(adapter.config), **settings)
 
 
 def add_adapter(model: PreTrainedModel, whole: PreTrainedModel, config: Any, seed: int) -> None:

@@ -17,30 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.adapters import inner_modules
 from slipstream.model.hooks.layer_arguments import Arguments, hidden_states, with_hidden_states
 from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.tensor.adapter_hooks import share_dropout, sum_up_norms
+from slipstream.parallel.tensor.replication_tracker import ReplicationTracker
 from slipstream.parallel.tensor.tensor_operators import copy_to_ranks, gather, split, sum_over_ranks
 from slipstream.parallel.tensor.tensor_plan import TensorRegion
 from slipstream.parallel.tensor.weight_cutting import COLUMNS, ROWS, TensorStyle
 
 TOKENS = 1  # the dimension: hidden states are (b, T, features)
-
-
-class ReplicationTracker:
-    """Calls `enter` where the ranks begin to compute different things, and `leave` where they compute the same again.
-
-    Each change is reported once. Before the first region the ranks' work is different if it `is_own`, as it is where
-    tokens are spread.
-    """
-
-    def __init__(self, enter: Callable[[], None], leave: Callable[[], None], is_own: bool) -> None:
-        self._enter, self._leave, self._is_own = enter, leave, is_own
-
-    def switch(self, is_own: bool) -> None:
-        """Notes whether from here on the ranks compute different things or the same."""
-        if is_own != self._is_own:
-            self._is_own = is_own
-            (self._enter if is_own else self._leave)()
 
 
 class RegionHooks:
@@ -64,6 +50,9 @@ class RegionHooks:
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         for name, style in self._region.styles.items():
             self._install_style(modules[name], style)
+        for name, each in modules.items():
+            if name.startswith(f"{self._region.name}.") and self._region.styles.get(name) not in ROWS:
+                share_dropout(each, self._whose)
         module.register_forward_hook(self._leave, always_call=True)
 
     def _install_style(self, module: nn.Module, style: TensorStyle) -> None:
@@ -77,6 +66,7 @@ class RegionHooks:
         if style is TensorStyle.SPLIT_ROW:
             module.register_forward_pre_hook(self._split_features)
         if style in ROWS:
+            sum_up_norms(module, self._group)
             module.register_forward_pre_hook(self._put_bias_aside)
             module.register_forward_hook(self._reduce, always_call=True)
 
@@ -137,17 +127,20 @@ class RegionHooks:
         return self._copies[id(value)][1]
 
     def _put_bias_aside(self, module: nn.Module, _args: Any) -> None:
-        bias = module._parameters.get("bias")
-        if bias is not None:
-            self._biases[module] = bias
-            module._parameters["bias"] = torch.zeros_like(bias)  # type: ignore[assignment]  # Conv1D needs one
+        for inner in inner_modules(module):
+            bias = inner._parameters.get("bias")
+            if bias is not None:
+                self._biases[inner] = bias
+                inner._parameters["bias"] = torch.zeros_like(bias)  # type: ignore[assignment]  # Conv1D needs one
 
     def _reduce(self, module: nn.Module, _args: Any, output: Tensor | None) -> Tensor | None:
         """Applies g to the output of a row or of experts: returns the sum of the ranks' parts, or this rank's tokens of
         it. A row's bias is added after it, once. `output` is None where the forward raised."""
-        bias = self._biases.pop(module, None)
-        if bias is not None:
-            module._parameters["bias"] = bias
+        bias = None
+        for inner in inner_modules(module):  # the last is the one that ran
+            bias = self._biases.pop(inner, None)
+            if bias is not None:
+                inner._parameters["bias"] = bias
         if output is None:
             return None
         if self._scatters:

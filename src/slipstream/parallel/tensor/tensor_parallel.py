@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.adapters import own_module
 from slipstream.model.hooks.layer_arguments import Arguments, hidden_states, with_hidden_states
 from slipstream.parallel.parameter_share import ParameterShare
 from slipstream.parallel.rank_group import RankGroup
-from slipstream.parallel.tensor.region_hooks import TOKENS, RegionHooks, ReplicationTracker
+from slipstream.parallel.tensor.adapter_hooks import sum_up_norms
+from slipstream.parallel.tensor.region_hooks import TOKENS, RegionHooks
+from slipstream.parallel.tensor.replication_tracker import ReplicationTracker
 from slipstream.parallel.tensor.tensor_operators import copy_to_ranks, gather, part_length, split
 from slipstream.parallel.tensor.tensor_plan import TensorPlan
 from slipstream.parallel.tensor.vocabulary_parallel import VocabularyEmbedding
@@ -78,8 +81,9 @@ class TensorParallel:
         first_layer = f"{self.plan.layers}.0"
         is_read = first_layer in modules or self.plan.head not in modules  # else the embedding is here for the head
         embedding = modules.get(self.plan.embedding)
-        if isinstance(embedding, nn.Embedding):
+        if embedding is not None and isinstance(own_module(embedding), nn.Embedding):
             first_id = self._first_row(self.plan.embedding)
+            sum_up_norms(embedding, self.group)
             VocabularyEmbedding(self.group, first_id, is_read).install(embedding)
         if self.sequence and is_read and self.plan.embedding in modules:
             every[first_layer].register_forward_pre_hook(self._split_tokens, with_kwargs=True)
@@ -106,7 +110,7 @@ class TensorParallel:
         cut, ranks = self.plan.cuts.get(name), tuple[int, ...]()
         if cut is not None:
             ranks = cut.holders(self.group.rank, self.group.size)
-        elif name in self.plan.per_head or (self.sequence and self.plan.is_spread(name)):
+        elif name in self.plan.partial or (self.sequence and self.plan.is_spread(name)):
             ranks = tuple(range(self.group.size))
         return ranks if len(ranks) > 1 else ()
 

@@ -57,14 +57,14 @@ class TensorPlan:
     regions: tuple[TensorRegion, ...]
     shapes: Mapping[str, tuple[int, ...]]  # of every whole parameter, tied names included
     cuts: Mapping[str, ParameterCut]  # of the parameters that are cut
-    per_head: frozenset[str]  # whole parameters whose gradients come from each rank's heads
+    partial: frozenset[str]  # whole parameters of whose gradients each rank has a part, such as that of its heads
     attributes: Mapping[str, Mapping[str, int]]  # sizes on a rank, by module, where its code reads them
 
     def is_spread(self, name: str) -> bool:
         """Returns whether sequence parallelism applies this whole parameter to different tokens on each rank."""
         region = next((region for region in self.regions if name.startswith(f"{region.name}.")), None)
         if region is not None:
-            return region.is_direct and name not in self.cuts and name not in self.per_head  # that is a row's bias
+            return region.is_direct and name not in self.cuts and name not in self.partial  # that is a row's bias
         return name.startswith(tuple(f"{part}." for part in (self.layers, *self.after_layers)))
 
 
@@ -108,12 +108,12 @@ def find_tensor_plan(
         cuts |= found
         attributes |= sizes
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    per_head = frozenset(
+    partial = frozenset(
         name for name in shapes if styles.get(name, styles.get(name.rpartition(".")[0])) is TensorStyle.PER_HEAD
     )
-    regions = _regions(model, layers, styles, shapes.keys() - cuts.keys() - per_head)
+    regions = _regions(model, layers, styles, shapes.keys() - cuts.keys() - partial)
     after_layers = tuple(name for name in anatomy.after if name != head)
-    return TensorPlan(tensor_ranks, layers, embedding, head, after_layers, regions, shapes, cuts, per_head, attributes)
+    return TensorPlan(tensor_ranks, layers, embedding, head, after_layers, regions, shapes, cuts, partial, attributes)
 
 
 def _own_plan(model: nn.Module, config: Any) -> Mapping[str, str]:

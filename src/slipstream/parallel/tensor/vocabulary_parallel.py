@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from slipstream.model.adapters import inner_modules
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.tensor.tensor_operators import sum_over_ranks
 
@@ -85,21 +86,27 @@ class VocabularyEmbedding:
         self._group = group
         self._first_id = first_id
         self._is_read = is_read
+        self._num_ids = 0  # that are here
         self._is_elsewhere: Tensor | None = None  # (b, T), set between the two hooks
 
-    def install(self, module: nn.Embedding) -> None:
-        """Installs the hooks on a module whose weight is already this rank's share."""
-        if module.padding_idx is not None:
-            padding = module.padding_idx - self._first_id
-            module.padding_idx = padding if 0 <= padding < len(module.weight) else None
-        module.num_embeddings = len(module.weight)
+    def install(self, module: nn.Module) -> None:
+        """Installs the hooks on a module whose weight is already this rank's share, or on one with an adapter or a
+        trained copy around it."""
+        for inner in inner_modules(module):
+            self._adjust(inner)
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _adjust(self, module: nn.Module) -> None:
+        assert isinstance(module, nn.Embedding)
+        if module.padding_idx is not None:
+            padding = module.padding_idx - self._first_id
+            module.padding_idx = padding if 0 <= padding < len(module.weight) else None
+        module.num_embeddings = self._num_ids = len(module.weight)
+
+    def _before(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         index = args[0] - self._first_id
-        assert isinstance(module.weight, Tensor)
-        self._is_elsewhere = (index < 0) | (index >= len(module.weight))
+        self._is_elsewhere = (index < 0) | (index >= self._num_ids)
         return (index.masked_fill(self._is_elsewhere, 0), *args[1:])
 
     def _after(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:

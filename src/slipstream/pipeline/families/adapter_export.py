@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
-from slipstream.model.adapters import Adapter, quiet_peft
+from slipstream.model.adapters import Adapter, adapted_model, quiet_peft
 from slipstream.pipeline.families.export import tied_names, write_model
 
 
@@ -71,8 +71,6 @@ def write_merged(folder: str | Path, config: PretrainedConfig, adapter: Adapter,
 
 def _filled(config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tensor]) -> Any:
     """Returns the whole model with its adapter, over the tensors of a state."""
-    from peft import get_peft_model
-
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     whole = meta_model(config, dtype)
     whole.name_or_path = adapter.config.base_model_name_or_path or ""  # PEFT takes it from there
@@ -80,9 +78,7 @@ def _filled(config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tens
     for names in tied_names(whole):
         present = [name for name in names if name in state]
         filled |= dict.fromkeys(names, state[present[0]]) if present else {}
-    settings = {"adapter_name": adapter.name, "autocast_adapter_dtype": False, "low_cpu_mem_usage": True}
-    with quiet_peft():
-        model: Any = get_peft_model(whole, copy.deepcopy(adapter.config), **settings)
+    model = adapted_model(whole, adapter)
     base = model.get_base_model()
     found = base.load_state_dict(filled, strict=False, assign=True)
     lacking = [name for name in found.missing_keys if base.get_parameter(name).is_meta]

@@ -31,13 +31,22 @@ from slipstream.model import (
     meta_model,
     token_cross_entropy,
 )
-from slipstream.model.adapters import Adapter, adapter_of, add_adapter, check_method, check_parallel, is_wrapper
+from slipstream.model.adapters import (
+    Adapter,
+    adapted_model,
+    adapter_of,
+    add_adapter,
+    check_method,
+    check_parallel,
+    is_wrapper,
+)
 from slipstream.model.saving import compiled_modules
 from slipstream.model.vocabulary import HeadRows, SpreadHead, TiedRows, find_spreadable_head
 from slipstream.parallel import Ranks, part_bounds
 from slipstream.parallel.tensor import (
     TensorParallel,
     TensorPlan,
+    adapted_plan,
     find_tensor_plan,
     vocabulary_cross_entropy,
     vocabulary_token_losses,
@@ -199,7 +208,7 @@ class CausalLMFamily:
         tensor = None
         if self._ranks.tensor.size > 1:
             parallel = self._options.parallel
-            plan = plan_shares(self.config, anatomy, self._ranks.tensor.size, parallel.tensor_plan)
+            plan = plan_shares(self.config, anatomy, self._ranks.tensor.size, parallel.tensor_plan, self.adapter)
             tensor = TensorParallel(plan, self._ranks.tensor, parallel.sequence_parallel)
             tensor.shard(model)
         heads = self._spread_heads(model, layout, here) if layout.spreads_vocabulary else {}
@@ -332,7 +341,14 @@ class CausalLMFamily:
 
 
 def plan_shares(
-    config: PretrainedConfig, anatomy: ModelAnatomy, tensor_ranks: int, tensor_plan: Mapping[str, str] | None
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    tensor_ranks: int,
+    tensor_plan: Mapping[str, str] | None,
+    adapter: Adapter | None = None,
 ) -> TensorPlan:
     """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names what can't be."""
-    return find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy, tensor_plan)
+    plan = find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy, tensor_plan)
+    if adapter is None:
+        return plan
+    return adapted_plan(plan, adapted_model(meta_model(config), adapter).get_base_model())

@@ -68,11 +68,6 @@ class Config(Record):
             return self
         if not self.model.pretrained:
             raise ValueError("lora trains an adapter of given weights; give model.path, and no model.init=random")
-        if self.parallel.tensor > 1:
-            raise ValueError(
-                f"lora with parallel.tensor={self.parallel.tensor}: adapters can't be cut over tensor ranks yet; give "
-                "parallel.tensor=1"
-            )
         if self.parallel.shard_parameters:
             raise ValueError(
                 "lora with parallel.shard_parameters=true, which hasn't been shown to be exact; leave it out"

@@ -21,7 +21,7 @@ from slipstream.model import (
     meta_model,
     trust_remote_code,
 )
-from slipstream.model.adapters import targeted_modules
+from slipstream.model.adapters import Adapter, targeted_modules
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
@@ -62,7 +62,9 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
     find_router_loss(model_config, config.pipeline.router_loss, config.parallel.tensor, "pipeline.router_loss")
     parallel = config.parallel
     if parallel.tensor > 1:
-        plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan)
+        lora = config.lora
+        adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
+        plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan, adapter)
 
 
 def check_layers(config: Config, model_config: Any) -> None:
