@@ -176,6 +176,22 @@ def test_a_partition_of_other_layers(refuse: Refuse, values: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel": {"tensor": 2}}, "parallel.tensor=2 leaves each rank a part; give parallel.tensor=1"),
+        ({"parallel": {"data": 2, "shard_optimizer": True}}, "give parallel.shard_optimizer=false"),
+        ({}, "keeps col_var, row_var, step, variance, and checkpoints hold exp_avg, exp_avg_sq, step alone"),
+    ],
+)
+def test_an_optimizer_that_would_be_wrong_on_the_mesh(
+    refuse: Refuse, values: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    values["training"]["batch_size"] = 2
+    values["pipeline"]["vocabulary"] = "whole"
+    assert words in refuse(values | changes | {"optimizer": {"name": "adafactor"}})
+
+
+@pytest.mark.parametrize(
     ("partition", "reason"),
     [
         ([1.5, 1.5], "[1.5, 1.5] adds up to 3.0 layers, but the model has 2"),

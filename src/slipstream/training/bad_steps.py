@@ -98,6 +98,6 @@ class BadSteps:
         spikes = f" ({found})" if (found := self._describe_spikes(values)) and self._verdict == _SPIKE else ""
         return (
             f"{in_a_row}the loss of step {step} is {loss}, the norm of its gradient {norm}{spikes}; lower optimizer.lr "
-            f"(now {optimizer.lr}), lengthen optimizer.warmup_steps, or clip with optimizer.clip_norm; "
-            "training.bad_numbers=skip or rollback goes on"
+            f"(now {optimizer.lr or 'the default of its class'}), lengthen optimizer.warmup_steps, or clip with "
+            "optimizer.clip_norm; training.bad_numbers=skip or rollback goes on"
         )

@@ -21,8 +21,9 @@ from slipstream.training.config import Config, load_config
 from slipstream.training.configured_pipeline import make_pipeline
 from slipstream.training.data import load_texts, sequences_of
 from slipstream.training.device_choice import choose_device
+from slipstream.training.optimizers import make_optimizer, make_scheduler
 from slipstream.training.run_folder import RunFolder
-from slipstream.training.training_step import make_optimizer, make_scheduler, train_step
+from slipstream.training.training_step import train_step
 from slipstream.units import seconds_text
 
 _WARM_UP = 2  # steps that pay for first touches of memory

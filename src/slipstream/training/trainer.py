@@ -35,11 +35,12 @@ from slipstream.training.data import (
 from slipstream.training.data.samples import load_sequences
 from slipstream.training.failure_log import FailureLog
 from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord, ValidationRecord
+from slipstream.training.optimizers import make_optimizer, make_scheduler
 from slipstream.training.planned_start import facts_of_documents, start_settings
 from slipstream.training.resuming import RunState, describe_model, run_shards
 from slipstream.training.run_folder import RunFolder, exported
 from slipstream.training.run_results import draw_last_step, export, write_sample
-from slipstream.training.training_step import autocast, count_steps, make_optimizer, make_scheduler, train_step
+from slipstream.training.training_step import autocast, count_steps, train_step
 from slipstream.units import bytes_text
 from slipstream.watchdog import counted_off
 

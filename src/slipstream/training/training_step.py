@@ -1,19 +1,17 @@
-"""One training step: its optimizer and learning rate, its arithmetic, and its result."""
+"""One training step: its arithmetic, and its result."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Parameter
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.parallel.replicas import LossScale
-from slipstream.training.config import Config, OptimizerSection, TrainingSection
+from slipstream.training.config import Config, TrainingSection
 from slipstream.training.data import BatchSize, TokenBatch, TrainingSequences
 
 
@@ -78,36 +76,3 @@ def compute_dtype(config: Config) -> torch.dtype:
     """Returns the dtype of matrix products."""
     dtypes = {"float32": torch.float32, "fp16": torch.float16}
     return dtypes.get(config.training.precision, torch.bfloat16)
-
-
-def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSection) -> AdamW:
-    """Returns AdamW over one rank's parameters; norms and biases (one dimension) don't decay."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSection, num_steps: int) -> LambdaLR:
-    """Returns the schedule of the learning rate over `num_steps` steps."""
-    return LambdaLR(optimizer, lambda step: lr_ratio(step, num_steps, settings))
-
-
-def lr_ratio(step: int, num_steps: int, settings: OptimizerSection) -> float:
-    """Returns the share of `lr` at a step: a straight line up, then half a cosine down to `min_lr_ratio`.
-
-    lr |   ,-.
-       |  /    `.
-       | /       `--._
-       +-----------------> step
-        warm-up
-    """
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return 1.0
-    done = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
-    cosine = (1 + math.cos(math.pi * min(done, 1.0))) / 2
-    return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * cosine

@@ -47,7 +47,7 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--training.step=3", ["unknown key training.step", "did you mean 'training.steps'?"]),
         ("--pipline.slices=3", ["unknown key pipline", "did you mean 'pipeline'?"]),
         ("--sample.promt=x", ["unknown key sample.promt", "did you mean 'sample.prompt'?"]),
-        ("--optimizer.foo=red", ["unknown key optimizer.foo", "optimizer has: betas, clip_norm"]),
+        ("--optimizer.foo=red", ["unknown key optimizer.foo", "optimizer has: args, betas, clip_norm"]),
         ("--training.steps=-1", ["training.steps=-1", "greater than 0"]),
         ("--training.precision=fp8", ["training.precision='fp8'", "'float32', 'bf16', 'bf16-weights' or 'fp16'"]),
         ("--pipeline.partition=x", ["pipeline.partition='x'", "'auto', or input should be a valid list"]),

@@ -18,6 +18,7 @@ from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, 
 from slipstream.training.config import sections
 from slipstream.training.config.data_section import DataSection
 from slipstream.training.config.lora_section import LoraSection
+from slipstream.training.config.optimizer_section import OptimizerSection
 
 # Of a section and of a Pipeline
 _PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
@@ -40,7 +41,7 @@ class Config(Record):
     parallel: sections.ParallelSection = sections.ParallelSection()
     runtime: Runtime = Runtime()
     lora: LoraSection | None = None
-    optimizer: sections.OptimizerSection = sections.OptimizerSection()
+    optimizer: OptimizerSection = OptimizerSection()
     training: sections.TrainingSection
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     tracking: sections.TrackingSection = sections.TrackingSection()

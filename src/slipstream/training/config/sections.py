@@ -86,27 +86,6 @@ class ParallelSection(Parallelism):
     """Processes that share every layer, next to each other: keep them within a node."""
 
 
-class OptimizerSection(Record):
-    """AdamW, its warm-up and its decay."""
-
-    lr: PositiveFloat = 3e-4
-    """Learning rate at the end of the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the running mean and of the running square."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the running square."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """For matrices only: norms and biases don't decay."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """The course of the learning rate after the warm-up."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Where the cosine ends, as a share of `lr`."""
-    clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of the whole model's gradient; null for no clipping."""
-
-
 class TrainingSection(Record):
     """The length of the training, its hardware, and where the results go."""
 

@@ -52,10 +52,11 @@ class StepRecord:
     bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and what was done
 
     def describe(self) -> str:
-        """Returns what is shown next to the bar: loss, speed, utilisation, and the memory of the fullest rank."""
-        parts = [f"loss {self.loss:.3f}", f"{self.tokens_per_second:,.0f} tokens/s"]
+        """Returns what is shown next to the bar, the figures that are watched most first: a narrow terminal cuts it."""
+        parts = [f"loss {self.loss:.3f}", f"norm {self.grad_norm:.3g}", f"lr {self.lr:.2g}"]
+        parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if self.figures is not None:
-            parts += [f"{self.figures.tflops_per_device:.3g} TFLOP/s a device", f"MFU {self.figures.mfu:.1%}"]
+            parts.append(f"MFU {self.figures.mfu:.0%}")
         return "  ".join([*parts, f"idle {self.idle_fraction:.0%}", bytes_text(max(self.peak_memory))])
 
 

@@ -15,6 +15,7 @@ from slipstream.training.ownership import FolderLock
 from slipstream.training.planned_start import what_prevents_a_plan
 from slipstream.training.preflight.folder_check import check_run_folder
 from slipstream.training.preflight.model_checks import check_model, load_model_config
+from slipstream.training.preflight.optimizer_check import check_optimizer
 from slipstream.training.preflight.resume_check import check_resume
 from slipstream.training.preflight.text_preparation import PreparedText, check_amount, prepare_text
 from slipstream.training.run_folder import RunFolder
@@ -66,6 +67,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     check_run_folder(config)
     model_config = load_model_config(config.model)
     check_model(config, model_config, progress)
+    check_optimizer(config, model_config)
     if reason := what_prevents_a_plan(config):
         progress.say(reason)
     text = prepare_text(config, model_config, progress)

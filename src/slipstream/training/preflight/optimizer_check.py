@@ -1,0 +1,63 @@
+"""Checks that the optimizer takes its arguments, and is exact with what the mesh leaves it of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.model import meta_model
+from slipstream.training.config import Config
+from slipstream.training.optimizers import OptimizerTraits, check_arguments, check_schedule, try_optimizer
+from slipstream.training.planned_start import is_open
+
+_STATES = ("exp_avg", "exp_avg_sq", "step")  # that checkpoints hold
+_STEPS = 1000  # of a run whose epochs aren't counted yet
+
+
+def check_optimizer(config: Config, model_config: Any) -> None:
+    """Checks the optimizer and its schedule, on toys with the model's numbers of dimensions.
+
+    Raises:
+        SlipstreamError: with what was given, what is allowed and what to type.
+    """
+    settings = config.optimizer
+    check_arguments(settings)
+    traits = try_optimizer(settings, _dims(config, model_config))
+    check_schedule(settings, config.training.steps or _STEPS)
+    if traits.reach != "element" and (cut := next(_cuts(config, traits), None)):
+        setting, instead = cut
+        sees = "the whole gradient of a parameter" if traits.reach == "parameter" else "all parameters together"
+        raise SlipstreamError(
+            f"optimizer.name={settings.name} needs {sees}, of which {setting} leaves each rank a part; give {instead}, "
+            "or an optimizer that updates each element by itself, such as adamw"
+        )
+    if traits.group_states or traits.states != _STATES:
+        kept = ", ".join([*traits.states, *traits.group_states]) or "nothing"
+        raise SlipstreamError(
+            f"optimizer.name={settings.name} keeps {kept}, and checkpoints hold {', '.join(_STATES)} alone; give "
+            "adamw, adam or radam"
+        )
+
+
+def _dims(config: Config, model_config: Any) -> set[int]:
+    """Returns the numbers of dimensions of what is trained."""
+    lora = config.lora
+    if lora is None:
+        return {parameter.ndim for parameter in meta_model(model_config).parameters()}
+    return {1, 2} if lora.use_dora or lora.bias != "none" else {2}
+
+
+def _cuts(config: Config, traits: OptimizerTraits) -> Iterator[tuple[str, str]]:
+    """Yields the settings that leave a rank only a part of what the optimizer must see, and what to give instead."""
+    parallel, pipeline = config.parallel, config.pipeline
+    if parallel.tensor > 1:
+        yield f"parallel.tensor={parallel.tensor}", "parallel.tensor=1"
+    for name in ("shard_optimizer", "shard_parameters"):
+        if parallel.data > 1 and getattr(parallel, name):
+            yield f"parallel.{name}=true", f"parallel.{name}=false"
+    if traits.reach == "model" and pipeline.num_ranks > 1:
+        yield f"pipeline.num_ranks={pipeline.num_ranks}", "pipeline.num_ranks=1"
+    may_spread = pipeline.vocabulary == "spread" or (pipeline.vocabulary == "auto" and is_open(config))
+    if may_spread and pipeline.num_ranks > 1:
+        yield f"pipeline.vocabulary={pipeline.vocabulary}", "pipeline.vocabulary=whole"
