@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -18,6 +18,7 @@ from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, 
 from slipstream.training.config import sections
 from slipstream.training.config.data_section import DataSection
 from slipstream.training.config.lora_section import LoraSection
+from slipstream.training.config.other_names import OTHER_NAMES, OTHER_VALUES
 
 # Of a section and of a Pipeline
 _PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
@@ -32,6 +33,9 @@ def precision_named(name: str) -> Precision:
 
 class Config(Record):
     """A whole training run."""
+
+    other_names: ClassVar = OTHER_NAMES
+    other_values: ClassVar = OTHER_VALUES
 
     model: sections.ModelSection
     data: DataSection
