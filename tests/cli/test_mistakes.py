@@ -13,6 +13,8 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.cli import main
+from slipstream.launch import Progress
+from slipstream.training.data.tokenizer import train_tokenizer
 
 Typed = Callable[..., str]
 LLAMA = {
@@ -69,6 +71,8 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--checkpoint.every=-1", ["checkpoint.every=-1", "'auto' or a whole number from 0"]),
     ("--tracking.to=wandb", ["tracking.to='wandb'", "did you mean tracking.to=[wandb]?"]),
     ("--data.files=books", ["data.files='books'", "a list of paths", "did you mean data.files=[books]?"]),
+    ("--memory.limit=16", ["memory.limit=16", "bytes", "--memory.limit=16e9"]),
+    ("--model.config.model_type=lama", ["model_type='lama'", "'llama'"]),
     ("--data=books", ["data='books'", "data is a section", "files"]),
     ("--lora=true", ["lora=True", "lora is a section", "target_modules"]),
     ("--data.packing=yes", ["data.packing=True", "'fixed' or 'none'", "data.packing=fixed?"]),
@@ -91,6 +95,15 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("train books", ["books", "Is a directory"]),
     ("train note.txt", ["note.txt holds no settings", "model, data, training"]),
     ("train config.yaml --training.steps 3", ["'--training.steps'", "--training.steps=100"]),
+    ("train broken.yaml", ["broken.jsonl, line 2", "isn't JSON", "Mend it"]),
+    ("train broken.yaml --data.streaming=true --training.steps=1 --data.tokenizer=tok", ["broken.jsonl, line 2"]),
+    ("train broken.yaml --data.dataset=empty.jsonl", ["empty.jsonl is empty", "at least one row"]),
+    ("train broken.yaml --data.dataset=list.jsonl", ["list.jsonl, line 1 is no row", '{"text": ...}']),
+    ("train broken.yaml --data.dataset=table.csv", ["table.csv ends in .csv", ".jsonl, .parquet"]),
+    ("train broken.yaml --data.dataset=gone.jsonl", ["there is no file gone.jsonl"]),
+    ("train broken.yaml --data.dataset=wikitex", ["data.dataset=wikitex", "no such file or folder here"]),
+    ("check modle", ["no model at 'modle'", "no such folder here", "did you mean 'model'?"]),
+    ("timeline 1f1b --output=no/x.png", ["no/x.png", "create it first"]),
     ("plan model h100-dgx --seq-len=32 --global-batch=8 --memory-limit=80", ["80", "bytes", "type 80e9"]),
     ("plan model h100-dgx --seq-len=32 --global-batch=8 --schedule=1f1p", ["'1f1p'", "did you mean '1f1b'"]),
     ("plan model h100-dgx --seq-len=128 --global-batch=8", ["seq_len=128", "at most 64"]),
@@ -118,6 +131,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / "books" / f"{number}.txt").write_text(f"document {number}: " + "some words to learn from. " * 40)
     (place / "note.txt").write_text("a note")
     (place / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    (place / "broken.yaml").write_text(yaml.safe_dump(CONFIG | {"data": {"dataset": "broken.jsonl"}}))
+    (place / "broken.jsonl").write_text('{"text": "a row"}\n{"text": "cut\n')
+    (place / "empty.jsonl").write_text("\n\n")
+    (place / "list.jsonl").write_text('["a"]\n["b"]\n')
+    (place / "table.csv").write_text("text\nhello\n")
+    train_tokenizer(["a few words"], 300, Progress(None)).save_pretrained(place / "tok")
     settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
     AutoModelForCausalLM.from_config(LlamaConfig(**settings)).save_pretrained(place / "model")
     return place

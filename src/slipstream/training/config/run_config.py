@@ -20,6 +20,7 @@ from slipstream.training.config.data_section import DataSection
 from slipstream.training.config.lora_section import LoraSection
 from slipstream.training.config.other_names import OTHER_NAMES, OTHER_VALUES
 
+_LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
 # Of a section and of a Pipeline
 _PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
 # The Pipeline's dtypes by training.precision
@@ -90,6 +91,12 @@ class Config(Record):
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
         self.runtime.refuse(["stall_limit"], "a run takes it as training.stall_limit.")
+        if self.memory.limit is not None and self.memory.limit < _LEAST_MEMORY:
+            given = self.memory.limit
+            raise ValueError(
+                f"memory.limit={given:g} is in bytes, of which no model trains in so few; give "
+                f"--memory.limit={given:g}e9 if gigabytes were meant"
+            )
         if self.training.bad_numbers == "rollback" and not self.checkpoint.every:
             raise ValueError(
                 "training.bad_numbers=rollback needs checkpoints to go back to; give --checkpoint.every=100, or skip"
