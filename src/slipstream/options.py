@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.errors import SlipstreamError
+from slipstream.option_problems import describe_problems, refuses_bool
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -17,12 +29,6 @@ else:
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("give a number")
-    return value
-
-
 def _dtype_name(value: Any) -> Any:
     name = str(value).removeprefix("torch.")
     if value is not None and name not in DTYPES:
@@ -30,8 +36,6 @@ def _dtype_name(value: Any) -> Any:
     return None if value is None else name
 
 
-Number = Annotated[PositiveFloat, BeforeValidator(_no_bool)]
-Count = Annotated[PositiveInt, BeforeValidator(_no_bool)]
 DType = Annotated[Any, BeforeValidator(_dtype_name)]  # a torch.dtype or its name, kept as its name
 
 
@@ -51,6 +55,13 @@ class Record(BaseModel, metaclass=_RecordType):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     section: ClassVar[str] = ""  # its name as an argument and as a section of a configuration
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_from_bool(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and refuses_bool(cls.model_fields[str(info.field_name)]):
+            raise PydanticCustomError("bool", "true and false are no numbers")
+        return value
+
     def refuse(self, names: Sequence[str], reason: str) -> None:
         """Raises SlipstreamError where one of these options isn't as it is by default."""
         for name in names:
@@ -63,7 +74,7 @@ class Memory(Record):
     """The memory that a rank may use, and what it recomputes or offloads to use less."""
 
     section: ClassVar[str] = "memory"
-    recompute: Literal["none", "selective", "full", "segments"] | Count = "none"
+    recompute: Literal["none", "selective", "full", "segments"] | PositiveInt = "none"
     """Which of a slice's activations are dropped after its forward and computed again before its backward: `none`;
     `selective`, all but the outputs of matrix products and attention; `full`, all but keys and values; or the number of
     layers of each stage, its first ones, that are recomputed in full (half a layer counts as one). Of an nn.Sequential
@@ -71,11 +82,11 @@ class Memory(Record):
     offload: float = Field(default=0.0, ge=0, le=1)
     """The share of each rank's slices, those that wait longest, whose activations are in host memory between forward
     and backward: pinned memory with a GPU, else a file. Keys and values stay."""
-    limit: Number | None = None
+    limit: PositiveFloat | None = None
     """Bytes that each rank may hold, such as 12e9: parameters, gradients, AdamW's state, messages, activations, keys
     and values. They are measured before the first step on a batch of a new shape; a schedule that holds more is
     refused, and the schedule "auto" looks for one that doesn't."""
-    num_flushes: Count = 1
+    num_flushes: PositiveInt = 1
     """How many times the pipeline is filled and drained in a step, so that no more than num_microbatches / num_flushes
     microbatches hold activations at the same time (gradient accumulation)."""
 
@@ -120,7 +131,7 @@ class Runtime(Record):
     """Whether a toy of the same architecture, sliced, is compared with the same toy unsliced before training (a
     second); with tensor parallelism also cut over its ranks and whole. Without it, models whose layers carry state
     from token to token are refused all the same."""
-    stall_limit: Number | Literal["off"] | None = None
+    stall_limit: PositiveFloat | Literal["off"] | None = None
     """Seconds that a rank may wait for others, or be stopped, before all ranks end and say which one is to blame.
     Default: the larger of 60 and five times the longest wait so far, and 600 before the second step. off: no process
     watches the ranks."""
@@ -139,7 +150,7 @@ class Layers(Record):
     """Whether the moving averages of batch norms are over all replicas."""
 
 
-_RECORDS = _RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
+_RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
 # What arguments of the Pipeline, and keys of a configuration's `pipeline` and `parallel`, are called now
 MOVED = {name: f"{section}.{name}" for section, record in _RECORDS.items() for name in record.model_fields}
 MOVED |= {"timeout": "runtime.stall_limit", "memory_limit": "memory.limit", "sequence": "parallel.sequence_parallel"}
@@ -164,38 +175,3 @@ def check_records(arguments: Mapping[str, Any]) -> None:
                 f"{name}={arguments[name]!r}: give a slipstream.{record.__name__}, such as "
                 f"{name}=slipstream.{record.__name__}({next(iter(record.model_fields))}=...)."
             )
-
-
-def describe_problems(error: ValidationError, record: Any) -> list[str]:
-    """Returns one line for each option that is wrong: its name, its value, and what is allowed."""
-    lines: dict[str, str] = {}
-    for problem in error.errors():
-        path = [*([record.section] if record.section else []), *map(str, problem["loc"])]
-        name = ".".join(path[:2])  # what follows says which type of several was tried
-        if problem["type"] == "extra_forbidden":
-            lines[name] = _describe_unknown(path, record)
-        elif problem["type"] == "missing":
-            lines[name] = f"{name} is missing; add it to the configuration or give --{name}=..."
-        elif problem["type"] == "value_error":
-            reason = str(problem["ctx"]["error"])  # of a whole section it names the options by itself
-            lines[name or reason] = f"{name}={problem['input']!r}: {reason}" if len(path) > 1 else reason
-        elif name in lines:
-            lines[name] += f", or {problem['msg'].lower()}"
-        else:
-            lines[name] = f"{name}={problem['input']!r} isn't allowed: {problem['msg'].lower()}"
-    return list(lines.values())
-
-
-def _describe_unknown(path: list[str], record: Any) -> str:
-    *sections, key = path
-    if sections and sections[0] in ("pipeline", "parallel") and key in MOVED:
-        return f"{'.'.join(path)} is now {MOVED[key]}"
-    if not record.section:
-        for section in sections:
-            found = record.model_fields[section].annotation
-            record = next(kind for kind in (found, *get_args(found)) if hasattr(kind, "model_fields"))  # or none
-    where = ".".join(sections)
-    hint = did_you_mean(key, record.model_fields, where and f"{where}.")
-    if hint == ".":
-        hint = f"; {where or 'the configuration'} has: {', '.join(sorted(record.model_fields))}"
-    return f"unknown key {'.'.join(path)}{hint}"

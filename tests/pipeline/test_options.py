@@ -23,11 +23,11 @@ CONFIG: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("section", "option", "value", "words"),
     [
-        ("memory", "recompute", "some", "memory.recompute='some' isn't allowed"),
+        ("memory", "recompute", "some", "memory.recompute='some': give 'none', 'selective'"),
         ("memory", "recompute", True, "memory.recompute=True"),
-        ("memory", "offload", 1.5, "memory.offload=1.5 isn't allowed: input should be less than or equal to 1"),
-        ("memory", "limit", 0, "memory.limit=0 isn't allowed: input should be greater than 0"),
-        ("memory", "limit", True, "memory.limit=True: give a number"),
+        ("memory", "offload", 1.5, "memory.offload=1.5: give a number from 0 to 1"),
+        ("memory", "limit", 0, "memory.limit=0: give a number above 0"),
+        ("memory", "limit", True, "memory.limit=True: give a number above 0"),
         ("memory", "num_flushes", 0, "memory.num_flushes=0"),
         ("memory", "recomput", "full", "unknown key memory.recomput; did you mean 'memory.recompute'?"),
         ("parallel", "tensor_plan", "colwise", "parallel.tensor_plan='colwise'"),
@@ -41,7 +41,7 @@ def test_a_bad_value_is_refused_in_the_same_words(section: str, option: str, val
     with pytest.raises(SlipstreamError) as in_yaml:
         parse_config(CONFIG | {section: {option: value}})
     assert words in str(in_python.value)
-    assert str(in_python.value) == str(in_yaml.value)
+    assert str(in_yaml.value).startswith(str(in_python.value))  # and may say what else is meant
 
 
 def test_a_dtype_is_given_by_itself_or_by_its_name() -> None:

@@ -84,6 +84,8 @@ def timeline(
     """Show when each rank computes under SCHEDULE, and why it waits."""
     if output is not None and output.suffix not in _SUFFIXES:
         raise SlipstreamError(f"--output={output} must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+    if output is not None and not output.parent.is_dir():
+        raise SlipstreamError(f"--output={output}: there is no folder {output.parent}; create it first")
     from slipstream.schedule import Op
 
     gradients = {Op.I: input_gradient, Op.W: weight_gradient}

@@ -5,6 +5,7 @@ That is the longest sequence, the largest token id, and the ids that stand for n
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,11 +73,22 @@ def _settings(path: str) -> dict[str, Any]:
     try:
         settings: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
     except (OSError, ValueError) as error:
-        known = "a folder with config.json" if Path(path).exists() else "an existing folder or a hub name"
-        raise SlipstreamError(f"no model at {path!r}: expected {known}. {error}") from error
+        reason = str(error).partition("\n")[0]
+        if Path(path).exists():
+            raise SlipstreamError(f"no model at {path!r}: expected a folder with config.json. {reason}") from error
+        raise SlipstreamError(f"no model at {path!r}: {_absence(path)} {reason}") from error
     if not settings:
         raise SlipstreamError(f"no model at {path!r}: expected a folder with config.json")
     return settings
+
+
+def _absence(path: str) -> str:
+    """Says that a folder isn't there, which one is like it, and whether its name could be one on the hub."""
+    folder = Path(path)
+    parts = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    near = difflib.get_close_matches(folder.name, [each.name for each in parts if each.is_dir()], 1)
+    hint = f" (did you mean {str(folder.with_name(near[0]))!r}?)" if near else ""
+    return f"expected an existing folder or a hub name, and there is no such folder here{hint}. On the hub:"
 
 
 def _custom_code(settings: Mapping[str, Any]) -> list[str]:
@@ -94,6 +106,12 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
     try:
         return AutoConfig.for_model(**values)
     except Exception as error:  # each architecture checks its settings in its own way
+        if (kind := values["model_type"]) not in CONFIG_MAPPING:
+            near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), 3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give one such as 'llama' or 'qwen3'."
+            raise SlipstreamError(
+                f"{name} with model_type={kind!r} isn't usable: transformers has none; {hint}"
+            ) from None
         raise SlipstreamError(f"{name} with model_type={values['model_type']!r} isn't usable: {error}") from error
 
 

@@ -90,7 +90,7 @@ def test_a_wrong_column_lists_the_columns(tmp_path: Path) -> None:
 def test_a_dataset_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="there is no file"):
         read_documents(DataSection(dataset=str(tmp_path / "none.jsonl")), pytest.fail)
-    with pytest.raises(SlipstreamError, match=r"can't read data.dataset=no-such/data-set"):
+    with pytest.raises(SlipstreamError, match=r"data.dataset=no-such/data-set: there is no such file or folder here"):
         read_documents(DataSection(dataset="no-such/data-set"), pytest.fail)
 
 

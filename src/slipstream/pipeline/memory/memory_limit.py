@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from slipstream.pipeline.memory.step_bytes import compiled_account, covers
 from slipstream.pipeline.tuning import TrialMemory
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
+from slipstream.units import bytes_text
 
 _ROUNDED_UP = 1 + 1e-9  # both accounts add the same numbers, but in another order
 _MOST_TABLES = 256  # of different microbatches, as sequences of any lengths make them
@@ -153,12 +155,13 @@ def _merged(tables: Sequence[MemoryTable]) -> MemoryTable:
 
 
 def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) -> str:
-    most = {str(kind): size for kind, size in held.worst.during.items() if size} | {"tokens": _token_bytes(step)}
-    parts = ", ".join(f"{kind} {size:.4g}" for kind, size in sorted(most.items(), key=lambda pair: -pair[1]))
-    total = sum(most.values())
+    most = {str(kind): size for kind, size in held.worst.during.items() if size > 0} | {"tokens": _token_bytes(step)}
+    parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in sorted(most.items(), key=lambda pair: -pair[1]))
+    total = held.peak + _token_bytes(step)
     slices = ", ".join(str([*each.slices]) for each in step.microbatches)
     return (
-        f"memory.limit={limit:.6g} bytes, but rank {rank} would hold {total:.6g}, {total - limit:.3g} too many, in the "
+        f"memory.limit={limit:.6g} ({bytes_text(limit)}), but rank {rank} would hold {bytes_text(total)}, "
+        f"{bytes_text(total - limit)} too much (memory.limit={math.ceil(total)} would do), in the "
         f"schedule {step.schedule.name!r} on slices {slices}: {parts}. Try memory.recompute='full', "
         "memory.offload=0.5, a larger memory.num_flushes, more slices or microbatches, or schedule='auto', which keeps "
         "to the limit where it can."

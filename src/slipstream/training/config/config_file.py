@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from slipstream.errors import SlipstreamError
-from slipstream.options import describe_problems
+from slipstream.option_problems import describe_problems
 from slipstream.training.config.run_config import Config
 
 

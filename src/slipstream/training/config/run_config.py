@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -19,7 +19,9 @@ from slipstream.training.config import sections
 from slipstream.training.config.data_section import DataSection
 from slipstream.training.config.lora_section import LoraSection
 from slipstream.training.config.optimizer_section import OptimizerSection
+from slipstream.training.config.other_names import OTHER_NAMES, OTHER_VALUES
 
+_LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
 # Of a section and of a Pipeline
 _PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
 # The Pipeline's dtypes by training.precision
@@ -33,6 +35,9 @@ def precision_named(name: str) -> Precision:
 
 class Config(Record):
     """A whole training run."""
+
+    other_names: ClassVar = OTHER_NAMES
+    other_values: ClassVar = OTHER_VALUES
 
     model: sections.ModelSection
     data: DataSection
@@ -82,6 +87,12 @@ class Config(Record):
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
         self.runtime.refuse(["stall_limit"], "a run takes it as training.stall_limit.")
+        if self.memory.limit is not None and self.memory.limit < _LEAST_MEMORY:
+            given = self.memory.limit
+            raise ValueError(
+                f"memory.limit={given:g} is in bytes, of which no model trains in so few; give "
+                f"--memory.limit={given:g}e9 if gigabytes were meant"
+            )
         if self.training.bad_numbers == "rollback" and not self.checkpoint.every:
             raise ValueError(
                 "training.bad_numbers=rollback needs checkpoints to go back to; give --checkpoint.every=100, or skip"

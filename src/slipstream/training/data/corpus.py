@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from slipstream.training.config import SourceSection
 
 # Folders in that of the standard library that aren't its source: installed packages, oddly encoded tests.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_READ_FOR_TEXT = 65536  # bytes; a file that begins with so many blank ones is read whole
+_SHOWN = 80  # bytes of a line that can't be read
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -104,16 +107,52 @@ def open_rows(config: SourceSection) -> Any:
 
 def _load(config: SourceSection, **options: bool) -> Any:
     from datasets import load_dataset
-    from datasets.utils.logging import disable_progress_bar
+    from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
 
     disable_progress_bar()  # its bars and ours would overwrite each other
+    set_verbosity(CRITICAL)  # what it logs, an error of ours says better
     name = str(config.dataset)
     builder = _BUILDERS.get(Path(name).suffix)
-    if builder is not None and not Path(name).is_file():
-        raise SlipstreamError(f"data.dataset: there is no file {name}")
+    _check_file(Path(name), builder)
     try:
         if builder is not None:
             return load_dataset(builder, data_files=name, split="train", **options)
         return load_dataset(name, config.dataset_config, split=config.split, **options)
     except Exception as error:  # `datasets` raises many types; all mean that it can't be read
+        if builder == "json" and (where := find_bad_line(Path(name))):
+            raise SlipstreamError(f"data.dataset={name}, {where}") from error
+        if builder is None and not Path(name).exists():
+            raise SlipstreamError(
+                f"data.dataset={name}: there is no such file or folder here, and it can't be read as a data set of the "
+                f"hub (split {config.split}): {error}. Give a {', '.join(_BUILDERS)} file, or its name on the hub"
+            ) from error
         raise SlipstreamError(f"can't read data.dataset={name} (split {config.split}): {error}") from error
+
+
+def _check_file(path: Path, builder: str | None) -> None:
+    """Raises SlipstreamError where a data set's file isn't there, is empty, or is of a kind that isn't read."""
+    if builder is None and path.is_file():
+        raise SlipstreamError(
+            f"data.dataset={path} ends in {path.suffix or 'nothing'}, which isn't read; give a file that ends in "
+            f"{', '.join(_BUILDERS)}, or a text with --data.files=[{path}]"
+        )
+    if builder is not None and not path.is_file():
+        raise SlipstreamError(f"data.dataset: there is no file {path}")
+    if builder is not None and not path.read_bytes()[:_READ_FOR_TEXT].strip():
+        raise SlipstreamError(f"data.dataset={path} is empty; give a file with at least one row")
+
+
+def find_bad_line(path: Path) -> str:
+    """Returns the first line of a .jsonl file that isn't a row, and why; "" where all are."""
+    if path.suffix != ".jsonl":
+        return ""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            shown = line[:_SHOWN].decode(errors="replace").strip()
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except ValueError as error:
+                return f"line {number} isn't JSON ({error}): {shown}. Mend it, or leave it out"
+            if not isinstance(row, dict):
+                return f'line {number} is no row: {shown}. Write each line as {{"text": ...}}'
+    return ""

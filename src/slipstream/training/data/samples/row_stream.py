@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.config import SourceSection
-from slipstream.training.data.corpus import open_rows
+from slipstream.training.data.corpus import find_bad_line, open_rows
 
 State = dict[str, Any]
 
@@ -64,4 +64,6 @@ class RowStream:
             return [*islice(self._iterator, number)]
         except Exception as error:  # `datasets` raises many types; all mean that it can't be read
             where = f"after row {self._num_read:,}" if self._num_read else "from its beginning"
+            if line := find_bad_line(Path(str(self._source.dataset))):
+                raise SlipstreamError(f"{self._source.name}, {line}") from error
             raise SlipstreamError(f"can't read {self._source.name} {where}: {error}") from error

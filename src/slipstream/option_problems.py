@@ -1,0 +1,220 @@
+"""Says what is wrong with options in our own words: what was given, what is allowed, and the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from slipstream.errors import did_you_mean
+
+_SEVERAL = (list, tuple)
+_KINDS = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: "true or false"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts", Path: "paths"}
+_ALIKE = 0.6  # how alike two names must be, of 1
+
+
+def describe_problems(error: ValidationError, record: Any) -> list[str]:
+    """Returns one line for each option that is wrong: its name, its value, and what is allowed.
+
+    `record` is the class that refused. Where it has `other_names`, they say which option is meant by a name of before,
+    or of another library; `other_values` say so of an option's values.
+    """
+    lines: dict[str, str] = {}
+    for problem in error.errors():
+        place = _Place.of(record, problem["loc"])
+        kind, given = problem["type"], problem["input"]
+        if kind == "extra_forbidden":
+            lines[place.name] = _unknown(place, record)
+        elif kind == "missing" and place.is_whole:
+            lines[place.name] = _missing(place)
+        elif kind == "value_error":
+            reason = str(problem["ctx"]["error"])  # of a whole section it names the options by itself
+            is_section = place.option is None or _records_in(place.option.annotation)
+            lines[place.name or reason] = reason if is_section else f"{place.name}={given!r}: {reason}"
+        elif place.name.partition("[")[0] not in lines:  # of several types that were tried, the first says it
+            lines.setdefault(place.name, _wrong(place, given, record))
+    return list(lines.values())
+
+
+def refuses_bool(option: FieldInfo) -> bool:
+    """Returns whether an option isn't for true and false, which pydantic would take for 1 and 0."""
+    return not any(each in (bool, Any) for each in _alternatives(option.annotation))
+
+
+def allowed_text(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    """Returns what an option of this type may be: `'auto', a whole number from 1, or a list of whole numbers`."""
+    choices, texts = [], []
+    for each in _alternatives(annotation):
+        if get_origin(each) is Literal:
+            choices += [repr(value) for value in get_args(each)]
+        elif each is not types.NoneType:
+            texts.append(_type_text(each, limits))
+    *first, last = [*choices, *dict.fromkeys(texts)]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An option of a record, or of one of its sections, and how it is typed."""
+
+    path: tuple[str, ...]  # the sections, and the option
+    owner: type[BaseModel] | None  # the section that has the option, or would have it
+    option: FieldInfo | None  # None where there is none of this name, or the whole record is meant
+    is_whole: bool  # and not one value of several
+
+    @classmethod
+    def of(cls, record: type[BaseModel], place: Sequence[int | str]) -> _Place:
+        """Follows pydantic's path, in which there are also names of types that were tried."""
+        section = vars(record).get("section") or ""
+        path, owner, option, is_whole = [section] if section else [], record, None, True
+        for key in place:
+            if isinstance(key, int):
+                is_whole = False
+                if path:
+                    path[-1] += f"[{key}]"
+            elif option is None or (inner := _records_in(option.annotation)):
+                owner = record if option is None else inner[0]
+                option, is_whole = owner.model_fields.get(key), True
+                path.append(key)
+        return cls(tuple(path), owner, option, is_whole)
+
+    @property
+    def name(self) -> str:
+        """The option as it is typed."""
+        return ".".join(self.path)
+
+
+def _wrong(place: _Place, given: Any, record: type[BaseModel]) -> str:
+    assert place.option is not None
+    annotation, limits = place.option.annotation, place.option.metadata
+    if inner := _records_in(annotation):
+        settings = ", ".join(sorted(inner[0].model_fields))
+        return f"{place.name}={given!r}: {place.path[-1]} is a section; give its settings, which are {settings}"
+    name = place.name if not isinstance(given, list) else place.name.partition("[")[0]  # which has too few values
+    line = f"{name}={given!r}: give {allowed_text(annotation, limits)}"
+    if isinstance(given, bool):
+        line += " (yes, no, on and off are read as true and false)"
+    meant = _meant(place, given, annotation, record)
+    return line + (f"; did you mean {place.name}={meant}?" if meant else "")
+
+
+def _meant(place: _Place, given: Any, annotation: Any, record: type[BaseModel]) -> str:
+    """Returns the value that was meant, as it is typed; "" where that isn't known."""
+    others: Mapping[str, Mapping[Any, str]] = getattr(record, "other_values", {})
+    for name, meant in others.get(place.name, {}).items():
+        if name == (given.lower() if isinstance(given, str) else given) and type(name) is type(given):
+            return meant
+    kinds = _alternatives(annotation)
+    names = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    if isinstance(given, str) and (near := difflib.get_close_matches(given.lower(), names, 1, _ALIKE)):
+        return near[0]
+    takes_several = any(get_origin(kind) in _SEVERAL for kind in kinds)
+    if takes_several and isinstance(given, str) and ("," in given or not names):
+        return f"[{given}]"
+    return ""
+
+
+def _unknown(place: _Place, record: type[BaseModel]) -> str:
+    """Says that there is no such option, and which was meant: of this name elsewhere, or of the nearest one here."""
+    key, owner = place.path[-1], place.owner
+    others: Mapping[str, str] = getattr(record, "other_names", {})
+    if place.name in others:
+        return f"{place.name} is now {others[place.name]}"
+    where = ".".join(place.path[:-1])
+    known = [] if owner is None else sorted(owner.model_fields)
+    elsewhere = dict(_names_of_all(record))
+    hint = did_you_mean(key, known, where and f"{where}.")
+    if key in others or key in elsewhere:
+        hint = f"; did you mean {others.get(key) or elsewhere[key]!r}?"
+    elif hint == ".":
+        hint = f"; {where or 'the configuration'} has: {', '.join(known)}"
+    return f"unknown key {place.name}{hint}"
+
+
+def _names_of_all(record: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Yields all sections' options: the name alone, and as it is typed. Of equal names the first section's is last."""
+    for section, option in reversed(record.model_fields.items()):
+        for inner in reversed(_records_in(option.annotation)):
+            yield from ((name, f"{section}.{name}") for name in inner.model_fields)
+
+
+def _missing(place: _Place) -> str:
+    annotation = None if place.option is None else place.option.annotation
+    needed = [
+        name for inner in _records_in(annotation) for name, option in inner.model_fields.items() if option.is_required()
+    ]
+    given = [f"--{place.name}.{name}=..." for name in needed] or [f"--{place.name}=..."]
+    return f"{place.name} is missing; add it to the configuration or give {' and '.join(given)}"
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """Returns the types that a union allows, without what is said about them besides."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        first, *metadata = get_args(annotation)
+        inner = _alternatives(first)
+        return [Annotated[each, *metadata] if each in (int, float) else each for each in inner]
+    if origin in (Union, types.UnionType):
+        return [each for part in get_args(annotation) for each in _alternatives(part)]
+    return [annotation]
+
+
+def _records_in(annotation: Any) -> list[type[BaseModel]]:
+    """Returns the sections that an option's type has, alone or in a list."""
+    found = []
+    for each in _alternatives(annotation):
+        inner = get_args(each)[0] if get_origin(each) in _SEVERAL else each
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found.append(inner)
+    return found
+
+
+def _type_text(kind: Any, limits: Sequence[Any]) -> str:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _number_text(inner[0], inner[1:])
+    if kind in (int, float):
+        return _number_text(kind, limits)
+    if origin is list:
+        elements = [get_args(each)[0] if get_origin(each) is Annotated else each for each in _alternatives(inner[0])]
+        what = next((_PLURALS[each] for each in reversed(elements) if each in _PLURALS), "values")
+        return f"a list of {what}"
+    if origin is tuple:
+        return f"a list of {len(inner)} {_PLURALS.get(inner[0], 'values')}"
+    if kind is dict or origin in (dict, Mapping):
+        return "settings in braces, such as {name: value}"
+    return _KINDS.get(kind, "another value")
+
+
+def _number_text(kind: Any, limits: Sequence[Any]) -> str:
+    """Returns `a whole number from 1`, or `a number from 0 to 1`."""
+    marks: dict[str, Any] = {}
+    for limit in limits:
+        marks |= {name: getattr(limit, name) for name in ("gt", "ge", "lt", "le") if hasattr(limit, name)}
+        marks |= dict(_number_marks(limit))
+    text = _KINDS[kind]
+    if "gt" in marks and kind is int:
+        text += f" from {marks['gt'] + 1}"
+    elif "gt" in marks:
+        text += f" above {marks['gt']:g}"
+    elif "ge" in marks:
+        text += f" from {marks['ge']:g}"
+    if "le" in marks:
+        text += f" to {marks['le']:g}"
+    elif "lt" in marks:
+        text += f" to just below {marks['lt']:g}"
+    return text
+
+
+def _number_marks(limit: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the limits of a `Field` within an annotation."""
+    if isinstance(limit, FieldInfo):
+        for each in limit.metadata:
+            yield from ((name, getattr(each, name)) for name in ("gt", "ge", "lt", "le") if hasattr(each, name))

@@ -1,0 +1,181 @@
+"""What users type by mistake, and what they read then: the value that was given, what is allowed, and what to type.
+
+Each ends with exit code 2 and without a traceback, and nothing is started or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from slipstream.cli import main
+from slipstream.launch import Progress
+from slipstream.training.data.tokenizer import train_tokenizer
+
+Typed = Callable[..., str]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+}
+CONFIG = {
+    "model": {"config": LLAMA},
+    "data": {"files": ["books"]},
+    "pipeline": {"slices": 2},
+    "runtime": {"self_check": False},
+    "training": {"output": "out", "steps": 2, "seq_len": 32},
+}
+
+# What is typed after `slipstream train config.yaml`, and words of the message.
+SETTINGS: list[tuple[str, list[str]]] = [
+    ("--training.stpes=3", ["unknown key training.stpes", "'training.steps'"]),
+    ("--steps=3", ["unknown key steps", "'training.steps'"]),
+    ("--lr=1e-3", ["unknown key lr", "'optimizer.lr'"]),
+    ("--optimizer.learning_rate=1e-3", ["optimizer.learning_rate", "'optimizer.lr'"]),
+    ("--batch_size=4", ["unknown key batch_size", "'training.batch_size'"]),
+    ("--lora.rank=4", ["lora.rank", "'lora.r'"]),
+    ("--optim.lr=1", ["unknown key optim", "'optimizer'"]),
+    ("--training.steps=ten", ["training.steps='ten'", "a whole number from 1"]),
+    ("--training.steps=1.5", ["training.steps=1.5", "a whole number from 1"]),
+    ("--training.steps=true", ["training.steps=True", "a whole number from 1", "yes, no, on and off"]),
+    ("--training.seq_len=4k", ["training.seq_len='4k'", "a whole number from 1"]),
+    ("--training.overwrite=maybe", ["training.overwrite='maybe'", "true or false"]),
+    ("--optimizer.lr=0", ["optimizer.lr=0", "a number above 0"]),
+    ("--optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "a list of 2 numbers"]),
+    ("--training.precision=bfloat16", ["'bfloat16'", "'bf16-weights' or 'fp16'", "training.precision=bf16?"]),
+    ("--training.precision=fp32", ["'fp32'", "'bf16-weights' or 'fp16'", "training.precision=float32?"]),
+    ("--training.device=gpu", ["training.device='gpu'", "'cpu' or 'cuda'", "training.device=cuda?"]),
+    ("--pipeline.schedule=1f1p", ["pipeline.schedule='1f1p'", "did you mean '1f1b'"]),
+    ("--pipeline.slices=0", ["pipeline.slices=0", "'auto', a whole number from 1 or a list of whole numbers"]),
+    ("--pipeline.slices=16,16", ["pipeline.slices='16,16'", "did you mean pipeline.slices=[16,16]?"]),
+    ("--pipeline.slices=[16,17]", ["add up to 33", "training.seq_len=32", "pipeline.slices=2"]),
+    ("--pipeline.slices=[16,x]", ["pipeline.slices=[16, 'x']", "a list of whole numbers"]),
+    ("--pipeline.slices=65", ["pipeline.slices=65", "choose 1 to 32"]),
+    ("--pipeline.partition=even", ["pipeline.partition='even'", "give 'auto' or a list of numbers"]),
+    ("--pipeline.partition=[3,1]", ["[3, 1]", "the model has 2", "--pipeline.partition=auto"]),
+    ("--pipeline.num_ranks=4", ["pipeline.num_ranks=4", "2 layers", "choose 1 to 2"]),
+    ("--pp=auto", ["--pp=auto", "--pp=2"]),
+    ("--tp=3", ["2 attention heads", "3 tensor ranks"]),
+    ("--memory.recompute=yes", ["memory.recompute=True", "'selective', 'full'", "memory.recompute=full?"]),
+    ("--memory.offload=50", ["memory.offload=50", "a number from 0 to 1"]),
+    ("--checkpoint.resume=true", ["checkpoint.resume=True", "'no', 'latest', 'last-good'", "resume=latest?"]),
+    ("--checkpoint.resume=5", ["no checkpoint 5", "latest or last-good"]),
+    ("--checkpoint.every=-1", ["checkpoint.every=-1", "'auto' or a whole number from 0"]),
+    ("--tracking.to=wandb", ["tracking.to='wandb'", "did you mean tracking.to=[wandb]?"]),
+    ("--data.files=books", ["data.files='books'", "a list of paths", "did you mean data.files=[books]?"]),
+    ("--memory.limit=16", ["memory.limit=16", "bytes", "--memory.limit=16e9"]),
+    ("--model.config.model_type=lama", ["model_type='lama'", "'llama'"]),
+    ("--data=books", ["data='books'", "data is a section", "files"]),
+    ("--lora=true", ["lora=True", "lora is a section", "target_modules"]),
+    ("--data.packing=yes", ["data.packing=True", "'fixed' or 'none'", "data.packing=fixed?"]),
+    ("--data.validation_fraction=5", ["data.validation_fraction=5", "from 0 to just below 1"]),
+    ("--training.seq_len=128", ["training.seq_len=128", "64 positions", "at most 64"]),
+    ("--training.epochs=1", ["either training.steps or training.epochs"]),
+    ("--training.bad_numbers=rollback", ["training.bad_numbers=rollback", "--checkpoint.every=100"]),
+    ("--training.output=note.txt", ["training.output=note.txt is a file", "name a folder"]),
+    ("--sample.temperature=-1", ["sample.temperature=-1", "a number from 0"]),
+    ("--model.config.num_attention_heads=3", ["hidden size (16)", "attention heads (3)"]),
+    (
+        "--data.sources=[{files: [books], wieght: 2}]",
+        ["unknown key data.sources[0].wieght", "did you mean 'data.sources[0].weight'?"],
+    ),
+]
+
+# Whole commands
+COMMANDS: list[tuple[str, list[str]]] = [
+    ("train nope.yaml", ["nope.yaml", "No such file"]),
+    ("train books", ["books", "Is a directory"]),
+    ("train note.txt", ["note.txt holds no settings", "model, data, training"]),
+    ("train config.yaml --training.steps 3", ["'--training.steps'", "--training.steps=100"]),
+    ("train broken.yaml", ["broken.jsonl, line 2", "isn't JSON", "Mend it"]),
+    ("train broken.yaml --data.streaming=true --training.steps=1 --data.tokenizer=tok", ["broken.jsonl, line 2"]),
+    ("train broken.yaml --data.dataset=empty.jsonl", ["empty.jsonl is empty", "at least one row"]),
+    ("train broken.yaml --data.dataset=list.jsonl", ["list.jsonl, line 1 is no row", '{"text": ...}']),
+    ("train broken.yaml --data.dataset=table.csv", ["table.csv ends in .csv", ".jsonl, .parquet"]),
+    ("train broken.yaml --data.dataset=gone.jsonl", ["there is no file gone.jsonl"]),
+    ("train broken.yaml --data.dataset=wikitex", ["data.dataset=wikitex", "no such file or folder here"]),
+    ("check modle", ["no model at 'modle'", "no such folder here", "did you mean 'model'?"]),
+    ("timeline 1f1b --output=no/x.png", ["no/x.png", "create it first"]),
+    ("plan model h100-dgx --seq-len=32 --global-batch=8 --memory-limit=80", ["80", "bytes", "type 80e9"]),
+    ("plan model h100-dgx --seq-len=32 --global-batch=8 --schedule=1f1p", ["'1f1p'", "did you mean '1f1b'"]),
+    ("plan model h100-dgx --seq-len=128 --global-batch=8", ["seq_len=128", "at most 64"]),
+    ("plan model h100-dgx --seq-len=32 --global-batch=8 --output=no/plan.yaml", ["no/plan.yaml", "create it first"]),
+    ("plan model h100-dgx --seqlen=32", ["--seqlen", "--seq-len"]),
+    ("check books", ["no model at 'books'", "config.json"]),
+    ("eval model nope.txt", ["no tokenizer", "tokenizer.json"]),
+    ("generate ./modle hello", ["no folder ./modle", "a run's output folder"]),
+    ("export books --output=x", ["no checkpoints in books", "runs/a"]),
+    ("timeline 1f1p", ["'1f1p'", "did you mean '1f1b'"]),
+    ("timeline 1f1b --output=x.jpg", ["x.jpg", ".png, .svg, .pdf or .json"]),
+    ("timeline 1f1b --stages-per-rank=2", ["stages_per_rank=2", "Give stages_per_rank=1"]),
+    ("profile model", ["--seq-len=4096"]),
+    ("profile model --seq-len=32 --device=gpu", ["'gpu'", "auto, cpu or cuda"]),
+    ("profile model --seq-len=32 --output=no/x.json", ["no/x.json", "make it first"]),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a configuration, text, tables and models."""
+    place = tmp_path_factory.mktemp("mistakes")
+    (place / "books").mkdir()
+    for number in range(4):
+        (place / "books" / f"{number}.txt").write_text(f"document {number}: " + "some words to learn from. " * 40)
+    (place / "note.txt").write_text("a note")
+    (place / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    (place / "broken.yaml").write_text(yaml.safe_dump(CONFIG | {"data": {"dataset": "broken.jsonl"}}))
+    (place / "broken.jsonl").write_text('{"text": "a row"}\n{"text": "cut\n')
+    (place / "empty.jsonl").write_text("\n\n")
+    (place / "list.jsonl").write_text('["a"]\n["b"]\n')
+    (place / "table.csv").write_text("text\nhello\n")
+    train_tokenizer(["a few words"], 300, Progress(None)).save_pretrained(place / "tok")
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    AutoModelForCausalLM.from_config(LlamaConfig(**settings)).save_pretrained(place / "model")
+    return place
+
+
+@pytest.fixture
+def typed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Types a command in that folder, in this process; returns what it says on standard error, with exit code 2."""
+
+    def run(*words: str) -> str:
+        monkeypatch.chdir(place)
+        monkeypatch.setattr("sys.argv", ["slipstream", *words])
+        monkeypatch.setattr(
+            "slipstream.training.start_training.launch_with_restarts", lambda *_: pytest.fail("ranks were started")
+        )
+        before = {*place.rglob("*")}
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert ending.value.code == 2
+        assert {*place.rglob("*")} == before
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        assert "nput should be" not in said  # pydantic's words
+        return said
+
+    return run
+
+
+def test_there_are_sixty_mistakes() -> None:
+    assert len({*(typed for typed, _ in [*SETTINGS, *COMMANDS])}) >= 60
+
+
+@pytest.mark.parametrize(("setting", "words"), SETTINGS, ids=[setting for setting, _ in SETTINGS])
+def test_a_setting(typed: Typed, setting: str, words: list[str]) -> None:
+    said = typed("train", "config.yaml", setting)
+    assert [word for word in words if word not in said] == [], said
+
+
+@pytest.mark.parametrize(("command", "words"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_a_command(typed: Typed, command: str, words: list[str]) -> None:
+    said = typed(*command.split())
+    assert [word for word in words if word not in said] == [], said
