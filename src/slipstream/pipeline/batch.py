@@ -49,6 +49,7 @@ class MicrobatchSequences:
 
     numbers: Sequence[Tensor]  # of each slice: which sequence a token is of, (b, T)
     count: int
+    places: slice | list[int]  # in the whole batch
     values: Tensor | None  # (count, ...), as a step was given them
 
 

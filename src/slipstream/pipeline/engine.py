@@ -157,6 +157,16 @@ class Engine:
         self.parameters.release()
         return loss
 
+    def log_probabilities(self) -> Tensor:
+        """Returns that of each sequence of the last step or evaluation, (n,). Collective."""
+        found = self.runner.log_probabilities()
+        if not len(found):
+            raise SlipstreamError(
+                "no log-probabilities of sequences are known: they are those of the last step or evaluation of a "
+                "Pipeline with loss_fn=slipstream.SequenceLoss(function)."
+            )
+        return found
+
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state on rank 0, an empty dict on the others. Collective."""
         self.parameters.publish()

@@ -311,6 +311,14 @@ class Pipeline:
         whole = given_batch(self.device, inputs, targets, *of_rows, plan is not None)
         return self._engine.evaluate(whole, plan)
 
+    def log_probabilities(self) -> Tensor:
+        """Returns the log-probability of each sequence of the last step or evaluation with a SequenceLoss, (sequences,)
+        float64, in the order of the batch, on all ranks of a pipeline: what the loss's function was given. Collective.
+
+        Raises SlipstreamError where the loss isn't a SequenceLoss, or nothing has run yet.
+        """
+        return self._engine.log_probabilities()
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a
         weight, with shard_optimizer its rows of that, and with master_dtype copies."""

@@ -17,7 +17,7 @@ from slipstream.messages import (
     vocabulary_channels,
 )
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.batch import MicrobatchSequences, SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, run_together
 from slipstream.pipeline.families import StageLayout
 from slipstream.pipeline.parameters import Parameters
@@ -60,6 +60,7 @@ class StepRunner:
         )  # of a message: a rank sends one
         self.transport = self.scattered(self._connect(layout.training, routes))
         self.schedule_name = ""  # of the last step or evaluation
+        self._sequences: Sequence[MicrobatchSequences] = ()  # of that
 
         def executor(rank: int) -> Executor:
             here = {stage: stages[stage] for stage in layout.stages_of([rank])}
@@ -73,7 +74,7 @@ class StepRunner:
 
         Raises SlipstreamError where the loss function counts other tokens than the batch does.
         """
-        self.schedule_name = schedule.name
+        self.schedule_name, self._sequences = schedule.name, batch.sequences
         self.transport.begin(agree)
         run_together(self.executors, schedule, batch)
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -88,6 +89,15 @@ class StepRunner:
             )
         mean: Tensor = total / count
         return mean
+
+    def log_probabilities(self) -> Tensor:
+        """Returns that of each sequence of the last step or evaluation, (n,) float64, in the order of the batch; (0,)
+        where the loss isn't one of whole sequences."""
+        found = torch.zeros(sum(each.count for each in self._sequences), dtype=torch.float64, device=self._device)
+        for executor in self.executors:
+            for m, sums in executor.log_probabilities.items():
+                found[self._sequences[m].places] = sums
+        return self._ranks.pipeline.sum(found)
 
     def timeline(self) -> Timeline:
         """Returns what ran when in the last step or evaluation, on all ranks."""

@@ -87,7 +87,8 @@ def with_sequences(
     values = whole.sequence_values
     pairs = zip(batch.slices, places, strict=True)
     sequences = [
-        MicrobatchSequences(*_numbered(slices), None if values is None else values[place]) for slices, place in pairs
+        MicrobatchSequences(*_numbered(slices), place, None if values is None else values[place])
+        for slices, place in pairs
     ]
     return replace(batch, sequences=sequences, num_valid=sum(each.count for each in sequences) // loss.group_size)
 

@@ -110,7 +110,7 @@ def preferences() -> None:
             pipe = pipeline("llama, tied", mesh, slices=3, num_microbatches=2, schedule="zb-h1", loss_fn=loss_fn)
             inputs, labels = batch_of(lengths * dp)
             values = references(len(inputs))
-            loss, expected = unsplit_preferences(inputs, labels, values)
+            loss, expected, found = unsplit_preferences(inputs, labels, values)
             mine = slice(4 * pipe.replica, 4 * pipe.replica + 4)
             batch: list[Any] = [inputs[mine], labels[mine]]
             if len(set(lengths)) == 1:
@@ -118,15 +118,19 @@ def preferences() -> None:
             with no_rounding_inside():
                 assert abs(pipe.step(*batch, sequence_values=values[mine]) - loss) < BOUND, (dp, tp, lengths)
             assert error(pipe, expected) < BOUND, (dp, tp, lengths)
+            assert float((pipe.log_probabilities() - found[mine]).abs().max()) < BOUND * float(found.abs().max())
 
 
-def unsplit_preferences(inputs: list[Tensor], labels: list[Tensor], values: Tensor) -> tuple[float, dict[str, Tensor]]:
+def unsplit_preferences(
+    inputs: list[Tensor], labels: list[Tensor], values: Tensor
+) -> tuple[float, dict[str, Tensor], Tensor]:
     whole = build(ARCHITECTURES["llama, tied"])
     with no_rounding_inside():
-        found = [log_probabilities(whole, *(each[None] for each in row)) for row in zip(inputs, labels, strict=True)]
-        loss = preference(torch.cat(found), values).mean()
+        rows = zip(inputs, labels, strict=True)
+        found = torch.cat([log_probabilities(whole, *(each[None] for each in row)) for row in rows])
+        loss = preference(found, values).mean()
         loss.backward()
-    return loss.item(), gradients(whole.named_parameters())
+    return loss.item(), gradients(whole.named_parameters()), found.detach()
 
 
 NUM_CASES = 40

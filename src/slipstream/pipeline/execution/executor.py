@@ -52,6 +52,7 @@ class Executor:
         self._rank, self._stages, self._transport, self._device = rank, stages, transport, device
         self._losses, self._reduce_gradients = losses, reduce_gradients
         self._saved = SavedActivations(stages, recompute, device)
+        self.log_probabilities: dict[int, Tensor] = {}  # of the last step's whole sequences, by microbatch
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -94,6 +95,7 @@ class Executor:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns (sum, count) of the losses of this rank's slices. Raises RuntimeError if anything is left over."""
         self._transport.finish()
+        self.log_probabilities, self._state.log_probabilities = self._state.log_probabilities, {}
         leftovers = self._state.leftovers() + self._skips.leftovers() + self._head.leftovers()
         if leftovers:
             raise RuntimeError(f"rank {self._rank} still holds {'; '.join(leftovers)} at the end of a step")

@@ -67,7 +67,8 @@ class SequenceLosses:
         return sums
 
     def _finish(self, state: StepState, m: int, has_backward: bool) -> None:
-        log_probabilities = state.sequence_sums.pop(m).requires_grad_(has_backward)
+        found = state.log_probabilities[m] = state.sequence_sums.pop(m)
+        log_probabilities = found.clone().requires_grad_(has_backward)
         with torch.set_grad_enabled(has_backward):
             losses = self._losses(log_probabilities, state.batch.sequences[m].values)
             total = losses.sum()

@@ -44,6 +44,7 @@ class StepState:
     outgoing: dict[Action, Tensors] = field(default_factory=dict)  # computed, not yet sent
     weights: dict[SliceKey, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
     sequence_sums: dict[int, Tensor] = field(default_factory=dict)  # by microbatch, of its slices so far
+    log_probabilities: dict[int, Tensor] = field(default_factory=dict)  # of whole sequences, by microbatch
     loss_gradients: dict[int, Tensor] = field(default_factory=dict)  # of whole sequences' sums, by microbatch
     stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # by stage and microbatch
 
