@@ -11,6 +11,7 @@ from slipstream.cli.export import export
 from slipstream.cli.generate import generate
 from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
+from slipstream.cli.runs import runs
 from slipstream.cli.timeline import timeline
 from slipstream.cli.train import train
 from slipstream.errors import (
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
-for command in (timeline, check, profile, plan, export):
+for command in (runs, timeline, check, profile, plan, export):
     app.command()(command)
 app.command("eval")(evaluate)  # which is the name of a function of Python's
 app.command()(generate)

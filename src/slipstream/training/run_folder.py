@@ -7,7 +7,7 @@ output/
                        they share the folder
   plan.yaml            the plan that was made where the configuration left it open, as a configuration of another run
   plan.txt             the planned order, which plan.yaml names
-  metrics.jsonl        one line per step, and one per validation
+  metrics.jsonl        one line per start, step, validation and checkpoint
   failures.jsonl       one line for each time that numbers were not finite
   schedule.txt         the order in which the last steps ran, sends and receives included
   timeline.png         the last step as it was measured
@@ -23,9 +23,12 @@ output/
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slipstream.training.config import Config
 from slipstream.training.ownership import ListedFiles
+
+if TYPE_CHECKING:  # what only reads a run needs no torch
+    from slipstream.training.config import Config
 
 
 def exported(model: Path, config: Config) -> dict[Path, bool]:

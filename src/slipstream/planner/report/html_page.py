@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from math import isfinite
 from pathlib import Path
 
+from slipstream.html_parts import Bar, NumberText, bar_chart, details, fact_tiles, html_list, html_page, section, table
 from slipstream.planner.plans import Plan
 from slipstream.planner.report import wording
-from slipstream.planner.report.bar_charts import Bar, NumberText, bar_chart
 from slipstream.planner.report.timeline_svg import timeline_svg
 from slipstream.simulator import MemoryKind
 from slipstream.units import bytes_text, count_text, seconds_text, share_text
@@ -24,14 +23,8 @@ def write_report(plan: Plan, path: Path) -> None:
 def report_page(plan: Plan) -> str:
     """Returns the HTML of the report."""
     sections = (_headline, _table, _time, _timeline, _memory, _reasons, _cuts, _notes)
-    body = "\n".join(section(plan) for section in sections)
-    title = escape(f"{plan.model} on {plan.cluster}")
-    style = resources.files("slipstream.planner.report").joinpath("style.css").read_text(encoding="utf-8")
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>Plan: {title}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+    body = "\n".join(each(plan) for each in sections)
+    return html_page(f"Plan: {plan.model} on {plan.cluster}", body, "slipstream plan")
 
 
 def _headline(plan: Plan) -> str:
@@ -44,16 +37,12 @@ def _headline(plan: Plan) -> str:
         ("Idle", share_text(best.idle_fraction), "of the ranks' time"),
         ("Memory", bytes_text(best.peak_memory), f"rank {best.fullest_rank}, {room}"),
     ]
-    tiles = "".join(
-        f"<div><dt>{name}</dt><dd>{escape(value)}<small>{escape(what)}</small></dd></div>"
-        for name, value, what in facts
-    )
     tokens, sequences = wording.plural(plan.seq_len, "token"), wording.plural(plan.global_batch, "sequence")
     task = f"{wording.plural(plan.num_devices, 'device')}, {tokens} per sequence, {sequences} per step"
     return (
         f"<h1>{escape(plan.model)} on {escape(plan.cluster)}</h1>\n<p class='soft'>{escape(task)}</p>\n"
         f"<p>Best: <strong>{escape(wording.configuration_text(best.configuration))}</strong></p>\n"
-        f"<dl class='headline'>{tiles}</dl>"
+        f"{fact_tiles(facts)}"
     )
 
 
@@ -63,14 +52,14 @@ def _table(plan: Plan) -> str:
     cells = [[cell(prediction) for cell in columns.values()] for prediction in plan.predictions]
     rows = [(f"plan {number}", *row) for number, row in enumerate(cells, 1)]
     more = f"<p class='soft'>{escape(wording.shared_text(shared))}</p>" if shared else ""
-    return _section("The best plans", _table_html(["", *columns], rows, best=0) + more)
+    return section("The best plans", table(["", *columns], rows, best=0) + more)
 
 
 def _time(plan: Plan) -> str:
     bars = [Bar(f"plan {number}", each.seconds_by_cause) for number, each in enumerate(plan.predictions, 1)]
     chart = bar_chart(bars, "time of a step on the rank that ends last", seconds_text)
     causes = list(dict.fromkeys(cause for bar in bars for cause in bar.parts))
-    return _section("Where the step's time goes", chart + _numbers(bars, causes, "step", seconds_text))
+    return section("Where the step's time goes", chart + _numbers(bars, causes, "step", seconds_text))
 
 
 def _timeline(plan: Plan) -> str:
@@ -79,7 +68,7 @@ def _timeline(plan: Plan) -> str:
     follows = f"Gradient reduction and the optimizer take the last {seconds_text(after)} of the step."
     more = f"{left_out} {follows if after > 0 else ''}".strip()
     below = f"<p class='soft'>{escape(more)}</p>" if more else ""
-    return _section("The step of the best plan", f"<div class='scroll timeline'>{picture}</div>{below}")
+    return section("The step of the best plan", f"<div class='scroll timeline'>{picture}</div>{below}")
 
 
 def _memory(plan: Plan) -> str:
@@ -87,52 +76,34 @@ def _memory(plan: Plan) -> str:
     kinds = [kind for kind in MemoryKind if any(held.get(kind) for held in ranks)]
     bars = [Bar(f"rank {rank}", {k: held[k] for k in kinds if k in held}) for rank, held in enumerate(ranks)]
     chart = bar_chart(bars, "peak memory of a device", bytes_text, plan.best.memory_limit, "limit")
-    return _section("Memory of the best plan's ranks", chart + _numbers(bars, kinds, "total", bytes_text))
+    return section("Memory of the best plan's ranks", chart + _numbers(bars, kinds, "total", bytes_text))
 
 
 def _numbers(bars: Sequence[Bar], parts: Sequence[str], total: str, text: NumberText) -> str:
     """Returns the table behind a chart."""
     rows = [(bar.name, *(text(bar.parts.get(part, 0.0)) for part in parts), text(bar.total)) for bar in bars]
-    return _details("All numbers", _table_html(["", *parts, total], rows))
+    return details("All numbers", table(["", *parts, total], rows))
 
 
 def _reasons(plan: Plan) -> str:
     if not plan.alternatives:
-        return _section("Why it is the best", "<p>There was no other choice.</p>")
+        return section("Why it is the best", "<p>There was no other choice.</p>")
     intro = "<p class='soft'>The best plan found with another value of one choice, and how much longer it takes.</p>"
-    return _section("Why it is the best", intro + _list(wording.reasons(plan)))
+    return section("Why it is the best", intro + html_list(wording.reasons(plan)))
 
 
 def _cuts(plan: Plan) -> str:
     best = plan.best
     stages = enumerate(zip(best.placement, best.partition, strict=True))
     rows = [(f"stage {stage}", f"rank {rank}", f"{layers:g}") for stage, (rank, layers) in stages]
-    layers = _details(f"Layers of {len(rows)} stages", _table_html(["", "on", "layers"], rows))
+    layers = details(f"Layers of {len(rows)} stages", table(["", "on", "layers"], rows))
     sequences = wording.plural(best.configuration.microbatch_size, "sequence")
     batch = f"{wording.plural(best.num_microbatches, 'microbatch')} of {sequences} in each pipeline"
     texts = [f"{batch}.", *wording.cut_lines(best)]
-    return _section("Stages, slices and microbatches", "".join(f"<p>{escape(text)}</p>" for text in texts) + layers)
+    return section("Stages, slices and microbatches", "".join(f"<p>{escape(text)}</p>" for text in texts) + layers)
 
 
 def _notes(plan: Plan) -> str:
-    return _section("What the numbers are based on", _list([*plan.notes, f"The planner {wording.search_text(plan)}."]))
-
-
-def _section(title: str, inner: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n<div class='card'>{inner}</div>\n</section>"
-
-
-def _list(items: Sequence[str]) -> str:
-    return f"<ul class='plain'>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
-
-
-def _details(title: str, inner: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{inner}</details>"
-
-
-def _table_html(headings: Sequence[str], rows: Sequence[Sequence[str]], best: int | None = None) -> str:
-    head = "".join(f"<th>{escape(each)}</th>" for each in headings)
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    starts = ["<tr class='best'>" if index == best else "<tr>" for index in range(len(rows))]
-    body = "".join(f"{start}{line}</tr>" for start, line in zip(starts, lines, strict=True))
-    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return section(
+        "What the numbers are based on", html_list([*plan.notes, f"The planner {wording.search_text(plan)}."])
+    )

@@ -1,4 +1,4 @@
-"""The records of a run, its steps and its validations, and the file that keeps them."""
+"""The records of a run, its starts, its steps and its validations, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import errno
 import json
 import math
 import os
+import platform
 import resource
 import sys
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
 from slipstream.units import bytes_text
+from slipstream.version import __version__
 
 
 def peak_memory() -> int:
@@ -29,6 +33,26 @@ def peak_memory() -> int:
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """A start of the run, or of its ranks again: after which step, when, on which machines, and with which versions."""
+
+    started_after: int  # 0 where the run begins
+    time: str  # in ISO 8601, with the zone
+    hosts: list[str]  # of each rank
+    device: str
+    versions: dict[str, str]
+
+    @classmethod
+    def now(cls, started_after: int, hosts: list[str], device: torch.device) -> StartRecord:
+        """Returns the record of a start at this moment."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+        versions = {"slipstream": __version__, "python": platform.python_version()}
+        versions |= {each: metadata.version(each) for each in ("torch", "transformers")}
+        time = datetime.now().astimezone().isoformat(timespec="seconds")
+        return cls(started_after, time, hosts, name, versions)
 
 
 @dataclass(frozen=True)
@@ -50,6 +74,7 @@ class StepRecord:
     tokens: int | None = None  # of the whole batch
     rank_phases: list[dict[str, float]] | None = None  # of each rank the seconds that it computed, without waits
     bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and what was done
+    stragglers: list[str] | None = None  # a line for each rank that has become slow
 
     def describe(self) -> str:
         """Returns what is shown next to the bar, the figures that are watched most first: a narrow terminal cuts it."""
@@ -78,7 +103,7 @@ class SaveRecord:
     checkpoint_bytes: int
 
 
-MetricsRecord = RunFigures | StepRecord | ValidationRecord | SaveRecord
+MetricsRecord = StartRecord | RunFigures | StepRecord | ValidationRecord | SaveRecord
 
 
 def as_dictionary(record: MetricsRecord) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from slipstream.training.metrics.device_peak import find_peak
 from slipstream.training.metrics.disk_trouble import DiskTrouble
 from slipstream.training.metrics.flops import FlopsMeter
 from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import MetricsRecord, StepRecord, peak_memory
+from slipstream.training.metrics.records import MetricsRecord, StartRecord, StepRecord, peak_memory
 from slipstream.training.metrics.stragglers import Stragglers
 from slipstream.training.metrics.trackers import Tracker, make_trackers
 from slipstream.training.metrics.traffic import Traffic
@@ -61,7 +61,7 @@ class Reporter:
             progress.say(f"FLOPs are not shown: {error}")
         self._disk = DiskTrouble(progress.say)
         self._trackers: list[Tracker] = []  # none on ranks other than the first
-        self._stragglers = self._watch_for_stragglers()
+        self._stragglers, hosts = self._watch_for_stragglers()
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
         self._num_tokens = 0  # of all steps
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
@@ -71,14 +71,19 @@ class Reporter:
             if "tensorboard" in config.tracking.to:
                 folder.listed.add_folder(folder.tensorboard)
             self._trackers = make_trackers(config.tracking.to, training.output, settings, resumed_after)
+        self.write(StartRecord.now(resumed_after, hosts, device))
         if self._figures is not None:
             self.write(self._figures.run)
 
-    def _watch_for_stragglers(self) -> Stragglers:
-        """Returns what compares ranks of the same work: those at one place of the pipeline. Collective."""
+    def _watch_for_stragglers(self) -> tuple[Stragglers, list[str]]:
+        """Returns what compares ranks of the same work, those at one place of the pipeline, and the host of each rank.
+
+        Collective.
+        """
         found = self._world.gather((self._pipe.rank, socket.gethostname()))
         peers = [[rank for rank, (place, _) in enumerate(found) if place == mine] for mine, _ in found]
-        return Stragglers(peers, [host for _, host in found])
+        hosts = [host for _, host in found]
+        return Stragglers(peers, hosts), hosts
 
     def write(self, record: MetricsRecord) -> None:
         """Writes a record to the metrics file and to every tracker."""
@@ -115,6 +120,7 @@ class Reporter:
         self.asked_to_stop = next(filter(None, asked), "")
         seconds = result.seconds
         figures, documents = None, [length for each in lengths for length in each]
+        slow = [] if trial else self._stragglers.add(step, phases)
         if self._figures is not None:
             figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
         record = StepRecord(
@@ -133,8 +139,9 @@ class Reporter:
             trial=trial or None,
             rank_phases=[{name: round(each, 6) for name, each in rank.items()} for rank in phases],
             bad=result.bad,
+            stragglers=slow or None,
         )
-        for line in self._stragglers.add(step, phases) if not trial else []:
+        for line in slow:
             self._progress.say(line)
         self.write(record)
         self._seconds[trial].append(seconds)

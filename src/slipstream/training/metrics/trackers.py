@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.errors import SlipstreamError, did_you_mean
-from slipstream.training.metrics.records import MetricsFile, MetricsRecord, SaveRecord, as_dictionary
+from slipstream.training.metrics.records import MetricsFile, MetricsRecord, SaveRecord, StartRecord, as_dictionary
 
 _FLUSH_SECONDS = 10  # so that a run can be watched
 
@@ -29,14 +29,15 @@ class TensorBoard:
         self._add_text("settings", settings)
 
     def write(self, record: MetricsRecord) -> None:
-        """Adds the scalars of a step or a validation, or a text of the run's figures."""
+        """Adds the scalars of a step or a validation, or a text of a start or the run's figures."""
         values = as_dictionary(record)
         step = values.pop("step", None)
         if step is None:
-            self._add_text("run", values)
+            self._add_text("start" if isinstance(record, StartRecord) else "run", values)
             return
         for name, value in flat(values):
-            self._writer.add_scalar(name, value, step)
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, step)
 
     def close(self) -> None:
         """Writes the remaining events."""

@@ -75,6 +75,17 @@ class FolderLock:
         if owner is not None and self._lives(number, owner, 3 * self._beat_seconds):
             raise self._busy(owner)
 
+    def seems_held(self) -> bool:
+        """Returns whether a run seems to be at work, at once: its process is there, or was seen within `stale_seconds`.
+
+        For people who look on; the clocks of two machines may differ, so `take` and `check_free` wait for a heartbeat.
+        """
+        number, owner = self._newest()
+        if owner is None or owner.has_ended():
+            return False
+        touched = self._touched(number)
+        return touched is not None and time.time() - touched / 1e9 < self._stale_seconds
+
     def take(self) -> None:
         """Takes the folder; waits for `stale_seconds` where its owner may have died on another machine.
 

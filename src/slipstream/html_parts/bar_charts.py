@@ -1,4 +1,4 @@
-"""Bar charts of the report in HTML and SVG: text of one size at any width, with colours from the page's style."""
+"""Bar charts of a report in HTML and SVG: text of one size at any width, with colours from the page's style."""
 
 from __future__ import annotations
 
