@@ -7,7 +7,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Where it is set, each of the many processes would compile all of the source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-more test-all check lint types imports bench exactness docs clean
+.PHONY: install demo demo-chat test test-more test-all check lint types imports bench exactness docs clean
 
 install: $(INSTALLED)
 
@@ -19,6 +19,10 @@ $(INSTALLED): requirements.lock pyproject.toml
 
 demo: $(INSTALLED)
 	$(BIN)/slipstream train examples/demo.yaml --training.overwrite=true
+
+# A chat model from nothing: pre-trained, adapted by LoRA, interrupted, resumed to the bit, and asked.
+demo-chat: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/chat/demo.py
 
 # A file's tests on one worker: they share what its fixtures have started. A test that is ended by its timeout takes the
 # worker with it, and one that is started in its place may wait for ever (issue 1378 of pytest-xdist): so none is.

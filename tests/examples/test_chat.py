@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -35,3 +36,13 @@ def test_the_configuration_of_the_guide_learns_to_answer(tmp_path: Path) -> None
     lines = [json.loads(line) for line in (tmp_path / "chat" / "metrics.jsonl").read_text().splitlines()]
     assert [line["validation_loss"] for line in lines if "validation_loss" in line][-1] < 0.1
     assert "{%- generation -%}" in (tmp_path / "chat" / "model" / "chat_template.jinja").read_text()
+
+
+@pytest.mark.grid
+def test_the_demo_is_resumed_to_the_bit_and_answers_in_the_format_of_the_conversations(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/chat/demo.py", f"--runs={tmp_path}"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "interrupted; all ranks have ended; the checkpoint of step" in result.stdout + result.stderr
+    assert "is, to the bit, what the undisturbed run has left" in result.stdout
+    assert re.search(r"user:\nshout owl\nassistant:\n<answer>[A-Z]+!</answer>\n\Z", result.stdout.rstrip() + "\n")

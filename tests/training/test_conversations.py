@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.training.data import TokenBatch, load_texts, sequences_of
 from support.forked import COMMAND, launch
+from support.parameters import first_of
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -69,7 +70,7 @@ def train(output: Path, files: Path, *more: str) -> str:
     return ended.stdout
 
 
-@pytest.fixture(scope="module", params=["fixed", "none"])
+@pytest.fixture(scope="module", params=first_of(["fixed", "none"]))
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: Path) -> tuple[Path, str]:
     output = tmp_path_factory.mktemp("finished") / "run"
     said = train(output, files, f"--data.packing={request.param}")
@@ -124,6 +125,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(finished: tuple[Path, str], files:
         assert [step[name] for step in found] == [step[name] for step in wanted[3:]]
 
 
+@pytest.mark.more
 def test_a_stream_goes_on_on_another_mesh(finished: tuple[Path, str], files: Path, tmp_path: Path) -> None:
     """Each step has the samples that it would have had without the interruption."""
     run, packing = finished

@@ -321,6 +321,7 @@ def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, outpu
     assert [step["step"] for step in read_metrics(output)[0]] == [1, 2]
 
 
+@pytest.mark.more
 def test_a_full_disk_does_not_end_the_training(config: Path, output: RunFolder) -> None:
     """Only the trained model is missed at the end, which a resumed run would write."""
     settings = ["--training.steps=80", "--training.export_every=30", "--checkpoint.every=40"]
@@ -336,6 +337,7 @@ def test_a_full_disk_does_not_end_the_training(config: Path, output: RunFolder) 
     assert not list(output.path.glob("model*"))
 
 
+@pytest.mark.more
 def test_a_run_that_is_killed_in_an_export_leaves_no_half_of_it(config: Path, output: RunFolder) -> None:
     settings = ["--pp=1", "--training.steps=2", "--training.eval_every=0", "--checkpoint.every=2"]
     killed = launch(1, WORKERS / "training/small_disk.py", "kill", "train", str(config), *settings)
@@ -411,6 +413,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step(config: Path, output: RunFol
     assert f"resumed after step {step}" in resumed.stdout
 
 
+@pytest.mark.more
 def test_a_run_is_started_again_after_a_crash(config: Path, output: RunFolder) -> None:
     settings = ["--training.max_restarts=1", "--checkpoint.every=10", "--training.steps=300", "--sample.prompt=null"]
     process = start(config, output, *settings)
