@@ -61,6 +61,18 @@ def given_batch(
     return Sequences.of(device, inputs, targets, document_ids, lengths, sequence_values)
 
 
+def padded_as(outputs: Tensor | list[Tensor], inputs: Inputs) -> Tensor | list[Tensor]:
+    """Returns what was found of tokens in the form of the inputs: of padded ones (batch, sequence, ...), zeros at
+    padding."""
+    given = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs
+    if isinstance(outputs, Tensor) or not isinstance(given, Tensor):
+        return outputs
+    rows = outputs[0].new_zeros(*given.shape, *outputs[0].shape[1:])
+    for row, found in zip(rows, outputs, strict=True):
+        row[: len(found)] = found
+    return rows
+
+
 def _refuse_twice(**others: object) -> None:
     for name, given in others.items():
         if given is not None:
