@@ -131,6 +131,8 @@ def test_what_has_no_logits_is_refused() -> None:
     for run in (pipe.logits, lambda inputs: pipe.log_probabilities(inputs, inputs)):
         with pytest.raises(SlipstreamError, match=r"no rank has all logits.*vocabulary='whole'"):
             run(tokens())
+    with pytest.raises(SlipstreamError, match=r"inputs are a tuple of 2; a causal LM takes token ids"):
+        pipeline().logits((tokens(), tokens()))
     with pytest.raises(SlipstreamError, match=r"labels are missing: give log_probabilities\(tokens, labels\)"):
         pipe.log_probabilities(tokens())
     layers = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), loss_fn=lambda *_: None)

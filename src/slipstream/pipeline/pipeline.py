@@ -17,7 +17,7 @@ from slipstream.model import load_config, pretrained_model, random_model
 from slipstream.model.adapters import Adapter
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
 from slipstream.parallel import RankGroup
-from slipstream.pipeline import foreign_calls
+from slipstream.pipeline.answers import ANSWERS, summarise
 from slipstream.pipeline.arguments import Inputs, given_batch, padded_as
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
@@ -438,11 +438,16 @@ class Pipeline:
         self._engine.train(False)
         return self
 
+    def __repr__(self) -> str:
+        """Returns a few lines: the layers of every stage, the schedule, the slices, the mesh and the parameters here,
+        those that `named_parameters` yields."""
+        return summarise(self._engine)
+
     if not TYPE_CHECKING:
 
         def __call__(self, *inputs: Any, **options: Any) -> Never:
-            raise SlipstreamError(foreign_calls.ANSWERS["__call__"])
+            raise SlipstreamError(ANSWERS["__call__"])
 
         def __getattr__(self, name: str) -> Any:
-            answer = foreign_calls.ANSWERS.get(name)
+            answer = ANSWERS.get(name)
             raise AttributeError(f"a Pipeline has no attribute {name!r}{f': {answer}' if answer else ''}")

@@ -43,7 +43,7 @@ def given_batch(
     elif targets is None:
         if needs_labels:
             raise SlipstreamError("targets are missing: give step(inputs, targets), or a mapping that has 'labels'.")
-        targets = inputs  # type: ignore[assignment]
+        targets = inputs[0] if isinstance(inputs, tuple) else inputs  # type: ignore[assignment]
     assert targets is not None
     is_list = isinstance(inputs, list) or isinstance(targets, list) or isinstance(document_ids, list)
     if not is_list and lengths is None:
