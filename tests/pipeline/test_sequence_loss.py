@@ -54,7 +54,7 @@ def check(name: str, **options: Any) -> None:
     with no_rounding_inside():
         evaluated = pipe.evaluate(inputs, labels, sequence_values=reference).item()
         expected = log_probabilities(whole, inputs, labels)
-        torch.testing.assert_close(pipe.log_probabilities(), expected, rtol=BOUND, atol=0)
+        torch.testing.assert_close(pipe.sequence_log_probabilities(), expected, rtol=BOUND, atol=0)
         stepped = pipe.step(inputs, labels, sequence_values=reference, loss_scale=1024.0).item()
     assert math.isclose(evaluated, loss, rel_tol=BOUND)
     assert math.isclose(stepped, loss, rel_tol=BOUND)
@@ -96,7 +96,7 @@ def test_pairs_of_different_lengths(lengths: list[tuple[int, int]], slices: int)
         loss.backward()
         pipe = pipeline(model, slices=slices, num_microbatches=min(2, len(lengths)))
         own = pipe.step(sequences, sequences, sequence_values=reference)
-        torch.testing.assert_close(pipe.log_probabilities(), torch.cat(found), rtol=BOUND, atol=0)
+        torch.testing.assert_close(pipe.sequence_log_probabilities(), torch.cat(found), rtol=BOUND, atol=0)
     assert math.isclose(own.item(), loss.item(), rel_tol=BOUND)
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
 
@@ -155,7 +155,7 @@ def test_arguments_that_are_refused() -> None:
         Pipeline(model, slices=3, runtime=Runtime(self_check=False)).step(inputs, labels, sequence_values=reference)
     for loss_fn in (None, SequenceLoss(preference, PAIRS)):
         with pytest.raises(SlipstreamError, match="no log-probabilities of sequences are known"):
-            Pipeline(model, slices=3, runtime=Runtime(self_check=False), loss_fn=loss_fn).log_probabilities()
+            Pipeline(model, slices=3, runtime=Runtime(self_check=False), loss_fn=loss_fn).sequence_log_probabilities()
     with pytest.raises(SlipstreamError, match=r"router_loss='per_layer' with a SequenceLoss"):
         pipeline(build(ARCHITECTURES["mixtral"]), router_loss="per_layer")
     with pytest.raises(SlipstreamError, match=r"SequenceLoss\(group_size=0\)"):

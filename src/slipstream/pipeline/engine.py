@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
@@ -16,8 +16,18 @@ from slipstream.model.hooks import keyed_seed
 from slipstream.parallel import Ranks, join_launched_group, watch_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.batch_agreement import BatchAgreement
+from slipstream.pipeline.evaluation import (
+    RowPlaces,
+    TokenRows,
+    aligned_with_labels,
+    gathered_logits,
+    log_probabilities,
+    sum_over_stages,
+)
+from slipstream.pipeline.execution import TokenOutputs
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
 from slipstream.pipeline.families.frozen_stages import FrozenStages
+from slipstream.pipeline.families.model_family import causal_lm
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep, both_backwards, rows_to_rehearse
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
@@ -71,6 +81,7 @@ class Engine:
         self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
         self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks)
         tied_ends = self.family.tied_ends(self.layout)
+        self._tensor = tensor
         self.parameters = Parameters(self.stages, self.ranks, tensor, tied_ends, options)
         self._losses = self.family.losses(tensor)
         own = self.stages, self.parameters, self._losses
@@ -112,7 +123,8 @@ class Engine:
         if isinstance(whole, Sequences):
             if self._memory_limit.is_set and self._memory_limit.rows is None and not self._counts_by_shape:
                 self._rehearse_rows()
-            batch, microbatches = self._split_sequences(whole, plan)
+            batch, plan = self._split_sequences(whole, plan)
+            microbatches = plan.microbatches
             if self._memory_limit.is_set:
                 step = self._rehearsed(batch, microbatches, torch.cat(whole.token_ids)[None])
                 self._memory_limit.check(step, [len(each) for each in whole.inputs])
@@ -140,26 +152,64 @@ class Engine:
 
     def evaluate(self, whole: WholeBatch | Sequences, plan: StepPlan | None = None) -> Tensor:
         """Returns the global mean loss of a forward in evaluation mode. Collective. `plan` is for sequences alone."""
+        with self._evaluating():
+            batch, _ = self._split_to_evaluate(whole, plan)
+            return self.runner.run(self.layout.evaluation, batch, self._agreement.finish)
+
+    def logits(self, whole: WholeBatch | Sequences) -> TokenRows | None:
+        """Returns each token's logits on ranks that have the last stage, None on the others. Collective."""
+        outputs, batch, places = self._kept(whole, gathered_logits(self._tensor))
+        return places.joined(outputs, batch) if outputs else None
+
+    def log_probabilities(self, whole: WholeBatch | Sequences) -> TokenRows:
+        """Returns each label's log-probability, on every rank. Collective."""
+        outputs, batch, places = self._kept(whole, log_probabilities(self._tensor))
+        return aligned_with_labels(places.joined(sum_over_stages(outputs, batch, self.ranks.pipeline), batch))
+
+    def _kept(
+        self, whole: WholeBatch | Sequences, function: TokenOutputs
+    ) -> tuple[Mapping[tuple[int, int], Tensor], SplitBatch, RowPlaces]:
+        """Returns what the function gives of each slice here, how the batch was split, and where its tokens are."""
+        family = causal_lm(self.family, "what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
+        if self.layout.spreads_vocabulary:
+            raise SlipstreamError(
+                "no rank has all logits, as the rows of the head are spread over the ranks. Give "
+                "Pipeline(vocabulary='whole'), or use evaluate(inputs, targets)."
+            )
+        with self._evaluating():
+            batch, plan = self._split_to_evaluate(whole, None, counts_targets=False)
+            outputs = self.runner.keep(function, self.layout.evaluation, batch, self._agreement.finish)
+        if plan is None:
+            return outputs, batch, RowPlaces()
+        lengths = [len(targets) for targets in whole.targets]
+        return outputs, batch, RowPlaces(family.sequences_of(plan.groups), lengths)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         self.parameters.publish()
         modes = {stage: stage.model.training for stage in self.stages.values()}
         self.train(False)
         try:
             with torch.no_grad():
-                if isinstance(whole, Sequences):
-                    batch, _ = self._split_sequences(whole, plan)
-                else:
-                    self._adopt(self.tuner.schedule)
-                    batch = self._split(whole, self.family.length(whole))
-                loss = self.runner.run(self.layout.evaluation, batch, self._agreement.finish)
+                yield
         finally:
             for stage, training in modes.items():
                 stage.model.train(training)
         self.parameters.release()
-        return loss
 
-    def log_probabilities(self) -> Tensor:
+    def _split_to_evaluate(
+        self, whole: WholeBatch | Sequences, plan: StepPlan | None, counts_targets: bool = True
+    ) -> tuple[SplitBatch, StepPlan | None]:
+        """Returns the batch as an evaluation splits it, and the plan of sequences; where it needn't count targets, also
+        of a batch without any."""
+        if isinstance(whole, Sequences):
+            return self._split_sequences(whole, plan, counts_targets)
+        self._adopt(self.tuner.schedule)
+        return self._split(whole, self.family.length(whole), counts_targets), None
+
+    def sequence_log_probabilities(self) -> Tensor:
         """Returns that of each sequence of the last step or evaluation, (n,). Collective."""
-        found = self.runner.log_probabilities()
+        found = self.runner.sequence_log_probabilities()
         if not len(found):
             raise SlipstreamError(
                 "no log-probabilities of sequences are known: they are those of the last step or evaluation of a "
@@ -194,22 +244,28 @@ class Engine:
         self._memory_limit.check(self._to_rehearse(whole, length, batch))
         return batch
 
-    def _split(self, whole: WholeBatch, length: int) -> SplitBatch:
+    def _split(self, whole: WholeBatch, length: int, counts_targets: bool = True) -> SplitBatch:
         """Splits the batch, and counts the valid targets of all replicas."""
-        return self._agreed(whole, lambda: self.family.split(whole, self._microbatches(whole, length), self._seed()))
 
-    def _agreed(self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch]) -> SplitBatch:
+        def split() -> SplitBatch:
+            return self.family.split(whole, self._microbatches(whole, length), self._seed())
+
+        return self._agreed(whole, split, counts_targets)
+
+    def _agreed(
+        self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch], counts_targets: bool
+    ) -> SplitBatch:
         """Returns what `split` makes of the batch, once all ranks know that each can run it. Collective."""
 
         def checked() -> SplitBatch:
             self._frozen.check(self.layout)
-            return split()
+            return split() if counts_targets else replace(split(), num_valid=1)
 
         return self._agreement.on(whole, checked)
 
     def _split_sequences(
-        self, whole: Sequences, given: StepPlan | None
-    ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
+        self, whole: Sequences, given: StepPlan | None, counts_targets: bool = True
+    ) -> tuple[SplitBatch, StepPlan]:
         """Packs and splits the batch as it was planned, and adopts the plan's schedule."""
         try:
             plan = self.step_planning.take(lambda: self.family.lengths(whole), given)
@@ -217,9 +273,9 @@ class Engine:
             self._agreement.compare(whole)  # raises, and names the ranks
             raise
         self.tuner.rest()
-        batch = self._agreed(whole, lambda: self.family.split_sequences(whole, plan, self._seed()))
+        batch = self._agreed(whole, lambda: self.family.split_sequences(whole, plan, self._seed()), counts_targets)
         self._adopt(plan.schedule)
-        return batch, plan.microbatches
+        return batch, plan
 
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
         is_by_cost = self._given_rates is not None or not self.tuner.is_given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import Tensors, load_config, pretrained_model, random_model
+from slipstream.model import load_config, pretrained_model, random_model
 from slipstream.model.adapters import Adapter
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
 from slipstream.parallel import RankGroup
-from slipstream.pipeline import foreign_calls
+from slipstream.pipeline.answers import ANSWERS, summarise
+from slipstream.pipeline.arguments import Inputs, given_batch, padded_as
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout, WeightSource
@@ -28,7 +29,7 @@ from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.parameters import ParameterShard
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
-from slipstream.pipeline.sequences import Lengths, Rows, given_batch
+from slipstream.pipeline.sequences import Lengths, Rows, Sequences
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.slicing import BatchSlicing
 from slipstream.planner.steps import StageRates, StepPlan
@@ -249,8 +250,8 @@ class Pipeline:
 
     def step(
         self,
-        inputs: Tensors | Rows | list[Tensors],
-        targets: Rows,
+        inputs: Inputs,
+        targets: Rows | None = None,
         position_ids: Tensor | None = None,
         document_ids: Rows | None = None,
         *,
@@ -265,9 +266,11 @@ class Pipeline:
             inputs: (batch, sequence) token ids, int64; of an nn.Sequential what its first layer takes, rows first. Or a
                 list of (tokens,) tensors, with lists of targets and document_ids: sequences of different lengths, which
                 are packed into `num_microbatches` rows of about equal cost; the row that takes longest has `slices`
-                slices, others accordingly. Of an nn.Sequential with CutTokens each sequence is a microbatch.
+                slices, others accordingly. Of an nn.Sequential with CutTokens each sequence is a microbatch. Or a
+                mapping as a data collator of transformers makes it, with input_ids, labels and, if any, attention_mask
+                and position_ids, (batch, sequence) each. Padding at the right is left out as with `lengths`.
             targets: (batch, sequence) labels, unshifted as in transformers; -100 counts nowhere. Of an nn.Sequential
-                what the loss function takes, rows first.
+                what the loss function takes, rows first. Leave it out beside a mapping.
             position_ids: (batch, sequence); default: from 0 in every document.
             document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
                 transformers, where position_ids don't count on.
@@ -286,7 +289,7 @@ class Pipeline:
                 memory limit; before anything runs.
         """
         of_rows = position_ids, document_ids, lengths, sequence_values
-        whole = given_batch(self.device, inputs, targets, *of_rows, plan is not None)
+        whole = self._batch(inputs, targets, *of_rows, plan is not None)
         return self._engine.step(whole, loss_scale, plan)
 
     def prepare(self, lengths: Sequence[int]) -> None:
@@ -297,8 +300,8 @@ class Pipeline:
 
     def evaluate(
         self,
-        inputs: Tensors | Rows | list[Tensors],
-        targets: Rows,
+        inputs: Inputs,
+        targets: Rows | None = None,
         document_ids: Rows | None = None,
         *,
         lengths: Lengths = None,
@@ -308,16 +311,75 @@ class Pipeline:
         """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
         result and errors are those of `step`."""
         of_rows = None, document_ids, lengths, sequence_values
-        whole = given_batch(self.device, inputs, targets, *of_rows, plan is not None)
+        whole = self._batch(inputs, targets, *of_rows, plan is not None)
         return self._engine.evaluate(whole, plan)
 
-    def log_probabilities(self) -> Tensor:
+    def sequence_log_probabilities(self) -> Tensor:
         """Returns the log-probability of each sequence of the last step or evaluation with a SequenceLoss, (sequences,)
         float64, in the order of the batch, on all ranks of a pipeline: what the loss's function was given. Collective.
 
         Raises SlipstreamError where the loss isn't a SequenceLoss, or nothing has run yet.
         """
-        return self._engine.log_probabilities()
+        return self._engine.sequence_log_probabilities()
+
+    def logits(
+        self,
+        inputs: Inputs,
+        position_ids: Tensor | None = None,
+        document_ids: Rows | None = None,
+        *,
+        lengths: Lengths = None,
+    ) -> Tensor | list[Tensor] | None:
+        """Runs a batch of token ids forward, in evaluation mode, and returns the logits of every token. Collective.
+
+        Arguments are those of `step`; labels of a mapping are left alone. All logits of the batch are held at once on
+        the rank that has the last stage, twice while they are put together; every other rank holds what `evaluate`
+        does. For the log-probabilities of some labels, `log_probabilities` needs a slice's logits at a time.
+
+        Returns:
+            (batch, sequence, vocabulary) in the model's dtype, of a list a list of (tokens, vocabulary); zeros at
+            padding. Only on ranks that have the last stage, with tp on each of those; None on the others. With dp the
+            logits of this replica's own share.
+
+        Raises:
+            SlipstreamError: as `step`, and where no rank has all logits, with vocabulary="spread".
+        """
+        whole = self._batch(inputs, None, position_ids, document_ids, lengths, needs_labels=False)
+        outputs = self._engine.logits(whole)
+        return None if outputs is None else padded_as(outputs, inputs)
+
+    def log_probabilities(
+        self,
+        inputs: Inputs,
+        labels: Rows | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Rows | None = None,
+        *,
+        lengths: Lengths = None,
+    ) -> Tensor | list[Tensor]:
+        """Runs a batch forward, in evaluation mode, and returns the log-probability of every label. Collective.
+
+        Arguments are those of `step`. No rank holds more than in `evaluate`, but for the result: the last stage has
+        the logits of one slice at a time.
+
+        Returns:
+            (batch, sequence) float64, of a list a list of (tokens,), on every rank: of each label, its log-probability
+            given the tokens before it. Zero where none counts, at -100 and at the first token of a row or document, so
+            that a row's sum is that of the sequence. With dp those of this replica's own share.
+
+        Raises:
+            SlipstreamError: as `step`, though a batch without a label that counts is fine, and with
+                vocabulary="spread".
+        """
+        if labels is None and not isinstance(inputs, Mapping):
+            raise SlipstreamError("labels are missing: give log_probabilities(tokens, labels), or a mapping with both.")
+        whole = self._batch(inputs, labels, position_ids, document_ids, lengths)
+        return padded_as(self._engine.log_probabilities(whole), inputs)
+
+    def _batch(self, inputs: Inputs, *others: Any, **options: bool) -> WholeBatch | Sequences:
+        if isinstance(inputs, Mapping):
+            causal_lm(self._engine.family, "a mapping as a batch", "Give step(inputs, targets).")
+        return given_batch(self._engine.ranks, self.device, inputs, *others, **options)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a
@@ -384,11 +446,16 @@ class Pipeline:
         self._engine.train(False)
         return self
 
+    def __repr__(self) -> str:
+        """Returns a few lines: the layers of every stage, the schedule, the slices, the mesh and the parameters here,
+        those that `named_parameters` yields."""
+        return summarise(self._engine)
+
     if not TYPE_CHECKING:
 
         def __call__(self, *inputs: Any, **options: Any) -> Never:
-            raise SlipstreamError(foreign_calls.ANSWERS["__call__"])
+            raise SlipstreamError(ANSWERS["__call__"])
 
         def __getattr__(self, name: str) -> Any:
-            answer = foreign_calls.ANSWERS.get(name)
+            answer = ANSWERS.get(name)
             raise AttributeError(f"a Pipeline has no attribute {name!r}{f': {answer}' if answer else ''}")

@@ -132,30 +132,3 @@ def _filled(lengths: Sequence[int], number: int, limit: int) -> list[list[int]]:
             groups.append([])
         groups[-1].append(length)
     return groups
-
-
-def given_batch(
-    device: torch.device,
-    inputs: Tensors | Rows | list[Tensors],
-    targets: Rows,
-    position_ids: Tensor | None,
-    document_ids: Rows | None,
-    lengths: Lengths,
-    sequence_values: Tensor | None = None,
-    is_planned: bool = False,
-) -> WholeBatch | Sequences:
-    """Returns the batch of a step: rows of one length, or, of lists and with `lengths`, of different ones."""
-    is_list = isinstance(inputs, list) or isinstance(targets, list) or isinstance(document_ids, list)
-    if not is_list and lengths is None:
-        if is_planned:
-            raise SlipstreamError(
-                "plan=... is for sequences of different lengths: give lists, or padded with lengths=..."
-            )
-        of_rows = position_ids, document_ids, sequence_values
-        return WholeBatch.of(device, inputs, targets, *of_rows)  # type: ignore[arg-type]
-    if position_ids is not None or isinstance(inputs, tuple):
-        name = "a tuple of inputs" if isinstance(inputs, tuple) else "position_ids"
-        raise SlipstreamError(
-            f"{name} with sequences of different lengths: each is token ids, whose positions begin at 0. Leave it out."
-        )
-    return Sequences.of(device, inputs, targets, document_ids, lengths, sequence_values)

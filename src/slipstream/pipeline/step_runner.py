@@ -18,7 +18,7 @@ from slipstream.messages import (
 )
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import MicrobatchSequences, SplitBatch
-from slipstream.pipeline.execution import Executor, Losses, run_together
+from slipstream.pipeline.execution import Executor, KeptOutputs, Losses, TokenOutputs, run_together
 from slipstream.pipeline.families import StageLayout
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
@@ -62,11 +62,13 @@ class StepRunner:
         self.schedule_name = ""  # of the last step or evaluation
         self._sequences: Sequence[MicrobatchSequences] = ()  # of that
 
-        def executor(rank: int) -> Executor:
-            here = {stage: stages[stage] for stage in layout.stages_of([rank])}
-            return Executor(rank, here, self.transport, losses, device, layout.recompute, parameters.reduce)
+        def executors(losses: Losses) -> list[Executor]:
+            of_all = self.transport, losses, device, layout.recompute, parameters.reduce
+            here = {rank: layout.stages_of([rank]) for rank in ranks.here(layout.num_ranks)}
+            return [Executor(rank, {stage: stages[stage] for stage in own}, *of_all) for rank, own in here.items()]
 
-        self.executors = [executor(rank) for rank in ranks.here(layout.num_ranks)]
+        self._make_executors = executors
+        self.executors = executors(losses)
 
     def run(self, schedule: Schedule, batch: SplitBatch, agree: Callable[[], object]) -> Tensor:
         """Returns the global mean loss of a step or an evaluation; calls `agree`, which may refuse the batch, before it
@@ -90,7 +92,7 @@ class StepRunner:
         mean: Tensor = total / count
         return mean
 
-    def log_probabilities(self) -> Tensor:
+    def sequence_log_probabilities(self) -> Tensor:
         """Returns that of each sequence of the last step or evaluation, (n,) float64, in the order of the batch; (0,)
         where the loss isn't one of whole sequences."""
         found = torch.zeros(sum(each.count for each in self._sequences), dtype=torch.float64, device=self._device)
@@ -98,6 +100,19 @@ class StepRunner:
             for m, sums in executor.log_probabilities.items():
                 found[self._sequences[m].places] = sums
         return self._ranks.pipeline.sum(found)
+
+    def keep(
+        self, function: TokenOutputs, schedule: Schedule, batch: SplitBatch, agree: Callable[[], object]
+    ) -> Mapping[tuple[int, int], Tensor]:
+        """Returns what `function` gives of each slice's logits and targets by (microbatch, slice), nothing on ranks
+        without the last stage; calls `agree` before it sends anything. The schedule has forwards alone."""
+        kept = KeptOutputs(function)
+        executors = self._make_executors(kept)
+        self.transport.begin(agree)
+        run_together(executors, schedule, batch)
+        for executor in executors:
+            executor.finish()
+        return kept.outputs
 
     def timeline(self) -> Timeline:
         """Returns what ran when in the last step or evaluation, on all ranks."""

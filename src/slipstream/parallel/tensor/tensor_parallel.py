@@ -119,6 +119,11 @@ class TensorParallel:
         """The token id of this rank's first logit; 0 where the head isn't here."""
         return self._first_row(self.plan.head) if f"{self.plan.head}.weight" in self.plan.cuts else 0
 
+    @property
+    def num_ids(self) -> int:
+        """The number of logits of a token, those of all ranks."""
+        return self.plan.shapes[f"{self.plan.head}.weight"][0]
+
     def local_length(self, length: int) -> int:
         """Returns how many of `length` tokens this rank has in the residual stream, including padding."""
         return part_length(length, self.group.size) if self.sequence else length

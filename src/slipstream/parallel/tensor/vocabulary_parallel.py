@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from slipstream.model.adapters import inner_modules
+from slipstream.parallel.parameter_share import part_bounds
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.tensor.tensor_operators import sum_over_ranks
 
@@ -43,6 +45,14 @@ def vocabulary_token_losses(group: RankGroup, first_id: int, ignore_index: int) 
         return each
 
     return losses
+
+
+def gather_vocabulary(logits: Tensor, group: RankGroup, num_ids: int) -> Tensor:
+    """Returns the logits of all ids, (b, T, num_ids), of those of this rank's rows, (b, T, V_local). Collective."""
+    bounds = [part_bounds(num_ids, group.size, rank) for rank in range(group.size)]
+    sizes = [stop - start for start, stop in bounds]
+    parts = group.all_gather(functional.pad(logits, (0, max(sizes) - logits.shape[-1])))
+    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
 class _CrossEntropy(torch.autograd.Function):

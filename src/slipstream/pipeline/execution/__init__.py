@@ -1,7 +1,7 @@
 """Runs one rank's actions with real tensors and records when each ran."""
 
 from slipstream.pipeline.execution.executor import Executor
-from slipstream.pipeline.execution.losses import Losses, SequenceLosses, SliceLosses
+from slipstream.pipeline.execution.losses import KeptOutputs, Losses, SequenceLosses, SliceLosses, TokenOutputs
 from slipstream.pipeline.execution.run_ranks import run_together
 from slipstream.pipeline.execution.spread_head import vocabulary_specs
 from slipstream.pipeline.execution.step_state import Observer, StepState

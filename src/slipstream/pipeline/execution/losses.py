@@ -1,9 +1,12 @@
-"""The losses of the last stage: of every slice by itself, or of whole sequences once their last slice is there."""
+"""The losses of the last stage: of every slice by itself, or of whole sequences once their last slice is there.
+
+Or, in an evaluation, what is kept of every slice instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from slipstream.model import Tensors
 from slipstream.pipeline.execution.step_state import SliceKey, StepState
 from slipstream.pipeline.pipeline_options import LossFunction, SequenceLoss
 
+TokenOutputs = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T, ...)
 TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T), zero where none counts
 
 
@@ -98,4 +102,23 @@ class SequenceLosses:
         return losses
 
 
-Losses = SliceLosses | SequenceLosses
+@dataclass(frozen=True)
+class KeptOutputs:
+    """What an evaluation keeps of every slice in place of a loss."""
+
+    function: TokenOutputs
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by microbatch and slice
+
+    def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
+        """Returns what is kept of a slice."""
+        _, m, i = key
+        return (self.function(outputs, state.batch.targets[m][i]),)
+
+    def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
+        """Keeps it."""
+        _, m, i = key
+        (self.outputs[m, i],) = computed
+        return self.outputs[m, i]
+
+
+Losses = SliceLosses | SequenceLosses | KeptOutputs

@@ -309,9 +309,13 @@ class CausalLMFamily:
 
     def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
         """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""
-        groups = ungrouped(self._sequence_loss, plan.groups)
+        groups = self.sequences_of(plan.groups)
         found = self._checked(cut_rows(sequences.packed(groups), plan.microbatches, seed))
         return with_sequences(found, self._sequence_loss, sequences, groups)
+
+    def sequences_of(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Returns the sequences of each microbatch, of those that a step plans as one."""
+        return ungrouped(self._sequence_loss, groups)
 
     def _checked(self, batch: SplitBatch) -> SplitBatch:
         """Returns the batch. Raises SlipstreamError where its slices or its documents can't be exact."""

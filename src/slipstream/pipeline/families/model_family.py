@@ -25,12 +25,14 @@ def family_of(model: object, options: PipelineOptions, ranks: Ranks, device: tor
     return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), options, ranks, device)
 
 
-def causal_lm(family: ModelFamily, wanted: str) -> CausalLMFamily:
+_SAVE = "Save a sequence by torch.save(pipe.state_dict(), path), which rank 0 has as a whole."
+
+
+def causal_lm(family: ModelFamily, wanted: str, instead: str = _SAVE) -> CausalLMFamily:
     """Returns the family of a causal LM; raises SlipstreamError for any other, which lacks what is `wanted`."""
     if not isinstance(family, CausalLMFamily):
         raise SlipstreamError(
-            f"{wanted} is for models of transformers, but this pipeline's is an nn.Sequential. Save a sequence by "
-            "torch.save(pipe.state_dict(), path), which rank 0 has as a whole."
+            f"{wanted} is for models of transformers, but this pipeline's is an nn.Sequential. {instead}"
         )
     return family
 

@@ -11,7 +11,7 @@ _LAYERS = "its layers are spread over the ranks, and pipe.named_parameters() yie
 _RECOMPUTE = "give Pipeline(memory=slipstream.Memory(recompute='full')), or 'selective'"
 _FORWARD = (
     "call pipe.step(inputs, targets), which runs forward and backward and returns the loss, or pipe.evaluate(inputs, "
-    "targets)"
+    "targets); for logits pipe.logits(inputs)"
 )
 _COMPILE = "for fused norms and activations give Pipeline(runtime=slipstream.Runtime(fused=True))"
 

@@ -1,0 +1,57 @@
+"""What each process of test_token_outputs runs: a vocabulary of 61 ids cut over two ranks, stages, and replicas."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream import Pipeline, Precision, Runtime, make_mesh
+from support.architectures import ARCHITECTURES, BOUND, build, labels_of, no_rounding_inside, tokens
+from support.parallel.group_cases import by_name, run_cases
+from support.ragged_batches import batch_of
+
+
+def pipeline(mesh: Any) -> Pipeline:
+    options = {"precision": Precision(dtype=torch.float64), "runtime": Runtime(self_check=False), "slices": 3}
+    return Pipeline.from_config(ARCHITECTURES["llama, tied"], 0, mesh=mesh, num_microbatches=2, **options)
+
+
+@torch.no_grad()
+def check(pipe: Pipeline, inputs: Any, labels: Any, has_logits: bool) -> None:
+    whole = build(ARCHITECTURES["llama, tied"])
+    with no_rounding_inside():
+        logits, found = pipe.logits(inputs), pipe.log_probabilities(inputs, labels)
+    assert (logits is not None) == has_logits
+    for row, (ids, targets) in enumerate(zip(inputs, labels, strict=True)):
+        with no_rounding_inside():
+            (expected,) = whole(input_ids=ids[None], use_cache=False).logits
+        assert logits is None or (logits[row] - expected).abs().max() < BOUND
+        each = expected[:-1].log_softmax(-1).gather(-1, targets[1:].clamp(min=0)[:, None])[:, 0]
+        each = each.masked_fill(targets[1:] == -100, 0)
+        assert found[row][0] == 0
+        assert (found[row][1:] - each).abs().max() < BOUND
+
+
+def both(pipe: Pipeline, has_logits: bool) -> None:
+    inputs: Tensor = tokens(4, 30)[2 * pipe.replica : 2 * pipe.replica + 2]
+    check(pipe, inputs, labels_of(inputs), has_logits)
+    check(pipe, *batch_of([20, 9 + pipe.replica, 30]), has_logits)
+
+
+def tensor_ranks() -> None:
+    both(pipeline(make_mesh(tp=2)), has_logits=True)
+
+
+def stages_and_replicas() -> None:
+    pipe = pipeline(make_mesh(pp=2))
+    both(pipe, has_logits=pipe.rank == 1)
+    both(pipeline(make_mesh(dp=2)), has_logits=True)
+
+
+CASES = by_name(tensor_ranks, stages_and_replicas)
+
+if __name__ == "__main__":
+    run_cases(CASES, sys.argv[1:2])
