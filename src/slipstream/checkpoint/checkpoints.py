@@ -159,14 +159,19 @@ class Checkpoints:
         self._say(f"{what}; taking that of step {saved.step}")
         return saved
 
-    def load(self, saved: SavedCheckpoint, shards: Sequence[TensorShard]) -> None:
+    def load(self, saved: SavedCheckpoint, shards: Sequence[TensorShard], problem: str = "") -> None:
         """Fills the tensors of the shards in place, whatever mesh saved them; `writes` makes no difference.
+
+        Args:
+            saved: what `find` returned.
+            shards: what this rank has of the tensors.
+            problem: why this rank can't use the checkpoint, which all ranks are then told; "" where it can.
 
         Raises:
             SlipstreamError: on all ranks and before any tensor is changed, if a tensor isn't in the checkpoint, or has
-                another shape or dtype there.
+                another shape or dtype there, or a rank has a problem.
         """
-        if misfits := self._gather_problems(saved.describe_misfits(shards)):
+        if misfits := self._gather_problems(problem or saved.describe_misfits(shards)):
             raise saved.unfit(f"can't be loaded: {misfits}")
         try:
             saved.load(shards, self._world)

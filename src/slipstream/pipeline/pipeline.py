@@ -16,7 +16,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import Tensors, load_config, pretrained_model, random_model
 from slipstream.model.adapters import Adapter
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
-from slipstream.parallel import RankGroup
+from slipstream.parallel import ParameterShard, RankGroup
 from slipstream.pipeline import foreign_calls
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
@@ -26,7 +26,6 @@ from slipstream.pipeline.families.causal_lm import with_adapter
 from slipstream.pipeline.families.export import save_on_leader, write_model
 from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
-from slipstream.pipeline.parameters import ParameterShard
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.sequences import Lengths, Rows, given_batch
 from slipstream.planner.joint import JointPlan
