@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ _NUMBERS: dict[str, tuple[type[Any], torch.dtype]] = {
 _OF_WHOLE_MATRICES = {"Adafactor", "Muon"}
 
 
-def training_shards(parts: Iterable[ParameterShard], optimizer: Optimizer) -> Iterator[TensorShard]:
-    """Yields the shards `model.NAME` of this rank's parameters, and `optimizer.KIND.NAME` of what its optimizer keeps
-    of each.
+def training_shards(parts: Iterable[ParameterShard], optimizer: Optimizer | None) -> Iterator[TensorShard]:
+    """Yields the shards `model.NAME` of this rank's parameters, and `optimizer.KIND.NAME` of what its optimizer
+    keeps of each; without an optimizer, the parameters' alone.
 
     State of a parameter's shape is cut as the parameter is. State of one element belongs to all of the parameter, and
     has to be the same wherever rows of it are. State of another shape belongs to a whole parameter.
@@ -38,14 +38,14 @@ def training_shards(parts: Iterable[ParameterShard], optimizer: Optimizer) -> It
         SlipstreamError: for state that another mesh couldn't load, and where `describe_cut` finds a problem.
     """
     parts = list(parts)
-    if problem := describe_cut(parts, optimizer):
+    if optimizer is not None and (problem := describe_cut(parts, optimizer)):
         raise SlipstreamError(problem)
     for part in parts:
         yield TensorShard(f"model.{part.name}", part.share, part.parameter, part.first_row, part.leads)
         # Of a parameter without elements nothing is saved; the next step makes its state.
-        state = optimizer.state.get(part.parameter, {}) if part.parameter.numel() else {}
-        for kind, value in state.items():
-            yield _shard_of(part, kind, value, optimizer)
+        if optimizer is not None and part.parameter.numel():
+            for kind, value in optimizer.state.get(part.parameter, {}).items():
+                yield _shard_of(part, kind, value, optimizer)
 
 
 def describe_cut(parts: Iterable[ParameterShard], optimizer: Optimizer) -> str:
@@ -63,32 +63,31 @@ def describe_cut(parts: Iterable[ParameterShard], optimizer: Optimizer) -> str:
 
 
 def load_training(
-    checkpoints: Checkpoints, saved: SavedCheckpoint, parts: Iterable[ParameterShard], optimizer: Optimizer
+    checkpoints: Checkpoints,
+    saved: SavedCheckpoint,
+    parts: Iterable[ParameterShard],
+    optimizer: Optimizer | None,
+    others: Sequence[TensorShard] = (),
 ) -> None:
-    """Fills the parameters, and gives the optimizer the checkpoint's state of each, and no other. Collective.
+    """Fills the parameters and other shards, and gives the optimizer, if any, the checkpoint's state of each parameter,
+    and no other. Collective.
 
     Raises:
         SlipstreamError: on all ranks and before anything is changed, if the checkpoint doesn't fit.
     """
     parts = list(parts)
-    groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-    kept = _kept_state(saved.manifest)
-    targets = [
-        _target(part, kind, stored, optimizer, groups[id(part.parameter)])
-        for part in parts
-        if id(part.parameter) in groups and part.parameter.numel()
-        for kind, stored in kept.get(part.name, {}).items()
-    ]
-    problems = [describe_cut(parts, optimizer), *(target.problem for target in targets)]
-    parameters = [TensorShard(f"model.{part.name}", part.share, part.parameter, part.first_row) for part in parts]
-    shards = [target.shard for target in targets]
-    checkpoints.load(saved, [*parameters, *shards], next(filter(None, problems), ""))
-    for part in parts:
-        optimizer.state.pop(part.parameter, None)
-    for part, kind, shard, _ in targets:
-        name, _, number = kind.partition(":")
-        value = _NUMBERS[number][0](shard.tensor.item()) if number in _NUMBERS else shard.tensor
-        optimizer.state[part.parameter][name] = value
+    targets = [] if optimizer is None else list(_targets(saved.manifest, parts, optimizer))
+    cut = "" if optimizer is None else describe_cut(parts, optimizer)
+    problem = next(filter(None, [cut, *(target.problem for target in targets)]), "")
+    shards = [TensorShard(f"model.{part.name}", part.share, part.parameter, part.first_row) for part in parts]
+    checkpoints.load(saved, [*shards, *others, *(target.shard for target in targets)], problem)
+    if optimizer is not None:
+        for part in parts:
+            optimizer.state.pop(part.parameter, None)
+        for part, kind, shard, _ in targets:
+            name, _, number = kind.partition(":")
+            value = _NUMBERS[number][0](shard.tensor.item()) if number in _NUMBERS else shard.tensor
+            optimizer.state[part.parameter][name] = value
 
 
 class _Target(NamedTuple):
@@ -119,6 +118,15 @@ def _shard_of(part: ParameterShard, kind: Any, value: Any, optimizer: Optimizer)
         )
     whole = ParameterShare.whole(tuple(value.shape))
     return TensorShard(key, whole, value, writes=part.leads and part.begins)
+
+
+def _targets(manifest: Manifest, parts: Sequence[ParameterShard], optimizer: Optimizer) -> Iterator[_Target]:
+    groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+    kept = _kept_state(manifest)
+    for part in parts:
+        if id(part.parameter) in groups and part.parameter.numel():
+            for kind, stored in kept.get(part.name, {}).items():
+                yield _target(part, kind, stored, optimizer, groups[id(part.parameter)])
 
 
 def _target(

@@ -19,6 +19,7 @@ from slipstream.errors import NonFiniteError, RankFailedError, StoppedRunError
 from slipstream.launch import Progress, StopRequest
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
+from slipstream.pipeline.saving import describe_model
 from slipstream.timeline import Timeline
 from slipstream.training.bad_steps import BadSteps
 from slipstream.training.config import Config
@@ -36,7 +37,7 @@ from slipstream.training.data.samples import load_sequences
 from slipstream.training.failure_log import FailureLog
 from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord, ValidationRecord
 from slipstream.training.planned_start import facts_of_documents, start_settings
-from slipstream.training.resuming import RunState, describe_model, load_run, run_shards
+from slipstream.training.resuming import RunState, load_run, run_shards
 from slipstream.training.run_folder import RunFolder, exported
 from slipstream.training.run_results import draw_last_step, export, write_sample
 from slipstream.training.training_step import autocast, count_steps, make_optimizer, make_scheduler, train_step

@@ -5,7 +5,6 @@ from slipstream.training.resuming.run_state import (
     RunState,
     check_data,
     describe_data,
-    describe_model,
     load_run,
     run_shards,
 )

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PretrainedConfig
 
 from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, load_training, training_shards
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShard
 from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
-from slipstream.profiler import versions, without_origin
+from slipstream.pipeline.saving import describe_model
+from slipstream.profiler import versions
 from slipstream.training.data import TokenisedText, TrainingSequences
 from slipstream.training.data.tokenised_text import Array
 from slipstream.training.resuming.base_model import describe_base
@@ -159,8 +159,3 @@ def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
             f"the checkpoint was trained on different data: {'; '.join(different)}. Resume with the settings it was "
             "saved with, or train from the beginning in another folder."
         )
-
-
-def describe_model(config: PretrainedConfig) -> dict[str, Any]:
-    """Returns what tells models apart: the settings that differ from the defaults of the model's class."""
-    return {"model_type": config.model_type, **without_origin(config.to_diff_dict())}
