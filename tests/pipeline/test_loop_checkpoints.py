@@ -17,7 +17,9 @@ from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.pipeline.saving.plain_values import decode, encode
 from support.adapters import adapted, lora
 from support.architectures import ARCHITECTURES, labels_of, tokens
+from support.forked import launch
 from support.options import grouped
+from support.paths import ROOT
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 3, 3], gamma=0.1),
@@ -116,6 +118,12 @@ def test_fewer_layers_than_were_saved_are_refused(tmp_path: Path) -> None:
     sequence(layers(3)).save(tmp_path, 1)
     with pytest.raises(SlipstreamError, match=r"has 2\.\S+ and 6 more tensors, which this model doesn't have"):
         sequence(layers(2)).load(tmp_path)
+
+
+def test_processes_save_and_load_together(tmp_path: Path) -> None:
+    result = launch(2, ROOT / "tests" / "workers" / "pipeline" / "loop_checkpoints.py", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("done: ") == 2 * 3
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
