@@ -15,12 +15,13 @@ from slipstream.checkpoint import CheckpointFolder, Manifest
 from slipstream.cli import main
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress, make_console
+from slipstream.pipeline.saving import describe_model
 from slipstream.schedule import add_communication, gpipe
 from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.configured_pipeline import make_pipeline
 from slipstream.training.data import load_texts, sequences_of
 from slipstream.training.preflight import preflight
-from slipstream.training.resuming import describe_data, describe_model
+from slipstream.training.resuming import describe_data
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.start_training import start_training
 from slipstream.training.training_rank import check_world_size

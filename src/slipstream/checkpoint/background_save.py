@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slipstream.checkpoint.checkpoint_folder import CheckpointFolder
 from slipstream.checkpoint.manifest import Manifest, WrittenFile
 from slipstream.checkpoint.snapshot import Snapshot
@@ -37,6 +39,7 @@ class BackgroundSave:
         self._problem: str | NonFiniteError = ""
         self._began, self._doing = time.monotonic(), "is being written by this rank"
         self._folder, self._facts, self._snapshot, self._group = folder, facts, snapshot, group
+        self._device = torch.cuda.current_device() if group.uses_nccl else None  # of this thread alone
         # A daemon, so that a run that fails can end although this waits for a rank that is gone.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
@@ -56,6 +59,8 @@ class BackgroundSave:
     def _run(self) -> None:
         rank, began = self._group.rank, time.perf_counter()
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
             mine = self._write()
             self._doing = "is written by this rank; others still write"
             written = self._group.gather(mine)

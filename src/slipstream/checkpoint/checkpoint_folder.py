@@ -35,10 +35,10 @@ class CheckpointFolder:
     Its methods raise OSError where the disk fails.
     """
 
-    def __init__(self, path: Path, keep: int = 2, keep_every: int = 0) -> None:
+    def __init__(self, path: str | Path, keep: int = 2, keep_every: int = 0) -> None:
         if keep < 1 or keep_every < 0:
             raise SlipstreamError(f"{keep=}, {keep_every=}: keep at least 1, and every 0th (none) or more")
-        self.path, self._keep, self._keep_every = path, keep, keep_every
+        self.path, self._keep, self._keep_every = Path(path), keep, keep_every
 
     def complete(self, step: int) -> Path:
         """Returns where the checkpoint of a step is when it is complete."""

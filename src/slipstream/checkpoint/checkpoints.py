@@ -42,6 +42,8 @@ class Checkpoints:
         say: gets a line of text, the same on every rank, about a problem that doesn't end the run.
         saved: gets, on rank 0, the step of a checkpoint that is complete, the seconds that writing it took, and its
             bytes.
+        saving_group: what the ranks of a save exchange goes over it, if it isn't used meanwhile, such as `world` where
+            each save is waited for; default: one of its own.
     """
 
     def __init__(
@@ -52,13 +54,17 @@ class Checkpoints:
         keep_every: int = 0,
         say: Callable[[str], None] = print,
         saved: Callable[[int, float, int], None] = lambda *_: None,
+        saving_group: RankGroup | None = None,
     ) -> None:
         self._saved = saved
         self._folder, self._world, self._say = CheckpointFolder(folder, keep, keep_every), world, say
         self._snapshot = Snapshot()
         self._save: BackgroundSave | None = None
         # Messages about a save must not mix with those of training.
-        self._saving_group = RankGroup(dist.new_group(world.global_ranks, backend="gloo")) if world.size > 1 else world
+        if saving_group is None:
+            alone = world.size == 1
+            saving_group = world if alone else RankGroup(dist.new_group(world.global_ranks, backend="gloo"))
+        self._saving_group = saving_group
 
     def prepare(self) -> None:
         """Makes the folder and removes what an interrupted save left. Call it before training.
@@ -159,14 +165,19 @@ class Checkpoints:
         self._say(f"{what}; taking that of step {saved.step}")
         return saved
 
-    def load(self, saved: SavedCheckpoint, shards: Sequence[TensorShard]) -> None:
+    def load(self, saved: SavedCheckpoint, shards: Sequence[TensorShard], problem: str = "") -> None:
         """Fills the tensors of the shards in place, whatever mesh saved them; `writes` makes no difference.
+
+        Args:
+            saved: what `find` returned.
+            shards: what this rank has of the tensors.
+            problem: why this rank can't use the checkpoint, which all ranks are then told; "" where it can.
 
         Raises:
             SlipstreamError: on all ranks and before any tensor is changed, if a tensor isn't in the checkpoint, or has
-                another shape or dtype there.
+                another shape or dtype there, or a rank has a problem.
         """
-        if misfits := self._gather_problems(saved.describe_misfits(shards)):
+        if misfits := self._gather_problems(problem or saved.describe_misfits(shards)):
             raise saved.unfit(f"can't be loaded: {misfits}")
         try:
             saved.load(shards, self._world)

@@ -2,6 +2,7 @@
 
 from slipstream.parallel.device_mesh import MeshAxes, make_mesh
 from slipstream.parallel.launched_group import join_launched_group
+from slipstream.parallel.parameter_shard import ParameterShard
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds
 from slipstream.parallel.rank_group import RankGroup, release_groups_at_exit
 from slipstream.parallel.ranks import Ranks

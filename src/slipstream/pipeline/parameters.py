@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.model import storage_id
-from slipstream.parallel import ParameterShare, Ranks
+from slipstream.parallel import ParameterShard, ParameterShare, Ranks
 from slipstream.parallel.replicas import GradientReduction, MasterParameters, ShardedParameters
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
 from slipstream.pipeline.stage import Stage
-
-
-@dataclass(frozen=True)
-class ParameterShard:
-    """The rows of one parameter that this rank's optimizer updates: rows of its share, from `first_row` on."""
-
-    name: str
-    parameter: nn.Parameter
-    share: ParameterShare
-    first_row: int
-    leads: bool  # of all ranks that hold these very rows, one does
 
 
 class Parameters:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import load_config, pretrained_model, random_model
 from slipstream.model.adapters import Adapter
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
-from slipstream.parallel import RankGroup
+from slipstream.parallel import ParameterShard, RankGroup
 from slipstream.pipeline.answers import ANSWERS, summarise
 from slipstream.pipeline.arguments import Inputs, given_batch, padded_as
 from slipstream.pipeline.batch import WholeBatch
@@ -27,8 +29,8 @@ from slipstream.pipeline.families.causal_lm import with_adapter
 from slipstream.pipeline.families.export import save_on_leader, write_model
 from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
-from slipstream.pipeline.parameters import ParameterShard
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
+from slipstream.pipeline.saving import Scheduler, load_loop, save_loop
 from slipstream.pipeline.sequences import Lengths, Rows, Sequences
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.slicing import BatchSlicing
@@ -416,6 +418,58 @@ class Pipeline:
     def adapter(self) -> Adapter | None:
         """The adapter of PEFT that is trained, its name and configuration; None where the model has none."""
         return getattr(self._engine.family, "adapter", None)
+
+    def save(
+        self,
+        folder: str | Path,
+        step: int,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        keep: int = 2,
+        replace: bool = False,
+    ) -> None:
+        """Saves a checkpoint of this step in the folder and returns when it is complete; `load` goes on from it on any
+        mesh. Collective. Of a model with an adapter it has the adapter alone.
+
+        Args:
+            folder: of checkpoints, on a disk that all ranks share.
+            step: the number of steps so far; the checkpoint's name has it.
+            optimizer: of any class, over `parameters()`.
+            scheduler: of the learning rate.
+            facts: anything else that the loop needs to go on: numbers, text, and lists and dicts of them; rank 0's.
+            keep: how many of the newest checkpoints stay.
+            replace: whether checkpoints of this step and later ones are set aside; else they are an error.
+
+        Raises:
+            SlipstreamError: on every rank, where it wasn't saved; earlier checkpoints stay as they are.
+            NonFiniteError: on every rank, where something that is to be saved isn't finite.
+        """
+        save_loop(self._engine, (folder, step), optimizer, scheduler, facts, keep, replace)
+
+    def load(
+        self,
+        folder: str | Path,
+        step: int | Literal["latest", "last-good"] = "latest",
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Loads what `save` saved: this rank's part of the model, the optimizer's state and options, the scheduler and
+        the state of dropout; returns the step and the facts. Collective.
+
+        Args:
+            folder: of checkpoints.
+            step: which one; "last-good": the newest that isn't damaged.
+            optimizer: of the class that was saved, with as many parameter groups. None loads weights alone.
+            scheduler: of the class that was saved.
+
+        Raises:
+            SlipstreamError: on every rank and before anything changes, where there is no checkpoint, it is damaged, or
+                it is of another model.
+        """
+        return load_loop(self._engine, (folder, step), optimizer, scheduler)
 
     def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
         """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective.

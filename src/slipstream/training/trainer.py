@@ -19,6 +19,7 @@ from slipstream.errors import NonFiniteError, RankFailedError, StoppedRunError
 from slipstream.launch import Progress, StopRequest
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
+from slipstream.pipeline.saving import describe_model
 from slipstream.timeline import Timeline
 from slipstream.training.bad_steps import BadSteps
 from slipstream.training.config import Config
@@ -37,7 +38,7 @@ from slipstream.training.failure_log import FailureLog
 from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord, ValidationRecord
 from slipstream.training.optimizers import make_optimizer, make_scheduler
 from slipstream.training.planned_start import facts_of_documents, start_settings
-from slipstream.training.resuming import RunState, describe_model, run_shards
+from slipstream.training.resuming import RunState, load_run, run_shards
 from slipstream.training.run_folder import RunFolder, exported
 from slipstream.training.run_results import draw_last_step, export, write_sample
 from slipstream.training.training_step import autocast, count_steps, train_step
@@ -164,7 +165,7 @@ class Trainer:
     def _restore(self, saved: SavedCheckpoint) -> None:
         saved.check_model(describe_model(self._pipe.config))
         with counted_off("loading a checkpoint"):
-            self._checkpoints.load(saved, list(self._shards()))
+            load_run(self._checkpoints, saved, self._pipe, self._optimizer)
         self._state.restore(saved.facts)
         self._bad_steps.restore(saved.facts.get("values_of_steps", {}))
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
@@ -178,7 +179,7 @@ class Trainer:
         if saved is None:
             return None
         step, num_samples = self._state.step, self._state.num_samples
-        self._checkpoints.load(saved, list(self._shards()))
+        load_run(self._checkpoints, saved, self._pipe, self._optimizer)
         self._state.restore(saved.facts)
         self._state.step, self._state.num_samples = step, num_samples
         return saved.step

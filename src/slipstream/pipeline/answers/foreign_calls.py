@@ -25,7 +25,8 @@ ANSWERS = {
     "zero_grad": "call optimizer.zero_grad()",
     "no_sync": "to add up the gradients of several batches, call pipe.step for each before optimizer.step()",
     "generate": "save_pretrained(folder), and let AutoModelForCausalLM.from_pretrained(folder) generate",
-    "load_state_dict": "start with Pipeline.from_pretrained(folder), or from a model with these weights",
+    "load_state_dict": "start with Pipeline.from_pretrained(folder), or from a model with these weights; "
+    "pipe.load(folder) loads what pipe.save saved",
     "ran": "it is now last_step",
     "pieces": "it is now parameter_shards",
 }

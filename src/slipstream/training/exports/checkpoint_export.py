@@ -19,9 +19,10 @@ from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.pipeline.families import state_misfits, tied_names, write_model
 from slipstream.pipeline.families.adapter_export import merged_with_base
 from slipstream.pipeline.pipeline_options import torch_dtype
+from slipstream.pipeline.saving import describe_model
 from slipstream.training.config import LoraSection, ModelSection, precision_named
 from slipstream.training.data import load_tokenizer
-from slipstream.training.resuming import describe_model, differs
+from slipstream.training.resuming import differs
 from slipstream.training.run_folder import RunFolder
 
 _PREFIX = "model."  # of the parameters' keys; the optimizer's begin with another

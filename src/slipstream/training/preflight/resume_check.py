@@ -12,9 +12,10 @@ from transformers import AutoConfig
 
 from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint
 from slipstream.launch import Progress
+from slipstream.pipeline.saving import describe_model
 from slipstream.training.config import Config
 from slipstream.training.data import TrainingSequences
-from slipstream.training.resuming import check_data, describe_data, describe_model, differs
+from slipstream.training.resuming import check_data, describe_data, differs
 from slipstream.training.run_folder import RunFolder, exported
 from slipstream.training.training_step import count_steps
 

@@ -1,4 +1,10 @@
 """What a run keeps in a checkpoint besides what any loop does, and how it goes on from there."""
 
 from slipstream.training.resuming.base_model import differs
-from slipstream.training.resuming.run_state import RunState, check_data, describe_data, describe_model, run_shards
+from slipstream.training.resuming.run_state import (
+    RunState,
+    check_data,
+    describe_data,
+    load_run,
+    run_shards,
+)

@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PretrainedConfig
 
-from slipstream.checkpoint import TensorShard
+from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, load_training, training_shards
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import ParameterShare
+from slipstream.parallel import ParameterShard
 from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
-from slipstream.profiler import versions, without_origin
+from slipstream.pipeline.saving import describe_model
+from slipstream.profiler import versions
 from slipstream.training.data import TokenisedText, TrainingSequences
 from slipstream.training.data.tokenised_text import Array
 from slipstream.training.resuming.base_model import describe_base
@@ -27,32 +26,25 @@ _READ_AT_ONCE = 2**24  # tokens
 
 
 def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
-    """Yields the shards of this rank's parameters, as its optimizer updates them, and of AdamW's state of each; of a
-    model with an adapter, those of the adapter."""
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for shard in pipe.parameter_shards():
-        if pipe.adapter is not None and not shard.parameter.requires_grad:
-            continue  # of the base model, which stays as it is
-        rows: dict[str, Any] = {"first_row": shard.first_row, "writes": shard.leads}
-        yield TensorShard(f"model.{shard.name}", shard.share, shard.parameter, **rows)
-        if id(shard.parameter) in trained:
-            state = _state_of(shard.parameter, optimizer)
-            for kind in ("exp_avg", "exp_avg_sq"):
-                yield TensorShard(f"optimizer.{kind}.{shard.name}", shard.share, state[kind], **rows)
-            # What belongs to a whole parameter is written with its first element.
-            begins = shard.first_row == 0 and shard.share.ranges[0][0] == 0
-            whole = ParameterShare.whole(())
-            yield TensorShard(f"optimizer.step.{shard.name}", whole, state["step"], writes=shard.leads and begins)
+    """Yields the shards of this rank's parameters, as its optimizer updates them, and of what that keeps of each; of a
+    model with an adapter, those of the adapter.
+
+    Raises SlipstreamError for state that no other mesh could load.
+    """
+    return training_shards(_kept(pipe), optimizer)
 
 
-def _state_of(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Returns AdamW's state of a parameter; makes it, as the first step would, where there was no step yet."""
-    state: dict[str, torch.Tensor] = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    return state
+def load_run(checkpoints: Checkpoints, saved: SavedCheckpoint, pipe: Pipeline, optimizer: Optimizer) -> None:
+    """Fills what `run_shards` yields; the optimizer then has the checkpoint's state and no other. Collective.
+
+    Raises SlipstreamError, on all ranks and before any tensor is changed, where the checkpoint doesn't fit.
+    """
+    load_training(checkpoints, saved, _kept(pipe), optimizer)
+
+
+def _kept(pipe: Pipeline) -> Iterator[ParameterShard]:
+    """Yields what a checkpoint keeps of the parameters: the base model of an adapter stays as it is."""
+    return (shard for shard in pipe.parameter_shards() if pipe.adapter is None or shard.parameter.requires_grad)
 
 
 class RunState:
@@ -167,8 +159,3 @@ def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
             f"the checkpoint was trained on different data: {'; '.join(different)}. Resume with the settings it was "
             "saved with, or train from the beginning in another folder."
         )
-
-
-def describe_model(config: PretrainedConfig) -> dict[str, Any]:
-    """Returns what tells models apart: the settings that differ from the defaults of the model's class."""
-    return {"model_type": config.model_type, **without_origin(config.to_diff_dict())}

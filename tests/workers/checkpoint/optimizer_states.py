@@ -1,0 +1,68 @@
+"""Each of two processes of test_optimizer_state: what ranks saved goes on alike on the same mesh and on others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from slipstream import Pipeline, RankGroup, make_mesh
+from slipstream.checkpoint import Checkpoints, load_training, training_shards
+from support.architectures import ARCHITECTURES, labels_of, tokens
+from support.checkpoints.optimizers import OPTIMIZERS
+from support.options import grouped
+
+MESHES = {
+    "pp": ({"pp": 2}, {}),
+    "zero": ({"dp": 2}, {"shard_optimizer": True}),
+    "tp": ({"tp": 2}, {}),
+}
+
+
+def start(mesh: str, optimizer: str, seed: int = 1) -> tuple[Pipeline, Optimizer]:
+    axes, options = MESHES[mesh]
+    settings = grouped(dtype=torch.float64, self_check=False, **options)
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], seed=seed, slices=3, mesh=make_mesh(**axes), **settings)
+    return pipe, OPTIMIZERS[optimizer](pipe.parameters())
+
+
+def train(pipe: Pipeline, optimizer: Optimizer, *steps: int) -> dict[str, Tensor]:
+    """Steps on batches of their own; returns the whole model on rank 0."""
+    for step in steps:
+        inputs = tokens(seed=step)
+        mine = slice(pipe.replica, pipe.replica + 1) if pipe.num_replicas > 1 else slice(None)
+        optimizer.zero_grad()
+        pipe.step(inputs[mine], labels_of(inputs)[mine])
+        optimizer.step()
+    return pipe.state_dict()
+
+
+def check(folder: Path, optimizer: str, saving: str) -> None:
+    checkpoints = Checkpoints(folder, RankGroup(dist.group.WORLD))
+    pipe, own = start(saving, optimizer, seed=0)
+    train(pipe, own, 1, 2)
+    checkpoints.save(2, list(training_shards(pipe.parameter_shards(), own)), {})
+    checkpoints.wait()
+    expected = train(pipe, own, 3, 4)
+    saved = checkpoints.find()
+    assert saved is not None
+    for mesh in MESHES:
+        pipe, own = start(mesh, optimizer)
+        load_training(checkpoints, saved, pipe.parameter_shards(), own)
+        pipe.refresh()
+        found = train(pipe, own, 3, 4)
+        errors = [float((found[name] - tensor).abs().max()) for name, tensor in expected.items()]
+        assert max(errors, default=0.0) <= (0.0 if mesh == saving else 1e-9), (optimizer, saving, mesh, max(errors))
+    print(f"alike: {optimizer} of {saving}", flush=True)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for name in sys.argv[2:]:
+        for mesh in MESHES:
+            check(Path(sys.argv[1]) / f"{name}-{mesh}", name, mesh)
+    dist.destroy_process_group()
