@@ -100,7 +100,7 @@ class Config(Record):
             )
         if self.data.streaming:
             _check_stream(self)
-        check_validations(self)
+        check_validations(self.training, self.checkpoint, self.data)
         if self.training.batch_tokens is None:
             _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
         else:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from slipstream.training.config.run_config import Config
+from slipstream.training.config.data_section import DataSection
+from slipstream.training.config.sections import CheckpointSection, TrainingSection
 
 
-def check_validations(config: Config) -> None:
+def check_validations(training: TrainingSection, checkpoint: CheckpointSection, data: DataSection) -> None:
     """Raises ValueError for settings that go by the best validation where there are none, or it isn't kept."""
-    training, data = config.training, config.data
     by_validation = {
-        "checkpoint.keep_best=true": config.checkpoint.keep_best,
+        "checkpoint.keep_best=true": checkpoint.keep_best,
         f"training.patience={training.patience}": training.patience is not None,
     }
     for setting in filter(by_validation.get, by_validation):
@@ -23,5 +20,5 @@ def check_validations(config: Config) -> None:
                 f"{setting} goes by validations, and data.validation_fraction=0 holds no text out; give a larger "
                 "share, such as --data.validation_fraction=0.05, or name a text in data.validation"
             )
-    if training.export == "best" and not config.checkpoint.keep_best:
+    if training.export == "best" and not checkpoint.keep_best:
         raise ValueError("training.export=best exports the checkpoint that checkpoint.keep_best=true keeps; give that")
