@@ -1,5 +1,6 @@
 """Checkpoints: saved in the background, complete or not at all, and loaded by any mesh of ranks."""
 
+from slipstream.checkpoint.best_checkpoint import Improvement, find_best, require_best
 from slipstream.checkpoint.checkpoint_folder import CheckpointFolder, step_named
 from slipstream.checkpoint.checkpoints import Checkpoints
 from slipstream.checkpoint.finite import describe_non_finite, is_finite

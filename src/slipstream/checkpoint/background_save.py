@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoint.best_checkpoint import improvements_of, newest_saved
 from slipstream.checkpoint.checkpoint_folder import CheckpointFolder
 from slipstream.checkpoint.manifest import Manifest, WrittenFile
 from slipstream.checkpoint.snapshot import Snapshot
@@ -96,7 +97,8 @@ class BackgroundSave:
         manifest.write(part)
         self._folder.commit(self.step)
         try:
-            self._folder.retire()
+            best = newest_saved(self._folder, improvements_of(self._facts))
+            self._folder.retire(None if best is None else best.step)
         except OSError as error:
             self._problem = f"the checkpoint of step {self.step} is saved, but no older one was removed: {error}"
 

@@ -97,12 +97,15 @@ class CheckpointFolder:
         self.part(step).rename(self.complete(step))
         sync_folder(self.path)
 
-    def retire(self) -> None:
-        """Removes all checkpoints but those that are to stay, and of those set aside all but the last four."""
+    def retire(self, best: int | None = None) -> None:
+        """Removes all checkpoints but those that are to stay, and of those set aside all but the last four.
+
+        That of the step `best` stays, and doesn't count as one of the newest.
+        """
         aside = sorted(self.path.glob("step-*.aside*"), key=lambda folder: folder.stat().st_mtime)
         for folder in aside[:-MOST_ASIDE]:
             shutil.rmtree(folder)
-        for step in self.steps()[self._keep :]:
+        for step in [step for step in self.steps() if step != best][self._keep :]:
             if not self._keep_every or step % self._keep_every:
                 self.complete(step).rename(self.part(step))  # from here on it no longer counts as a checkpoint
                 shutil.rmtree(self.part(step))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.checkpoint.background_save import BackgroundSave, describe_error
+from slipstream.checkpoint.best_checkpoint import require_best
 from slipstream.checkpoint.checkpoint_folder import CheckpointFolder
 from slipstream.checkpoint.finite import describe_non_finite, find_non_finite
 from slipstream.checkpoint.manifest import MANIFEST, Manifest
@@ -37,7 +38,7 @@ class Checkpoints:
     Args:
         folder: where the checkpoints are.
         world: all processes.
-        keep: how many of the newest checkpoints are not removed, at least 1.
+        keep: how many of the newest checkpoints are not removed, at least 1; the best one doesn't count.
         keep_every: checkpoints whose step it divides are not removed either; 0 for none.
         say: gets a line of text, the same on every rank, about a problem that doesn't end the run.
         saved: gets, on rank 0, the step of a checkpoint that is complete, the seconds that writing it took, and its
@@ -132,12 +133,13 @@ class Checkpoints:
         return f"it is saved in {self._folder.complete(step)}: go on from there with --checkpoint.resume=latest"
 
     def find(
-        self, wanted: int | Literal["latest", "last-good"] = "latest", before: int | None = None
+        self, wanted: int | Literal["latest", "last-good", "best"] = "latest", before: int | None = None
     ) -> SavedCheckpoint | None:
         """Returns the checkpoint of a step, or the newest one, verified; None where there is none yet.
 
         Every byte of every file is verified, each file by one of the ranks, and that all elements are finite.
-        "last-good" passes over damaged checkpoints and says so. `before`: takes those of earlier steps only.
+        "last-good" passes over damaged checkpoints and says so. "best" is that of the lowest validation loss in a run
+        that keeps it. `before`: takes those of earlier steps only.
 
         Raises:
             SlipstreamError: if the checkpoint is damaged: names the file that is missing, truncated or altered, and the
@@ -156,7 +158,8 @@ class Checkpoints:
             return saved
         what = "; ".join(damage)
         if saved is None:
-            raise SlipstreamError(f"{what}. No good one is left before it; train from the beginning in another folder.")
+            instead = "take latest" if wanted == "best" else "train from the beginning in another folder"
+            raise SlipstreamError(f"{what}. No good one is left before it; {instead}.")
         if wanted != "last-good":
             raise SlipstreamError(
                 f"{what}. The last good one before it is of step {saved.step}: give {saved.step}, or last-good to "
@@ -188,8 +191,10 @@ class Checkpoints:
     def _candidates(self, wanted: int | str) -> list[int]:
         """Returns the step that is wanted and all earlier ones, the newest first."""
         steps = self._steps()
-        if wanted in ("latest", "last-good"):
+        if wanted in ("latest", "last-good") or (wanted == "best" and not steps):
             return steps
+        if wanted == "best":
+            wanted = self._best()
         if wanted in steps:
             return [step for step in steps if step <= int(wanted)]
         there = ", ".join(map(str, steps)) or "none"
@@ -197,6 +202,19 @@ class Checkpoints:
             f"there is no checkpoint {wanted!r} in {self._folder.path}; give one of its steps ({there}), latest or "
             "last-good"
         )
+
+    def _best(self) -> int:
+        """Returns the step of the best checkpoint that rank 0 finds, on all ranks."""
+        found: int | SlipstreamError = 0
+        if self._world.rank == 0:
+            try:
+                found = require_best(self._folder).step
+            except SlipstreamError as error:
+                found = error
+        found = self._world.gather(found)[0]
+        if isinstance(found, SlipstreamError):
+            raise found
+        return found
 
     def _verify(self, step: int) -> tuple[SavedCheckpoint | None, str]:
         """Returns the checkpoint, or None and what is wrong with it: the same on all ranks."""

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from slipstream.cli.best_option import Best
 from slipstream.cli.number_options import count
 from slipstream.cli.trust_option import TrustRemoteCode
 
@@ -23,6 +24,7 @@ def evaluate(
         int | None, count("Tokens at which a document is cut. Default: the longest sequence of the model.")
     ] = None,
     slice_len: Annotated[int, count("The most tokens to compute at a time; more need more memory.")] = 1024,
+    best: Best = False,
     remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show MODEL's loss and perplexity on the text of FILE.
@@ -33,7 +35,7 @@ def evaluate(
     from slipstream.training.exports import measure_text_loss, opened_model, read_text
 
     progress = Progress(make_console())
-    with opened_model(model, remote_code, progress) as opened:
+    with opened_model(model, remote_code, progress, best) as opened:
         text = read_text(file, column, opened.tokenizer, progress)
         found = measure_text_loss(opened.path, text, seq_len, slice_len, progress)
     noun = "document" if text.num_documents == 1 else "documents"

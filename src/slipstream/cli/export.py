@@ -7,6 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from slipstream.cli.best_option import Best
 from slipstream.cli.trust_option import TrustRemoteCode
 
 
@@ -20,6 +21,7 @@ def export(
             "Default: latest."
         ),
     ] = None,
+    best: Best = False,
     remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the whole model of CHECKPOINT and its tokenizer, as transformers loads them.
@@ -29,7 +31,7 @@ def export(
     from slipstream.launch import Progress, make_console
     from slipstream.training.exports import check_export_folder, choose_checkpoint, export_checkpoint
 
-    progress, chosen = Progress(make_console()), choose_checkpoint(checkpoint, step)
+    progress, chosen = Progress(make_console()), choose_checkpoint(checkpoint, step, best)
     check_export_folder(output, chosen.run)
     with progress.waiting("reading the checkpoint"):
         saved = chosen.read(progress.say)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from slipstream.cli.best_option import Best
 from slipstream.cli.number_options import amount, count
 from slipstream.cli.trust_option import TrustRemoteCode
 
@@ -20,6 +21,7 @@ def generate(
         float, amount("0: the likeliest token each time. Above: drawn, more freely the higher.")
     ] = 0,
     seed: Annotated[int, Option(help="Of what is drawn.")] = 0,
+    best: Best = False,
     remote_code: TrustRemoteCode = False,
 ) -> None:
     """Print PROMPT as MODEL continues it.
@@ -31,7 +33,7 @@ def generate(
     from slipstream.launch import Progress, make_console
     from slipstream.training.exports import TextWriter, opened_model
 
-    with opened_model(model, remote_code, Progress(make_console())) as opened:
+    with opened_model(model, remote_code, Progress(make_console()), best) as opened:
         writer = TextWriter.load(opened, "cuda" if torch.cuda.is_available() else "cpu")
         writer.check(prompt, max_new_tokens)
         print(writer.write(prompt, max_new_tokens, temperature, seed))

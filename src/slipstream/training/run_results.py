@@ -18,7 +18,9 @@ from slipstream.timeline import Timeline, draw_timelines, save_trace
 from slipstream.training.config import Config
 from slipstream.training.data import load_tokenizer
 from slipstream.training.exports import OpenedModel, TextWriter
-from slipstream.training.run_folder import RunFolder
+from slipstream.training.run_folder import RunFolder, exported
+from slipstream.units import bytes_text
+from slipstream.watchdog import counted_off
 
 
 def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder, progress: Progress) -> None:
@@ -29,6 +31,23 @@ def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder,
         save_trace(folder.perfetto, timeline)
         folder.schedule.write_text(f"{pipe.last_step.layout.training}\n", encoding="utf-8")
         progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
+
+
+def export_model(pipe: Pipeline, run: RunFolder, folder: Path, config: Config, progress: Progress) -> None:
+    """Exports to `folder`, and of an adapter to the folder next to it as configured. Collective. Raises as `export`."""
+    for each, merged in exported(folder, config).items():
+        with counted_off("exporting"):
+            export(pipe, run, each, config.model.trust_remote_code, merged)
+        progress.say(f"exported to {each}")
+
+
+def has_room(run: RunFolder, folder: Path, needed: int, progress: Progress) -> bool:
+    """Returns whether rank 0's disk has as many bytes left; says that `folder` is left out where not. Collective."""
+    free = int(RankGroup(dist.group.WORLD).gather(shutil.disk_usage(run.path).free)[0])
+    if free < needed:
+        need, have = bytes_text(needed), bytes_text(free)
+        progress.say(f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}")
+    return free >= needed
 
 
 def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool, merged: bool = True) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,21 +24,17 @@ from slipstream.training.corruption import StateCheck
 from slipstream.training.data import (
     BatchSize,
     TokenBatch,
-    load_texts,
-    sequences_of,
-    spread_batches,
-    unigram_entropy,
 )
 from slipstream.training.data.samples import load_sequences
 from slipstream.training.failure_log import FailureLog
-from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord, ValidationRecord
+from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord
 from slipstream.training.optimizers import make_optimizer, make_scheduler
 from slipstream.training.planned_start import facts_of_documents, start_settings
 from slipstream.training.resuming import RunState, load_run, run_shards
-from slipstream.training.run_folder import RunFolder, exported
-from slipstream.training.run_results import draw_last_step, export, write_sample
-from slipstream.training.training_step import autocast, count_steps, train_step
-from slipstream.units import bytes_text
+from slipstream.training.run_folder import RunFolder
+from slipstream.training.run_results import draw_last_step, export_model, has_room, write_sample
+from slipstream.training.training_step import count_steps, train_step
+from slipstream.training.validation import Validator
 from slipstream.watchdog import counted_off
 
 
@@ -62,7 +54,7 @@ class Trainer:
         )
         if world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
             self._folder.listed.add_folder(self._folder.checkpoints)
-        if section.every:
+        if section.every or section.keep_best:
             self._checkpoints.prepare()
         self._interval = SaveInterval(section.every, section.failures_per_day, world)
         self._keep_seconds = 0.0  # the longest that a step has waited for what was being saved
@@ -82,6 +74,7 @@ class Trainer:
         kept = facts_of_documents(planned)
         settings = config.model_dump(mode="json")
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
+        self._validator = Validator(config, self._pipe, device, progress.say)
         self._bad_steps = BadSteps(config, world, device, self._roll_back)
         self._state_check = StateCheck(
             training.check_replicas_every, training.corrupt_replicas == "majority", self._shards, world, progress.say
@@ -108,7 +101,9 @@ class Trainer:
         if asked := next(filter(None, RankGroup(dist.group.WORLD).gather(self._stop.name)), ""):
             raise StoppedRunError(f"{asked} ended the run before its first step; nothing new is to be saved")
         with self._progress.training(self._num_steps) as show, self._failures_noted():
-            for step in range(state.step + 1, self._num_steps + 1):
+            if state.step and self._validator.is_due(state.step, self._num_steps):  # the run was asked to stop before
+                self._do_what_is_due(state.step)
+            for step in self._steps_left():
                 was_tuning = self._is_tuning
                 record, timeline = self._train_step(step)
                 show(step, record.describe())
@@ -122,11 +117,14 @@ class Trainer:
                 self._checkpoints.close()
         if numbers := self._bad_steps.steps:
             self._progress.say(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
+        if best := self._validator.history.describe_best():
+            self._progress.say(best)
         self._reporter.close()
         with counted_off("drawing the last step"), self._disk.tolerated("the last step's timeline"):
             draw_last_step(pipe, timeline, self._folder, self._progress)
         try:
-            self._export(self._folder.model)
+            self._load_what_is_exported()
+            export_model(pipe, self._folder, self._folder.model, self._config, self._progress)
         except OSError as error:
             raise RankFailedError(
                 f"the trained model can't be written to {self._folder.model}: {error}. Make room, and type the same "
@@ -134,6 +132,28 @@ class Trainer:
             ) from error
         with counted_off("writing a sample"):
             write_sample(pipe, self._config, self._progress)
+
+    def _steps_left(self) -> Iterator[int]:
+        """Yields the numbers of the steps to train, until validations don't improve any more."""
+        for step in range(self._state.step + 1, self._num_steps + 1):
+            if self._validator.history.is_out_of_patience:
+                break
+            yield step
+        if self._validator.history.is_out_of_patience:
+            self._progress.say(f"the run ends after step {self._state.step}: {self._validator.history.describe_end()}")
+
+    def _load_what_is_exported(self) -> None:
+        """Loads the best checkpoint where that is to be exported, and says which it is. Collective."""
+        history = self._validator.history
+        if self._config.training.export == "last" or (history.best and history.best.step == self._state.step):
+            return
+        with counted_off("loading a checkpoint"):
+            saved = self._checkpoints.find("best")
+            if saved is None:
+                raise RankFailedError("no checkpoint could be saved, so that there is no best model to export")
+            self._checkpoints.load(saved, list(self._shards()))
+            self._state.restore(saved.facts)
+        self._progress.say(f"the model of step {saved.step}, the best that is saved, is exported")
 
     def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
         """Returns the checkpoint to resume from, if any. Collective."""
@@ -168,6 +188,7 @@ class Trainer:
             load_run(self._checkpoints, saved, self._pipe, self._optimizer)
         self._state.restore(saved.facts)
         self._bad_steps.restore(saved.facts.get("values_of_steps", {}))
+        self._validator.history.restore(saved.facts.get("validation", {}), saved.step)
         self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
 
     def _roll_back(self) -> int | None:
@@ -196,6 +217,7 @@ class Trainer:
         if self._state_check.compare():
             self._pipe.refresh()
         facts = self._state.facts() | {"values_of_steps": self._bad_steps.facts()}
+        facts |= {"validation": self._validator.history.facts()}
         with counted_off("saving"):
             self._checkpoints.save(step, list(self._shards()), facts)
 
@@ -209,35 +231,26 @@ class Trainer:
         raise StoppedRunError(f"{self._reporter.asked_to_stop} ended the run after step {step}; {where}")
 
     def _do_what_is_due(self, step: int) -> None:
-        training, last = self._config.training, step == self._num_steps
-        if training.eval_every and (step % training.eval_every == 0 or last):
+        training, section, is_best = self._config.training, self._config.checkpoint, False
+        if self._validator.is_due(step, self._num_steps):
             with counted_off("validating"):
-                self._validate(step)
-        if self._interval.is_due(step) or (last and self._config.checkpoint.every):
+                record, is_best = self._validator.validate(step)
+            self._reporter.write(record)
+        last = step == self._num_steps or self._validator.history.is_out_of_patience
+        is_wanted = (is_best and section.keep_best) or (last and (section.every or section.keep_best))
+        if self._interval.is_due(step) or is_wanted:
             began = time.perf_counter()
             self._save(step)
             self._interval.note_save(step, time.perf_counter() - began + self._keep_seconds)
         if training.export_every and step % training.export_every == 0 and not last:
-            self._export_between(self._folder.model_at(step))
+            self._export_between(step)
 
-    def _export_between(self, folder: Path) -> None:
+    def _export_between(self, step: int) -> None:
         """Exports the model, unless the disk has no room for that and for the next two checkpoints. Collective."""
-        size = self._checkpoints.newest_bytes()
-        free = RankGroup(dist.group.WORLD).gather(shutil.disk_usage(self._folder.path).free)[0]
-        if free < 3 * size:
-            need, have = bytes_text(3 * size), bytes_text(free)
-            self._progress.say(
-                f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}"
-            )
-            return
-        with self._disk.tolerated(folder.name):
-            self._export(folder)
-
-    def _export(self, folder: Path) -> None:
-        for each, merged in exported(folder, self._config).items():
-            with counted_off("exporting"):
-                export(self._pipe, self._folder, each, self._config.model.trust_remote_code, merged)
-            self._progress.say(f"exported to {each}")
+        folder = self._folder.model_at(step)
+        if has_room(self._folder, folder, 3 * self._checkpoints.newest_bytes(), self._progress):
+            with self._disk.tolerated(folder.name):
+                export_model(self._pipe, self._folder, folder, self._config, self._progress)
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""
@@ -280,24 +293,3 @@ class Trainer:
             for each in ((first, size), (after, self._batch_size.at(self._sequences, after))):
                 self._pipe.prepare(self._sequences.lengths(*each, *part))
         return self._sequences.batch(first, size, *part)
-
-    def _validate(self, step: int) -> None:
-        """Measures loss and perplexity on the held-out text. Collective."""
-        training, pipe = self._config.training, self._pipe
-        texts = [text for text in load_texts(self._folder.inputs, "validation") if text.num_documents]
-        sequences = sequences_of(texts, self._config.data.packing, training.seq_len, seed=None)
-        total, count = 0.0, 0
-        batches = [*self._batch_size.batches(sequences, sequences.num_sequences)]
-        for first, size in spread_batches(batches, training.eval_batches):
-            mine = sequences.batch(first, size, pipe.replica, pipe.num_replicas)
-            with autocast(self._config, self._device):
-                loss = pipe.evaluate(mine.input_ids, mine.labels, document_ids=mine.document_ids)
-            tokens = sequences.batch(first, size).num_predicted
-            total, count = total + float(loss) * tokens, count + tokens
-        mean = total / count
-        self._reporter.write(ValidationRecord(step, mean, math.exp(mean)))
-        below = unigram_entropy(np.concatenate([text.counted() for text in texts])) - mean
-        self._progress.say(
-            f"step {step}: validation loss {mean:.3f} nats per token, perplexity {math.exp(mean):.1f}; "
-            f"{abs(below):.2f} {'below' if below > 0 else 'above'} the text's unigram entropy"
-        )

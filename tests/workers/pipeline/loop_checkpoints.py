@@ -67,8 +67,8 @@ def refusals(folder: Path) -> None:
     with torch.no_grad():
         for parameter in pipe.parameters():
             parameter.zero_()
+    kind = torch.optim.Adam if rank else torch.optim.SGD
     with pytest.raises(SlipstreamError, match=r"has the state of a SGD, and optimizer= is a Adam"):
-        kind = torch.optim.Adam if rank else torch.optim.SGD
         pipe.load(folder, optimizer=kind(pipe.parameters(), lr=0.1))
     assert not any(parameter.any() for parameter in pipe.parameters())
     pipe.load(folder)

@@ -20,6 +20,7 @@ from slipstream.training.config.data_section import DataSection
 from slipstream.training.config.lora_section import LoraSection
 from slipstream.training.config.optimizer_section import OptimizerSection
 from slipstream.training.config.other_names import OTHER_NAMES, OTHER_VALUES
+from slipstream.training.config.validation_rules import check_validations
 
 _LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
 # Of a section and of a Pipeline
@@ -99,6 +100,7 @@ class Config(Record):
             )
         if self.data.streaming:
             _check_stream(self)
+        check_validations(self.training, self.checkpoint, self.data)
         if self.training.batch_tokens is None:
             _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
         else:

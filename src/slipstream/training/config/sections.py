@@ -112,10 +112,14 @@ class TrainingSection(Record):
     """The seed of the weights, the order of the documents, dropout and sampling."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between validations (also one at the end); 0 for none."""
+    patience: PositiveInt | None = None
+    """Validations in a row that aren't better than the best so far, after which the run ends; null for never."""
     eval_batches: PositiveInt | None = None
     """Batches of a validation, spread evenly over the held-out text. Default: all of it."""
     export_every: int = Field(default=0, ge=0)
     """Steps between exports to `model-step-N`; 0 for the final one only."""
+    export: Literal["last", "best"] = "last"
+    """What the final export has: the model of the last step, or of the best validation (`checkpoint.keep_best`)."""
     overwrite: bool = False
     """Replace what earlier runs made in `output`, checkpoints too. What no run has listed as its own always stays."""
     bad_numbers: Literal["stop", "skip", "rollback"] = "stop"
@@ -176,10 +180,13 @@ class CheckpointSection(Record):
     """How many of the newest checkpoints are kept."""
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints whose step is a multiple of it are kept too; 0 for none."""
-    resume: Literal["no", "latest", "last-good"] | PositiveInt = "no"
+    keep_best: bool = False
+    """Save a checkpoint whenever a validation's loss is the lowest so far, and one at the end. The newest of these is
+    kept in addition to `keep`."""
+    resume: Literal["no", "latest", "last-good", "best"] | PositiveInt = "no"
     """Go on from the newest checkpoint in the output folder, begin where there is none yet, also in the folder of a run
-    that was killed while it started; last-good passes over a damaged one; a number is the step of one. The mesh, the
-    schedule and the slices may be others than before."""
+    that was killed while it started; last-good passes over a damaged one; best is that of `keep_best`; a number is the
+    step of one. The mesh, the schedule and the slices may be others than before."""
 
 
 class TrackingSection(Record):

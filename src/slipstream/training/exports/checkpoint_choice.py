@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slipstream.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint, step_named
+from slipstream.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint, require_best, step_named
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
 from slipstream.training.run_folder import RunFolder
 
-Wanted = int | Literal["latest", "last-good"]
+Wanted = int | Literal["latest", "last-good", "best"]
 
 _EXAMPLE = "runs/a, or runs/a/checkpoints/step-00000012"
 
@@ -35,23 +35,28 @@ class ChosenCheckpoint:
         return found
 
 
-def choose_checkpoint(place: Path, step: str | None = None) -> ChosenCheckpoint:
-    """Returns the checkpoint at `place`, or, where a run is there, that of a step, "latest" (the default) or
-    "last-good".
+def choose_checkpoint(place: Path, step: str | None = None, best: bool = False) -> ChosenCheckpoint:
+    """Returns the checkpoint at `place`, or, where a run is there, that of a step, "latest" (the default), "last-good",
+    or the `best`, that of the run's lowest validation loss.
 
     Raises:
         SlipstreamError: where there are no checkpoints, or the step isn't one.
     """
+    if best and step is not None:
+        raise SlipstreamError(f"--step={step} and --best both choose a checkpoint; give one of the two")
     if not place.is_dir():
         raise SlipstreamError(f"there is no folder {place}; give a run's output folder or a checkpoint: {_EXAMPLE}")
     one = step_named(place.resolve().name)
     run = RunFolder(place) if one is None else _run_of(place)
-    wanted = _parse(step) if one is None else _only(place, one, step)
+    option = "--best" if best else f"--step={step}" if step is not None else None
+    wanted = ("best" if best else _parse(step)) if one is None else _only(place, one, option)
     if not CheckpointFolder(run.checkpoints).steps():
         raise SlipstreamError(
             f"there are no checkpoints in {run.path}: runs with --checkpoint.every=... leave them in "
             f"{run.checkpoints}. Give a run's output folder or a checkpoint: {_EXAMPLE}"
         )
+    if best:
+        require_best(CheckpointFolder(run.checkpoints))
     return ChosenCheckpoint(run, wanted)
 
 
@@ -66,12 +71,12 @@ def _run_of(checkpoint: Path) -> RunFolder:
     return run
 
 
-def _only(checkpoint: Path, step: int, other: str | None) -> int:
+def _only(checkpoint: Path, step: int, option: str | None) -> int:
     """Returns the step of a checkpoint that was given itself."""
-    if other is not None:
+    if option is not None:
         raise SlipstreamError(
-            f"--step={other} chooses among the checkpoints of a run, but {checkpoint} is one of them: leave --step "
-            "out, or give the run's folder"
+            f"{option} chooses among the checkpoints of a run, but {checkpoint} is one of them: leave "
+            f"{option.partition('=')[0]} out, or give the run's folder"
         )
     return step
 

@@ -30,9 +30,9 @@ class OpenedModel:
 
 
 @contextmanager
-def opened_model(place: str, trusts_code: bool, progress: Progress) -> Iterator[OpenedModel]:
+def opened_model(place: str, trusts_code: bool, progress: Progress, best: bool = False) -> Iterator[OpenedModel]:
     """Yields the model at `place`, or where that is a run its export, else its newest checkpoint, which is exported to
-    a folder that is removed at the end.
+    a folder that is removed at the end; with `best` the run's best checkpoint.
 
     Raises:
         SlipstreamError: where there is no model, or it has no tokenizer.
@@ -43,13 +43,15 @@ def opened_model(place: str, trusts_code: bool, progress: Progress) -> Iterator[
             f"there is no folder {place}; give a model's folder or hub name, a run's output folder, or a checkpoint"
         )
     if not path.exists() or (path / "config.json").is_file():
+        if best:
+            raise SlipstreamError(f"--best chooses a checkpoint of a run, and {place} is a model: leave it out")
         found: str | None = place
     else:
-        found = _exported_by(RunFolder(path))
+        found = None if best else _exported_by(RunFolder(path))
     if found is not None:
         yield _open(found, trusts_code)
         return
-    chosen = choose_checkpoint(path)
+    chosen = choose_checkpoint(path, best=best)
     with TemporaryDirectory(prefix="slipstream-") as folder:
         with progress.waiting("reading the checkpoint"):
             saved = chosen.read(progress.say)

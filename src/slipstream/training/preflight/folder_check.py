@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.checkpoint import CheckpointFolder
+from slipstream.checkpoint import CheckpointFolder, require_best
 from slipstream.errors import SlipstreamError
 from slipstream.training.config import Config
 from slipstream.training.run_folder import RunFolder
@@ -21,6 +21,8 @@ def check_run_folder(config: Config) -> None:
             f"there is no checkpoint {resume} in {folder.checkpoints}; give one of its steps ({there}), latest or "
             "last-good"
         )
+    if resume == "best" and steps:
+        require_best(CheckpointFolder(folder.checkpoints))
     resumes = resume != "no"
     _check_unlisted(folder, steps, adopts_checkpoints=resumes and bool(steps))
     begins_again = resumes and (folder.listed.has(folder.checkpoints) or not folder.exports())

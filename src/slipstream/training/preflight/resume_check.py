@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint
+from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint, find_best
 from slipstream.launch import Progress
 from slipstream.pipeline.saving import describe_model
 from slipstream.training.config import Config
@@ -18,6 +18,7 @@ from slipstream.training.data import TrainingSequences
 from slipstream.training.resuming import check_data, describe_data, differs
 from slipstream.training.run_folder import RunFolder, exported
 from slipstream.training.training_step import count_steps
+from slipstream.training.validation import is_out_of_patience
 
 _UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they say where, not what
 
@@ -38,11 +39,12 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
     training = config.training
     check_data(saved.facts["data"], describe_data(sequences))
     saved.check_model(describe_model(_as_ranks_load_it(config, model_config)))
-    if not (saved.step >= count_steps(training, sequences) and _is_exported(saved, config)):
+    has_stopped = is_out_of_patience(saved.facts.get("validation", {}), training.patience)
+    if not ((has_stopped or saved.step >= count_steps(training, sequences)) and _is_exported(saved, config)):
         return False
     progress.say(
         f"the run has reached its last step, {saved.step}, and its model is in {RunFolder(training.output).model}: "
-        "nothing is left to do. To train further, give a larger --training.steps"
+        f"nothing is left to do. To train further, give a larger --training.{'patience' if has_stopped else 'steps'}"
     )
     return True
 
@@ -64,6 +66,8 @@ def _is_exported(saved: SavedCheckpoint, config: Config) -> bool:
     """Returns whether what is to be exported is there, of this checkpoint and not of a later one."""
     folder = RunFolder(config.training.output)
     newest = CheckpointFolder(folder.checkpoints).steps()[0]
+    if (saved.facts.get("settings") or {}).get("training", {}).get("export", "last") != config.training.export:
+        return False
     return saved.step == newest and all(folder.listed.is_itemised(each) for each in exported(folder.model, config))
 
 
@@ -74,7 +78,8 @@ def _find(config: Config) -> SavedCheckpoint | None:
     steps = [] if resume == "no" else folder.steps()
     if not steps:
         return None
-    place = folder.complete(resume if isinstance(resume, int) else steps[0])
+    best = find_best(folder) if resume == "best" else None
+    place = folder.complete(resume if isinstance(resume, int) else steps[0] if best is None else best.step)
     try:
         return SavedCheckpoint(place, Manifest.read(place))
     except DamagedError:
