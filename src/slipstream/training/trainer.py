@@ -106,11 +106,11 @@ class Trainer:
             )
         if asked := next(filter(None, RankGroup(dist.group.WORLD).gather(self._stop.name)), ""):
             raise StoppedRunError(f"{asked} ended the run before its first step; nothing new is to be saved")
-        with self._progress.training(self._num_steps) as show, self._failures_noted():
+        with self._progress.training(self._num_steps, state.step) as show, self._failures_noted():
             for step in range(state.step + 1, self._num_steps + 1):
                 was_tuning = self._is_tuning
                 record, timeline = self._train_step(step)
-                show(step, record.describe())
+                show(step, record.texts())
                 if was_tuning and not self._is_tuning:
                     slices = pipe.slices(self._config.training.seq_len)
                     self._progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
