@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,8 @@ def train(
     Any setting can be given on the command line: --training.steps=100 --pipeline.slices=[128,256,640].
     Starts its own local processes, or joins those of torchrun or srun.
     """
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print("importing torch and transformers", flush=True)  # which takes seconds, and minutes on a busy disk
     from slipstream.training.config import load_config
     from slipstream.training.start_training import start_training
 

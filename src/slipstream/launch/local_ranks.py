@@ -194,8 +194,9 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> N
         if error["kind"] in _PASSED_ON:
             raise _PASSED_ON[error["kind"]](error["message"])
         if error["kind"] == RankFailedError.__name__:  # which names the ranks to blame
-            raise RankFailedError(f"{error['message']}\nthe ranks were stopped")
-        raise RankFailedError(f"rank {rank} failed; the other ranks were stopped\n{error['message']}")
+            raise RankFailedError(f"{error['message']}\nthe ranks were stopped. {error['message'].splitlines()[0]}")
+        cause = error["message"].splitlines()[-1]
+        raise RankFailedError(f"{error['message']}\nrank {rank} failed; the other ranks were stopped. {cause}")
 
 
 @contextmanager

@@ -1,13 +1,19 @@
-"""Shows progress: bars on a terminal, otherwise a line now and then."""
+"""Shows progress: bars and spinners on a terminal, otherwise a line at each change and now and then."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_LONGEST_SILENCE = 60.0  # seconds between lines where there is no terminal
+_NARROWEST_BAR, _WIDEST_BAR = 10, 30
+_SPEED_PERIOD = 3600.0  # seconds over which the time left is estimated: rich's 30 have no two steps of a minute each
+_TIME_WIDTH = 14  # of "1:23:45 left" and what separates it
 
 
 def make_console() -> Console:
@@ -28,41 +34,92 @@ class Progress:
         if self.console is not None:
             self.console.print(text, markup=False)
 
-    def waiting(self, description: str) -> AbstractContextManager[object]:
-        """Shows a spinner for work of unknown length."""
-        return nullcontext() if self.console is None else self.console.status(description)
+    @contextmanager
+    def waiting(self, description: str) -> Iterator[None]:
+        """Shows a spinner for work of unknown length; without a terminal, a line that it begins."""
+        if self.console is None or not self.console.is_terminal:
+            self.say(description)
+            yield
+            return
+        with self.console.status(description):
+            yield
 
     @contextmanager
     def counting(self, description: str, total: int) -> Iterator[Callable[[float], None]]:
         """Shows a bar; the caller gets a function of how much of the total is done."""
-        with self._bars("{task.percentage:>3.0f}%") as bars:
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(_WIDEST_BAR), TextColumn("{task.percentage:>3.0f}%")
+        if self.console is not None and not self.console.is_terminal:
+            self.say(description)
+        with self._bars(*columns, TimeRemainingColumn()) as bars:
             task = bars.add_task(description, total=total)
             yield lambda done: bars.update(task, completed=done)
 
     @contextmanager
-    def training(self, num_steps: int) -> Iterator[Callable[[int, str], None]]:
-        """Shows the bar of the training loop; the caller gets a function of the step and a text to show next to it."""
-        with self._bars("{task.completed}/{task.total} steps", "{task.fields[state]}") as bars:
-            task = bars.add_task("training", total=num_steps, state="")
+    def training(self, num_steps: int, done: int = 0) -> Iterator[Callable[[int, Sequence[str]], None]]:
+        """Shows the bar of the training loop on one line: bar, step, figures and time left.
 
-            def show(step: int, state: str) -> None:
+        The caller gets a function of the step and its figures, those that are watched most first: as many of them are
+        shown as the terminal is wide. Without a terminal, a line at the first step, at the last, at every twentieth
+        part and every minute.
+
+        Args:
+            num_steps: of the whole run.
+            done: the steps before a run that is resumed.
+        """
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.text import Text
+
+        class TimeLeft(TimeRemainingColumn):
+            def render(self, task: Any) -> Text:
+                return Text.assemble(super().render(task), " left")
+
+        columns = BarColumn(None), TextColumn("{task.fields[state]}"), TimeLeft()
+        said, latest = time.monotonic(), ""
+        with self._bars(*columns) as bars:
+            task = bars.add_task("training", total=num_steps, completed=done, state="the first step is the slowest")
+            if bars.disable:
+                self.say(f"training: {num_steps - done} steps, of which the first is the slowest")
+
+            def show(step: int, figures: Sequence[str]) -> None:
+                nonlocal said, latest
+                latest = f"step {step}/{num_steps}: {'  '.join(figures)}"
+                state = f"{step}/{num_steps}  {_as_many_as_fit(figures, self._room_beside(step, num_steps))}"
                 bars.update(task, completed=step, state=state)
-                if bars.disable and step % max(1, num_steps // 20) == 0:
-                    self.say(f"step {step}/{num_steps}: {state}")
+                is_due = step in (done + 1, num_steps) or step % max(1, num_steps // 20) == 0
+                if bars.disable and (is_due or time.monotonic() - said > _LONGEST_SILENCE):
+                    said = time.monotonic()
+                    self.say(latest)
 
             yield show
+        if latest and not bars.disable:  # the bar is gone
+            self.say(latest)
 
-    def _bars(self, *columns: str) -> Any:
+    def _room_beside(self, step: int, num_steps: int) -> int:
+        """Returns the columns of the terminal that the narrowest bar, the step and the time left don't need."""
+        width = 0 if self.console is None else self.console.width
+        return width - _NARROWEST_BAR - len(f" {step}/{num_steps}  ") - _TIME_WIDTH
+
+    def _bars(self, *columns: Any) -> Any:
         from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
         return Bars(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            *(TextColumn(column) for column in columns),
-            TimeRemainingColumn(),
+            *columns,
             console=self.console or Console(quiet=True),
             transient=True,
             disable=self.console is None or not self.console.is_terminal,
+            speed_estimate_period=_SPEED_PERIOD,
         )
+
+
+def _as_many_as_fit(figures: Sequence[str], width: int) -> str:
+    """Returns the first of these figures, none of which is cut."""
+    text = ""
+    for figure in figures:
+        longer = f"{text}  {figure}" if text else figure
+        if len(longer) > width:
+            break
+        text = longer
+    return text

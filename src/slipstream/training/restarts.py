@@ -36,7 +36,7 @@ def launch_with_restarts(folder: RunFolder, num_ranks: int, max_restarts: int, p
                 raise
             if step is not None and step == failed_step:
                 raise RankFailedError(
-                    f"{error}\nstep {step} has failed twice, so the run is not started again"
+                    f"{error}; step {step} has failed twice, so the run is not started again"
                 ) from None
             without_progress = 0 if step is not None and step > (failed_step or 0) else without_progress + 1
             failed_step, wait = step or failed_step, min(_LONGEST_WAIT, 2.0**without_progress)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slipstream.checkpoint import CheckpointFolder
-from slipstream.errors import InterruptedRunError
+from slipstream.errors import InterruptedRunError, RankFailedError
 from slipstream.launch import Progress, has_launcher, launch_ranks, make_console
 from slipstream.training.config import Config
 from slipstream.training.device_choice import check_machine
 from slipstream.training.ownership import FolderLock
-from slipstream.training.preflight import preflight
+from slipstream.training.preflight import less_memory, preflight
 from slipstream.training.restarts import launch_with_restarts
 from slipstream.training.run_folder import RunFolder
 
@@ -35,17 +35,19 @@ def start_training(config: Config) -> None:
     inputs = preflight(config, progress)
     if inputs.is_finished:
         return
-    with FolderLock(folder.path, progress.say), _said_how_to_go_on(folder):
+    with FolderLock(folder.path, progress.say), _said_how_to_go_on(config):
         inputs.write()
-        progress.say("starting 1 rank" if num_ranks == 1 else f"starting {num_ranks} ranks")
+        ranks = "1 rank, which imports" if num_ranks == 1 else f"{num_ranks} ranks, each of which imports"
+        progress.say(f"starting {ranks} torch and transformers first")
         launch_with_restarts(folder, num_ranks, config.training.max_restarts, progress)
         if config.training.single_process_steps:
             _compare(folder, progress)
 
 
 @contextmanager
-def _said_how_to_go_on(folder: RunFolder) -> Iterator[None]:
-    """Says after Ctrl-C from which checkpoint the run can go on, if there is one."""
+def _said_how_to_go_on(config: Config) -> Iterator[None]:
+    """Says last, after Ctrl-C and after a failure, what to type to go on: from which checkpoint, if there is one."""
+    folder = RunFolder(config.training.output)
     try:
         yield
     except KeyboardInterrupt:
@@ -56,6 +58,14 @@ def _said_how_to_go_on(folder: RunFolder) -> Iterator[None]:
             f"the checkpoint of step {steps[0]} is in {folder.checkpoints}: to go on from it, type the same command "
             "with --checkpoint.resume=latest"
         ) from None
+    except RankFailedError as error:
+        if "--checkpoint.resume" in str(error):  # it says it by itself
+            raise
+        steps = CheckpointFolder(folder.checkpoints).steps()
+        again = "Type the same command with --training.overwrite=true to begin again"
+        if steps:
+            again = f"Type the same command with --checkpoint.resume=last-good to go on from step {steps[0]}"
+        raise RankFailedError(". ".join([str(error), *less_memory(str(error), config), again])) from error
 
 
 def _compare(folder: RunFolder, progress: Progress) -> None:

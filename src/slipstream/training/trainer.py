@@ -100,13 +100,13 @@ class Trainer:
             )
         if asked := next(filter(None, RankGroup(dist.group.WORLD).gather(self._stop.name)), ""):
             raise StoppedRunError(f"{asked} ended the run before its first step; nothing new is to be saved")
-        with self._progress.training(self._num_steps) as show, self._failures_noted():
+        with self._progress.training(self._num_steps, state.step) as show, self._failures_noted():
             if state.step and self._validator.is_due(state.step, self._num_steps):  # the run was asked to stop before
                 self._do_what_is_due(state.step)
             for step in self._steps_left():
                 was_tuning = self._is_tuning
                 record, timeline = self._train_step(step)
-                show(step, record.describe())
+                show(step, record.texts())
                 if was_tuning and not self._is_tuning:
                     slices = pipe.slices(self._config.training.seq_len)
                     self._progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
@@ -151,7 +151,7 @@ class Trainer:
             saved = self._checkpoints.find("best")
             if saved is None:
                 raise RankFailedError("no checkpoint could be saved, so that there is no best model to export")
-            self._checkpoints.load(saved, list(self._shards()))
+            load_run(self._checkpoints, saved, self._pipe, self._optimizer)
             self._state.restore(saved.facts)
         self._progress.say(f"the model of step {saved.step}, the best that is saved, is exported")
 

@@ -47,6 +47,8 @@ def join_run(config: Config) -> None:
         check_machine(config)
     except SlipstreamError as error:
         problem = str(error)
+    if os.environ["RANK"] == "0":
+        launch.Progress(launch.make_console()).say(f"connecting {config.num_processes} ranks")
     ranks = launch.connect_ranks(_describe(config), problem)
     check_world_size(config)
     ranks.store.set_timeout(NO_LIMIT)
@@ -163,6 +165,7 @@ def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> No
         trust_remote_code(str(config.model.path))
     torch.manual_seed(config.training.seed)
     progress = launch.Progress(launch.make_console() if dist.get_rank() == 0 else None)
+    progress.say("ranks are connected; building the model")
     Trainer(config, device, progress, stop).run()
     dist.barrier()
     dist.destroy_process_group()

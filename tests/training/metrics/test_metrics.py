@@ -175,9 +175,9 @@ def test_phases_of_a_measured_step_add_up() -> None:
 
 
 def test_a_step_in_words() -> None:
-    assert STEP.describe() == "loss 2.500  norm 1  lr 0.1  2,000 tokens/s  idle 25%  3.15 MB"
-    expected = "loss 2.500  norm 1  lr 0.1  2,000 tokens/s  MFU 41%  idle 25%  3.15 MB"
-    assert FULL.describe() == expected
+    assert "  ".join(STEP.texts()) == "loss 2.500  2,000 tokens/s  norm 1  lr 0.1  idle 25%  3.15 MB"
+    expected = "loss 2.500  2,000 tokens/s  norm 1  lr 0.1  MFU 41%  idle 25%  3.15 MB"
+    assert "  ".join(FULL.texts()) == expected
 
 
 def test_the_time_to_train_in_words() -> None:

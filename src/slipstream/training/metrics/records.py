@@ -76,13 +76,14 @@ class StepRecord:
     bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and what was done
     stragglers: list[str] | None = None  # a line for each rank that has become slow
 
-    def describe(self) -> str:
-        """Returns what is shown next to the bar, the figures that are watched most first: a narrow terminal cuts it."""
-        parts = [f"loss {self.loss:.3f}", f"norm {self.grad_norm:.3g}", f"lr {self.lr:.2g}"]
-        parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+    def texts(self) -> list[str]:
+        """Returns what is shown next to the bar, the figures that are watched most first: a narrow terminal has no room
+        for the last ones."""
+        parts = [f"loss {self.loss:.3f}", f"{self.tokens_per_second:,.0f} tokens/s"]
+        parts += [f"norm {self.grad_norm:.3g}", f"lr {self.lr:.2g}"]
         if self.figures is not None:
             parts.append(f"MFU {self.figures.mfu:.0%}")
-        return "  ".join([*parts, f"idle {self.idle_fraction:.0%}", bytes_text(max(self.peak_memory))])
+        return [*parts, f"idle {self.idle_fraction:.0%}", bytes_text(max(self.peak_memory))]
 
 
 @dataclass(frozen=True)
