@@ -378,7 +378,7 @@ class Pipeline:
         whole = self._batch(inputs, labels, position_ids, document_ids, lengths)
         return padded_as(self._engine.log_probabilities(whole), inputs)
 
-    def _batch(self, inputs: Inputs, *others: Any, **options: bool) -> WholeBatch | Sequences:
+    def _batch(self, inputs: Inputs, *others: Any, **options: Any) -> WholeBatch | Sequences:
         if isinstance(inputs, Mapping):
             causal_lm(self._engine.family, "a mapping as a batch", "Give step(inputs, targets).")
         return given_batch(self._engine.ranks, self.device, inputs, *others, **options)
