@@ -181,7 +181,6 @@ def test_a_partition_of_other_layers(refuse: Refuse, values: dict[str, Any]) -> 
     [
         ({"parallel": {"tensor": 2}}, "parallel.tensor=2 leaves each rank a part; give parallel.tensor=1"),
         ({"parallel": {"data": 2, "shard_optimizer": True}}, "give parallel.shard_optimizer=false"),
-        ({}, "keeps col_var, row_var, step, variance, and checkpoints hold exp_avg, exp_avg_sq, step alone"),
     ],
 )
 def test_an_optimizer_that_would_be_wrong_on_the_mesh(
@@ -190,6 +189,12 @@ def test_an_optimizer_that_would_be_wrong_on_the_mesh(
     values["training"]["batch_size"] = 2
     values["pipeline"]["vocabulary"] = "whole"
     assert words in refuse(values | changes | {"optimizer": {"name": "adafactor"}})
+
+
+def test_an_optimizer_that_keeps_more_than_a_limit_counts(refuse: Refuse, values: dict[str, Any]) -> None:
+    optimizer = {"name": "adamw", "args": {"amsgrad": True}}
+    message = refuse(values | {"memory": {"limit": 1e9}, "optimizer": optimizer})
+    assert "memory.limit with optimizer.name=adamw, which keeps 3 tensors of each parameter's size" in message
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,20 @@ def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Pat
 
 
 @pytest.mark.more
+@pytest.mark.parametrize(("name", "arguments"), [("sgd", "{momentum: 0.9}"), ("adamax", "{}"), ("rprop", "{}")])
+def test_any_optimizer_goes_on_to_the_bit(text: Path, tmp_path: Path, name: str, arguments: str) -> None:
+    optimizer = [f"--optimizer.name={name}", "--optimizer.lr=0.01", f"--optimizer.args={arguments}"]
+    first, given = tmp_path / "first", [*optimizer, "--dp=2", "--parallel.shard_optimizer=true"]
+    ended = train(4, first, text, *given)
+    assert ended.returncode == 0, ended.stderr
+    again = half_of(first, tmp_path / "again")
+    ended = train(4, again, text, *given, "--checkpoint.resume=latest")
+    assert f"resumed after step {HALF}" in ended.stdout, ended.stderr
+    models = [(run / "model" / "model.safetensors").read_bytes() for run in (first, again)]
+    assert models[0] == models[1]
+
+
+@pytest.mark.more
 def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Path, text: Path, tmp_path: Path) -> None:
     """From a checkpoint of a run that spread the optimizer's state alone, and that goes on from theirs."""
     spread, back = half_of(whole, tmp_path / "spread"), tmp_path / "back"

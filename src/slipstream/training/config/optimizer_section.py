@@ -33,9 +33,8 @@ class OptimizerSection(Record):
     """The optimizer, its learning rates and its decay."""
 
     name: str = "adamw"
-    """A class of torch.optim in small letters (adamw, adam, radam), or the import path of an optimizer, such as
-    `package.module.Class`. One that keeps other tensors of a parameter than these three, which checkpoints hold, is
-    refused, and so is one that must see more of the gradient than a rank has."""
+    """A class of torch.optim in small letters (adamw, sgd, nadam, adafactor), or the import path of an optimizer, such
+    as `package.module.Class`. One that must see more of the gradient than a rank has is refused."""
     lr: PositiveFloat | None = None
     """Learning rate at the end of the warm-up. Default: 3e-4 for adamw, for others that of their class; likewise for
     `betas`, `eps` and `weight_decay`."""

@@ -11,7 +11,7 @@ from slipstream.training.config import Config
 from slipstream.training.optimizers import OptimizerTraits, check_arguments, check_schedule, try_optimizer
 from slipstream.training.planned_start import is_open
 
-_STATES = ("exp_avg", "exp_avg_sq", "step")  # that checkpoints hold
+_COUNTED = 2  # tensors of a parameter's size that memory.limit counts, as AdamW has them
 _STEPS = 1000  # of a run whose epochs aren't counted yet
 
 
@@ -32,11 +32,15 @@ def check_optimizer(config: Config, model_config: Any) -> None:
             f"optimizer.name={settings.name} needs {sees}, of which {setting} leaves each rank a part; give {instead}, "
             "or an optimizer that updates each element by itself, such as adamw"
         )
-    if traits.group_states or traits.states != _STATES:
-        kept = ", ".join([*traits.states, *traits.group_states]) or "nothing"
+    if traits.group_states:
         raise SlipstreamError(
-            f"optimizer.name={settings.name} keeps {kept}, and checkpoints hold {', '.join(_STATES)} alone; give "
-            "adamw, adam or radam"
+            f"optimizer.name={settings.name} changes {', '.join(traits.group_states)} of its parameter groups, which "
+            "checkpoints don't hold; give an optimizer that keeps its state by parameter, such as adamw"
+        )
+    if config.memory.limit is not None and traits.size > _COUNTED:
+        raise SlipstreamError(
+            f"memory.limit with optimizer.name={settings.name}, which keeps {traits.size:.2g} tensors of each "
+            f"parameter's size: the limit counts {_COUNTED}. Leave memory.limit out, or give adamw"
         )
 
 
