@@ -67,9 +67,9 @@ def refusals(folder: Path) -> None:
     with torch.no_grad():
         for parameter in pipe.parameters():
             parameter.zero_()
-    kind = torch.optim.Adam if rank else torch.optim.SGD
+    other = (torch.optim.Adam if rank else torch.optim.SGD)(pipe.parameters(), lr=0.1)
     with pytest.raises(SlipstreamError, match=r"has the state of a SGD, and optimizer= is a Adam"):
-        pipe.load(folder, optimizer=kind(pipe.parameters(), lr=0.1))
+        pipe.load(folder, optimizer=other)
     assert not any(parameter.any() for parameter in pipe.parameters())
     pipe.load(folder)
     assert all(one.equal(other) for one, other in zip(before, pipe.parameters(), strict=True))
