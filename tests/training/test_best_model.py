@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from slipstream.checkpoint import CheckpointFolder, Manifest, find_best
+from slipstream.checkpoint.verified_files import read_record, write_record
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.training.config import load_config
@@ -116,6 +117,30 @@ def test_it_goes_on_counting_and_exports_the_best(run: tuple[RunFolder, Complete
     models = [load_file(each / "model.safetensors") for each in (tmp_path / "best", again / "model", folder.model)]
     assert all(weight.equal(models[1][name]) for name, weight in models[0].items())
     assert not all(weight.equal(models[2][name]) for name, weight in models[0].items())
+
+
+@pytest.mark.more
+def test_a_validation_that_a_signal_left_out_is_made_up_for(
+    run: tuple[RunFolder, CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """A run that is asked to stop saves at the end of its step, without the validation that is due there."""
+    folder, _ = run
+    losses = validations(folder.path)
+    best, last = best_of(losses), max(losses)
+    again = tmp_path / "again"
+    shutil.copytree(folder.checkpoints, again / "checkpoints")
+    shutil.rmtree(again / "checkpoints" / f"step-{last:08}")
+    file = again / "checkpoints" / f"step-{last - 2:08}" / "manifest.json"
+    record = read_record(file)
+    record["facts"]["validation"] |= {"num_without_improvement": 1, "last_step": last - 4}
+    write_record(file, record)
+    shutil.copytree(folder.path.parent / "texts", tmp_path / "texts")
+    ended = train(again, "--checkpoint.resume=latest")
+    assert ended.returncode == 0, ended.stderr
+    assert validations(again) == {last - 2: losses[last - 2], last: losses[last]}
+    facts = [Manifest.read(each / f"step-{last:08}").facts for each in (folder.checkpoints, again / "checkpoints")]
+    assert facts[0]["validation"] == facts[1]["validation"]
+    assert find_best(CheckpointFolder(again / "checkpoints")) == (best, losses[best])
 
 
 def test_commands_take_the_best(run: tuple[RunFolder, CompletedProcess[str]], tmp_path: Path) -> None:
