@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from slipstream.errors import did_you_mean
 _SEVERAL = (list, tuple)
 _KINDS = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: "true or false"}
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts", Path: "paths"}
+_POWER = re.compile(r"\d+(\.\d*)?[eE]\+?\d{1,2}")  # a number without a sign, which YAML 1.1 wants
 _ALIKE = 0.6  # how alike two names must be, of 1
 
 
@@ -46,6 +48,13 @@ def describe_problems(error: ValidationError, record: Any) -> list[str]:
 def refuses_bool(option: FieldInfo) -> bool:
     """Returns whether an option isn't for true and false, which pydantic would take for 1 and 0."""
     return not any(each in (bool, Any) for each in _alternatives(option.annotation))
+
+
+def as_whole_number(value: Any, option: FieldInfo) -> Any:
+    """Returns the number that `1e3` is, which YAML takes for a text, for an option of whole numbers; else `value`."""
+    kinds = [get_args(each)[0] if get_origin(each) is Annotated else each for each in _alternatives(option.annotation)]
+    is_power = isinstance(value, str) and _POWER.fullmatch(value) is not None
+    return int(float(value)) if is_power and int in kinds and float(value).is_integer() else value
 
 
 def allowed_text(annotation: Any, limits: Sequence[Any] = ()) -> str:

@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from slipstream.errors import SlipstreamError
-from slipstream.option_problems import describe_problems, refuses_bool
+from slipstream.option_problems import as_whole_number, describe_problems, refuses_bool
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -57,10 +57,10 @@ class Record(BaseModel, metaclass=_RecordType):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_number_from_bool(cls, value: Any, info: ValidationInfo) -> Any:
+    def _read_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool) and refuses_bool(cls.model_fields[str(info.field_name)]):
             raise PydanticCustomError("bool", "true and false are no numbers")
-        return value
+        return as_whole_number(value, cls.model_fields[str(info.field_name)])
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
         """Raises SlipstreamError where one of these options isn't as it is by default."""

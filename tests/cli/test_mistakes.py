@@ -5,7 +5,10 @@ Each ends with exit code 2 and without a traceback, and nothing is started or wr
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from slipstream.cli import main
 from slipstream.launch import Progress
 from slipstream.training.data.tokenizer import train_tokenizer
+from support.timeouts import LIMIT
 
 Typed = Callable[..., str]
 LLAMA = {
@@ -83,6 +87,14 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--training.output=note.txt", ["training.output=note.txt is a file", "name a folder"]),
     ("--sample.temperature=-1", ["sample.temperature=-1", "a number from 0"]),
     ("--model.config.num_attention_heads=3", ["hidden size (16)", "attention heads (3)"]),
+    ("--memory.limit=20e3", ["memory.limit=20000 (20.0 kB)", "weights, gradients and AdamW's state", "num_ranks="]),
+    ("--sample.prompt=hello", ["sample.max_new_tokens=64", "64 positions", "--sample.max_new_tokens=59"]),
+    ("--data.tokenizer=nope", ["no tokenizer at 'nope'", "no such folder here", "--data.tokenizer=..."]),
+    ("--data.tokenizer=model", ["no tokenizer in 'model'", "no tokenizer.json", "--data.tokenizer=..."]),
+    ("--data.suffixes=[txt]", ["'txt' has no dot", "give [.txt]"]),
+    ("--model.config.num_layers=3", ["unknown key model.config.num_layers", "'model.config.num_hidden_layers'"]),
+    ("--model.config.model_type=bert", ["'bert'", "a mask that is not causal", "slices=1"]),
+    ("--training.steps=1.5e0", ["training.steps='1.5e0'", "a whole number from 1"]),
     (
         "--data.sources=[{files: [books], wieght: 2}]",
         ["unknown key data.sources[0].wieght", "did you mean 'data.sources[0].weight'?"],
@@ -117,6 +129,15 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("timeline 1f1b --output=x.jpg", ["x.jpg", ".png, .svg, .pdf or .json"]),
     ("timeline 1f1b --stages-per-rank=2", ["stages_per_rank=2", "Give stages_per_rank=1"]),
     ("profile model", ["--seq-len=4096"]),
+    ("profile model --seq-len=4k", ["--seq-len", "'4k': give a whole number from 1"]),
+    ("timeline 1f1b --forward=-1", ["--forward", "'-1': give a number from 0"]),
+    ("timeline 1f1b --slices=2.5", ["--slices", "'2.5': give a whole number from 1"]),
+    ("profile model --seq-len=0", ["--seq-len", "'0': give a whole number from 1"]),
+    ("profile model --seq-len=32 --longest-slice=64", ["longest_slice=64", "Give 1 to 32"]),
+    ("profile model --seq-len=32 --budget=0", ["--budget", "'0': give a number of seconds above 0, such as 60"]),
+    ("plan model h100-dgx --seq-len=32 --global-batch=8 --memory-limit=80GB", ["'80GB'", "bytes above 0", "70e9"]),
+    ("train twice.yaml", ["twice.yaml", "steps is given in line 3 and again in line 4"]),
+    ("train broken.yaml --data.dataset=sharegpt.jsonl", ["'text'", "ShareGPT", "from and value", "messages_column"]),
     ("profile model --seq-len=32 --device=gpu", ["'gpu'", "auto, cpu or cuda"]),
     ("profile model --seq-len=32 --output=no/x.json", ["no/x.json", "make it first"]),
 ]
@@ -133,6 +154,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     (place / "broken.yaml").write_text(yaml.safe_dump(CONFIG | {"data": {"dataset": "broken.jsonl"}}))
     (place / "broken.jsonl").write_text('{"text": "a row"}\n{"text": "cut\n')
+    (place / "twice.yaml").write_text("model: {path: model}\ntraining:\n  steps: 2\n  steps: 3\n")
+    (place / "sharegpt.jsonl").write_text('{"conversations": [{"from": "human", "value": "hello"}]}\n')
     (place / "empty.jsonl").write_text("\n\n")
     (place / "list.jsonl").write_text('["a"]\n["b"]\n')
     (place / "table.csv").write_text("text\nhello\n")
@@ -159,10 +182,39 @@ def typed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         assert {*place.rglob("*")} == before
         said = capsys.readouterr().err
         assert "Traceback" not in said
+        assert ".." not in said.replace("...", "")
         assert "nput should be" not in said  # pydantic's words
         return said
 
     return run
+
+
+# Of these everything is real: the process, its exit code and what it writes
+REALLY_TYPED = [
+    ["train", "nope.yaml"],
+    ["train", "config.yaml", "--training.stpes=3"],
+    ["train", "config.yaml", "--pipeline.slices=[16,17]"],
+    ["train", "twice.yaml"],
+    ["plan", "model", "h100-dgx", "--seqlen=32"],
+    ["plan", "model", "h100-dgx", "--seq-len=32", "--global-batch=8", "--memory-limit=80GB"],
+    ["profile", "model", "--seq-len=4k"],
+    ["timeline", "1f1p"],
+    ["timeline", "1f1b", "--output=x.jpg"],
+    ["timeline", "1f1b", "--stages-per-rank=2"],
+]
+
+
+@pytest.fixture(scope="module")
+def answers(place: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What each of them answers: all run at the same time."""
+
+    def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "slipstream", *words], cwd=place, capture_output=True, text=True, timeout=LIMIT
+        )
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(map(" ".join, REALLY_TYPED), pool.map(run, REALLY_TYPED), strict=True))
 
 
 def test_there_are_sixty_mistakes() -> None:
@@ -179,3 +231,14 @@ def test_a_setting(typed: Typed, setting: str, words: list[str]) -> None:
 def test_a_command(typed: Typed, command: str, words: list[str]) -> None:
     said = typed(*command.split())
     assert [word for word in words if word not in said] == [], said
+
+
+@pytest.mark.parametrize("command", [" ".join(words) for words in REALLY_TYPED])
+def test_a_command_in_a_process(answers: dict[str, subprocess.CompletedProcess[str]], command: str) -> None:
+    answer = answers[command]
+    settings = [(f"train config.yaml {setting}", words) for setting, words in SETTINGS]
+    words = dict([*settings, *COMMANDS])[command]
+    assert answer.returncode == 2
+    assert [word for word in words if word not in answer.stderr] == [], answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert "\x1b" not in answer.stdout + answer.stderr

@@ -204,8 +204,8 @@ def test_small_models_and_other_dtypes(num_layers: int, dtype: str) -> None:
     ("settings", "reason"),
     [
         (ProfileSettings(seq_len=64, dtype="float8"), "choose one of float32, bfloat16"),
-        (ProfileSettings(seq_len=0), "all must be positive"),
-        (ProfileSettings(seq_len=64, longest_slice=65), "no slice is longer"),
+        (ProfileSettings(seq_len=0), "seq_len=0: give a whole number"),
+        (ProfileSettings(seq_len=64, longest_slice=65), "longest_slice=65: no slice is longer"),
         (ProfileSettings(seq_len=64, repeats=1), "give at least 2"),
         (ProfileSettings(seq_len=65), "max_position_embeddings=64"),
         (ProfileSettings(seq_len=64, budget=1e-6), "the budget is spent after 0 of"),

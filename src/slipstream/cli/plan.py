@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from slipstream.cli.number_options import count
+from slipstream.cli.number_options import above_zero, count
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def plan(
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
     shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
     memory_limit: Annotated[
-        float | None, Option(help="Bytes of a device to use, such as 70e9. Default: all.", metavar="BYTES")
+        float | None, above_zero("Bytes of a device to use, such as 70e9. Default: all.", "bytes", "70e9")
     ] = None,
     output: Annotated[Path, Option(help="The plan file to write, for `slipstream train`.")] = Path("plan.yaml"),
     report: Annotated[Path | None, Option(help="An HTML report of the plan, its timeline and memory.")] = None,

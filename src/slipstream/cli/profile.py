@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from slipstream.cli.number_options import count
+from slipstream.cli.number_options import above_zero, count
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def profile(
         count("Processes of each rank, which share every layer. Default: the training configuration's, or 1."),
     ] = None,
     device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
-    repeats: Annotated[int, Option(help="Largest number of rounds in which a point is measured.", min=2)] = 15,
-    budget: Annotated[float, Option(help="Largest number of seconds spent measuring.")] = 120.0,
+    repeats: Annotated[int, count("Largest number of rounds in which a point is measured.", least=2)] = 15,
+    budget: Annotated[float, above_zero("Largest number of seconds spent measuring.", "seconds", "60")] = 120.0,
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     from rich.console import Console

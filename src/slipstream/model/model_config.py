@@ -6,6 +6,7 @@ That is the longest sequence, the largest token id, and the ids that stand for n
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 from slipstream.errors import SlipstreamError
 
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")  # fields of tokens that stand for no text
+_READ_BY_ALL = ("model_type", "torch_dtype", "attn_implementation", "auto_map")  # besides those that a config lists
 _CLASSES = ("AutoConfig", "AutoModelForCausalLM")
 
 
@@ -103,6 +105,7 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
     Raises SlipstreamError, which calls the settings `name`, where transformers doesn't accept them.
     """
     values = {"model_type": None, **settings}
+    _check_keys(values, name)
     try:
         return AutoConfig.for_model(**values)
     except Exception as error:  # each architecture checks its settings in its own way
@@ -113,6 +116,25 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
                 f"{name} with model_type={kind!r} isn't usable: transformers has none; {hint}"
             ) from None
         raise SlipstreamError(f"{name} with model_type={values['model_type']!r} isn't usable: {error}") from error
+
+
+def _check_keys(settings: Mapping[str, Any], name: str) -> None:
+    """Raises SlipstreamError for a setting that the architecture doesn't read, and that is like one that it does.
+
+    transformers keeps any setting, and the model then has another one's default. What is like none is let pass: some
+    configs read settings that they don't list.
+    """
+    kind = settings["model_type"]
+    if kind not in CONFIG_MAPPING:
+        return
+    made = CONFIG_MAPPING[kind]
+    listed = {*vars(made()), *made.attribute_map, *inspect.signature(made.__init__).parameters, *_READ_BY_ALL}
+    public = [each for each in sorted(listed) if not each.startswith("_")]
+    for key in settings.keys() - listed:
+        if near := difflib.get_close_matches(str(key), public, 1):
+            raise SlipstreamError(
+                f"unknown key {name}.{key}: a config of model_type={kind!r} has none; did you mean '{name}.{near[0]}'?"
+            )
 
 
 def check_is_causal_lm(config: PretrainedConfig) -> None:
@@ -192,6 +214,11 @@ def check_token_ids(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -
     """Raises SlipstreamError for a token id outside the model's vocabulary, and for one that stands for an image, a
     sound or a video: the pipeline runs a model on text alone."""
     size = config.get_text_config().vocab_size
+    if not inputs.numel() or not targets.numel():
+        raise SlipstreamError(
+            f"the batch has no tokens: inputs are {tuple(inputs.shape)}, targets {tuple(targets.shape)}. Give at least "
+            "one sequence."
+        )
     smallest, largest = int(inputs.min()), int(max(inputs.max(), targets.max()))
     if smallest < 0 or largest >= size:
         raise SlipstreamError(

@@ -39,6 +39,9 @@ class WholeBatch:
         """Moves the tensors to the device; `ids` are those of positions and of documents,
         and what is given of every sequence."""
         given = inputs if isinstance(inputs, tuple) else (inputs,)
+        for name, each in (*(("inputs", tensor) for tensor in given), ("targets", targets)):
+            if not isinstance(each, Tensor):
+                raise SlipstreamError(f"{name} are of type {type(each).__name__}: give a tensor, or a list of tensors.")
         moved = (None if each is None else each.to(device) for each in ids)
         return cls(tuple(tensor.to(device) for tensor in given), given is inputs, targets.to(device), *moved)
 
@@ -158,6 +161,8 @@ def check_shapes(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch]) ->
     inputs = batch.inputs[0]
     if inputs.dim() != 2 or inputs.dtype != torch.int64:
         raise SlipstreamError(f"inputs are {_describe(inputs)}; expected token ids, (batch, sequence) int64.")
+    if batch.targets.dtype != torch.int64:
+        raise SlipstreamError(f"targets are {_describe(batch.targets)}; expected token ids or -100, int64.")
     for name in ("targets", "position_ids", "document_ids"):
         tensor = getattr(batch, name)
         if tensor is not None and tensor.shape != inputs.shape:

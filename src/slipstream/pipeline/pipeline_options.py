@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         check_records(vars(self))
+        _check_order(self.schedule, self.num_microbatches, self.slices)
+        _check_place(self.device, self.mesh)
         if self.vocabulary not in VOCABULARIES:
             raise SlipstreamError(f"vocabulary={self.vocabulary!r}: give one of {', '.join(VOCABULARIES)}.")
         if self.router_loss not in ROUTER_LOSSES:
@@ -93,6 +96,37 @@ class PipelineOptions:
     def given_microbatches(self) -> tuple[SlicedMicrobatch, ...]:
         """The rows and slices of each microbatch, where they are given."""
         return () if self.microbatches is None else given_microbatches(self.microbatches)
+
+
+def _check_order(schedule: Any, num_microbatches: Any, slices: Any) -> None:
+    """Raises SlipstreamError for an order, or numbers that it needs, of a wrong type."""
+    if not isinstance(schedule, (str, Schedule)):
+        raise SlipstreamError(f"schedule={schedule!r}: give a name, such as '1f1b', or a slipstream.Schedule.")
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, Integral) or num_microbatches < 1:
+        raise SlipstreamError(f"num_microbatches={num_microbatches!r}: give a whole number from 1.")
+    lengths = [slices] if isinstance(slices, Integral) else slices
+    if isinstance(lengths, (list, tuple)) and not all(
+        isinstance(each, Integral) and int(each) >= 1 for each in lengths
+    ):
+        raise SlipstreamError(
+            f"slices={slices!r}: give a count from 1, such as 8, or the token lengths, such as [512, 512], or 'auto'."
+        )
+
+
+def _check_place(device: Any, mesh: Any) -> None:
+    """Raises SlipstreamError for a device that isn't there, and for what is no mesh."""
+    if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
+        raise SlipstreamError(f"mesh={mesh!r}: give one made by slipstream.make_mesh(pp=..., dp=..., tp=...).")
+    if device is None:
+        return
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise SlipstreamError(f"device={device!r} isn't one of torch's; give 'cpu', 'cuda' or 'cuda:0'.") from None
+    count = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count else "none"
+        raise SlipstreamError(f"device={device!r} isn't there: this machine's GPUs are {there}; give one or 'cpu'.")
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:

@@ -58,9 +58,20 @@ class ProfileSettings:
         """Raises SlipstreamError for what can't be measured of a model whose layers so many ranks share."""
         if self.dtype not in _DTYPES:
             raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_DTYPES)}.")
-        least = min(self.seq_len, self.microbatch_size, self.longest, self.step)
-        if least < 1 or self.longest > self.seq_len or self.budget <= 0:
-            raise SlipstreamError(f"{self}: all must be positive, and no slice is longer than the sequence.")
+        for name, value in (
+            ("seq_len", self.seq_len),
+            ("microbatch_size", self.microbatch_size),
+            ("granularity", self.step),
+        ):
+            if value < 1:
+                raise SlipstreamError(f"{name}={value}: give a whole number from 1.")
+        if not 1 <= self.longest <= self.seq_len:
+            raise SlipstreamError(
+                f"longest_slice={self.longest}: no slice is longer than the sequence, seq_len={self.seq_len}. "
+                f"Give 1 to {self.seq_len}, or leave it out."
+            )
+        if self.budget <= 0:
+            raise SlipstreamError(f"budget={self.budget:g}: give seconds above 0, such as 60.")
         if self.repeats < 2:
             raise SlipstreamError(f"repeats={self.repeats}: give at least 2, so that there is a spread.")
         check_length(config, self.seq_len)

@@ -51,8 +51,8 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
 def refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
     """Returns the error that says why token slices of an architecture wouldn't be exact."""
     return SlipstreamError(
-        f"model_type {config.model_type!r} can't be trained in token slices: {reason}. Give whole sequences, in "
-        "microbatches: slices=1 and self_check=False."
+        f"model_type {config.model_type!r} can't be trained in token slices: {reason.removesuffix('.')}. Give whole "
+        "sequences, in microbatches: slices=1 and self_check=False."
     )
 
 

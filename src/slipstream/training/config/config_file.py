@@ -16,6 +16,22 @@ from slipstream.option_problems import describe_problems
 from slipstream.training.config.run_config import Config
 
 
+class _TwiceError(Exception):
+    """A key is given twice in one section."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.tag != "tag:yaml.org,2002:merge" and (first := lines.setdefault(key.value, line)) != line:
+                raise _TwiceError(f"{key.value} is given in line {first} and again in line {line}; leave one out")
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration of a YAML file, with `section.key=value` overrides (values are YAML).
 
@@ -25,7 +41,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises SlipstreamError for a file that can't be read, an unknown key or a value that isn't allowed.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except _TwiceError as error:
+        raise SlipstreamError(f"{path}: {error}") from None
     except OSError as error:
         raise SlipstreamError(f"can't read the configuration {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from slipstream.options import Record
 
@@ -42,6 +42,14 @@ class SourceSection(Record):
     loss: Loss | None = None
     """The tokens that count. all; assistant: those of the assistant's turns; completion: those of `completion`, or of
     a conversation's last turn. Default: assistant for messages, completion for prompt-completion, else all."""
+
+    @field_validator("suffixes")
+    @classmethod
+    def _have_dots(cls, suffixes: list[str]) -> list[str]:
+        dotted = ", ".join(f".{each.removeprefix('.')}" for each in suffixes)
+        if without := [each for each in suffixes if not each.startswith(".")]:
+            raise ValueError(f"{without[0]!r} has no dot, which is part of it; give [{dotted}]")
+        return suffixes
 
     @property
     def name(self) -> str:

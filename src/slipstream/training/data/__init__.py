@@ -9,7 +9,7 @@ from slipstream.training.data.packed_samples import PackedSamples
 from slipstream.training.data.packing import PackedSequences
 from slipstream.training.data.sequences import TokenBatch, TrainingSequences
 from slipstream.training.data.tokenised_text import TokenisedText, load_texts, save_texts, unigram_entropy
-from slipstream.training.data.tokenizer import load_tokenizer, tokenise, train_tokenizer
+from slipstream.training.data.tokenizer import has_tokenizer, load_tokenizer, tokenise, train_tokenizer
 from slipstream.training.data.whole_documents import WholeDocuments
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,13 @@ from slipstream.launch import Progress
 from slipstream.training.data.tokenised_text import TokenisedText
 
 END_OF_DOCUMENT = "<|endoftext|>"
+_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _GROUP = 64  # documents that the tokenizer gets at a time, to show progress in between
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Returns whether the folder has a file that a tokenizer may be read from."""
+    return any(file for pattern in _FILES for file in folder.glob(pattern))
 
 
 def load_tokenizer(name: str, trusts_code: bool = False) -> Any:
@@ -33,11 +40,21 @@ def load_tokenizer(name: str, trusts_code: bool = False) -> Any:
                 "another with --data.tokenizer=..."
             ) from error
         raise SlipstreamError(
-            f"can't load a tokenizer from {name}: {error}\nName one with --data.tokenizer=..., a folder or hub name."
-        ) from error
+            f"{_absence(name, error)} Name one with --data.tokenizer=..., a folder or hub name."
+        ) from (error)
     if type(tokenizer).__module__.startswith("transformers_modules"):
         type(tokenizer).register_for_auto_class()  # so that an export has the code, too
     return tokenizer
+
+
+def _absence(name: str, error: Exception) -> str:
+    """Says in a line why there is no tokenizer, for which transformers takes four."""
+    if Path(name).is_dir() and not has_tokenizer(Path(name)):
+        return f"no tokenizer in {name!r}: the folder has no tokenizer.json."
+    reason = str(error).partition("\n")[0]
+    if Path(name).is_dir():
+        return f"the tokenizer in {name!r} can't be read: {reason}"
+    return f"no tokenizer at {name!r}: there is no such folder here. On the hub: {reason}"
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, progress: Progress) -> Any:

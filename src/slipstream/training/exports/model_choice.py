@@ -12,12 +12,10 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.model import load_config, trust_remote_code
-from slipstream.training.data import load_tokenizer
+from slipstream.training.data import has_tokenizer, load_tokenizer
 from slipstream.training.exports.checkpoint_choice import choose_checkpoint
 from slipstream.training.exports.checkpoint_export import export_checkpoint
 from slipstream.training.run_folder import RunFolder
-
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def _open(path: str, trusts_code: bool) -> OpenedModel:
         trust_remote_code(path)
     load_config(path)  # its errors say whether there is a model
     folder = Path(path)
-    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+    if folder.is_dir() and not has_tokenizer(folder):
         raise SlipstreamError(
             f"the model in {folder} has no tokenizer next to it; copy the files of its tokenizer there "
             "(tokenizer.json, tokenizer_config.json), which runs and `slipstream export` write with a model"

@@ -14,10 +14,11 @@ from slipstream.training.metrics import check_trackers
 from slipstream.training.ownership import FolderLock
 from slipstream.training.planned_start import what_prevents_a_plan
 from slipstream.training.preflight.folder_check import check_run_folder
+from slipstream.training.preflight.memory_check import check_memory
 from slipstream.training.preflight.model_checks import check_model, load_model_config
 from slipstream.training.preflight.optimizer_check import check_optimizer
 from slipstream.training.preflight.resume_check import check_resume
-from slipstream.training.preflight.text_preparation import PreparedText, check_amount, prepare_text
+from slipstream.training.preflight.text_preparation import PreparedText, check_amount, check_sample, prepare_text
 from slipstream.training.run_folder import RunFolder
 
 
@@ -68,9 +69,11 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     model_config = load_model_config(config.model)
     check_model(config, model_config, progress)
     check_optimizer(config, model_config)
+    check_memory(config, model_config)
     if reason := what_prevents_a_plan(config):
         progress.say(reason)
     text = prepare_text(config, model_config, progress)
+    check_sample(config.sample, text.tokenizer, model_config)
     check_amount(config, text, progress)
     is_finished = check_resume(config, model_config, text.sequences, progress)
     return RunInputs(config, model_config, text, is_finished)

@@ -1,10 +1,18 @@
-"""What to type where memory ran out."""
+"""Checks that the memory limit has room for what every step holds, and says what to type where memory ran out."""
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
 
+from slipstream.errors import SlipstreamError
+from slipstream.model import meta_model
 from slipstream.training.config import Config
+from slipstream.units import bytes_text
+
+# Bytes of a parameter at least: float32, or bfloat16 with a float32 master, whose gradient may be in either
+_FROZEN_BYTES, _TRAINED_BYTES, _STATE_BYTES = 4, 8, 8
 
 _RAN_OUT = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc|ended by SIGKILL", re.IGNORECASE)
 
@@ -30,3 +38,28 @@ def less_memory(failure: str, config: Config) -> list[str]:
     changes.append(f"a training.seq_len of half (now {training.seq_len}), or more ranks")
     why = "That is how Linux ends what runs out of memory. " if "SIGKILL" in failure.splitlines()[-1] else ""
     return [f"{why}To need less memory, try in this order: {'; '.join(changes)}"]
+
+
+def check_memory(config: Config, model_config: Any) -> None:
+    """Raises SlipstreamError where weights, gradients and AdamW's state alone are more than `memory.limit`.
+
+    They are counted as if the ranks had equal parts, of which one at least has the mean. What a step holds besides is
+    known only to the ranks, which refuse it before their first step.
+    """
+    limit, parallel, num_ranks = config.memory.limit, config.parallel, config.pipeline.num_ranks
+    if limit is None:
+        return
+    state = _STATE_BYTES / (parallel.data if parallel.shard_optimizer else 1)
+    each = _FROZEN_BYTES if config.lora is not None else _TRAINED_BYTES + state
+    number = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
+    shared = num_ranks * parallel.tensor * (parallel.data if parallel.shard_parameters else 1)
+    least = number * each / shared
+    if least <= limit:
+        return
+    what = "the frozen weights" if config.lora is not None else "weights, gradients and AdamW's state"
+    on = "the rank holds" if shared == 1 else f"one of the {config.num_processes} ranks holds"
+    raise SlipstreamError(
+        f"memory.limit={limit:.6g} ({bytes_text(limit)}), but {on} {bytes_text(least)} or more of {what} alone, of "
+        f"{number:,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or so, "
+        f"--pipeline.num_ranks={math.ceil(2 * num_ranks * least / limit)}, or a smaller model"
+    )

@@ -8,8 +8,9 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.model import longest_sequence
 from slipstream.training import data
-from slipstream.training.config import Config
+from slipstream.training.config import Config, SampleSection
 from slipstream.training.data.samples import ChatTemplate, OpenSource, show_example, stream_sequences
 
 
@@ -117,6 +118,22 @@ def check_vocabulary(largest: int, model_config: Any) -> None:
             f"the model's vocabulary has {vocab_size} tokens (0 to {vocab_size - 1}), but the text needs token id "
             f"{largest}; use the model's own tokenizer, a smaller data.vocab_size, or a larger vocab_size in "
             "model.config"
+        )
+
+
+def check_sample(sample: SampleSection, tokenizer: Any, model_config: Any) -> None:
+    """Raises SlipstreamError where the sample would be longer than the model's positions, which would only be found
+    when the training is over."""
+    limit = longest_sequence(model_config)
+    if sample.prompt is None or limit is None:
+        return
+    given, written = len(tokenizer(sample.prompt, verbose=False)["input_ids"]), sample.max_new_tokens
+    if given + written > limit:
+        room = limit - given
+        instead = f"--sample.max_new_tokens={room}" if room > 0 else "a shorter sample.prompt"
+        raise SlipstreamError(
+            f"sample.prompt has {given} tokens and sample.max_new_tokens={written}, together more than the model's "
+            f"{limit} positions; give {instead}, or --sample.prompt=null for none"
         )
 
 

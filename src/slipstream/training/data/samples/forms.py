@@ -15,6 +15,8 @@ _LOSSES = {
     "tokens": ("all",),
 }
 
+_SHAREGPT = "conversations"
+
 
 def columns_of(source: SourceSection) -> dict[str, tuple[str, ...]]:
     """Returns the columns that each form needs."""
@@ -63,7 +65,12 @@ def _without(source: SourceSection, missing: str, columns: Sequence[str]) -> str
         f"{source.name} has no column {missing!r}; choose data.text_column, or --column of `slipstream eval`, from: "
         + ", ".join(columns)
     ]
-    if source.form is None:
+    if _SHAREGPT in columns:
+        lines.append(
+            f"The column {_SHAREGPT} may be of ShareGPT's kind, whose turns have from and value: rename these to role "
+            f"and content, with the roles system, user and assistant, and give data.messages_column={_SHAREGPT}"
+        )
+    elif source.form is None:
         lines.append(
             "Rows that aren't text have the columns messages (else: data.messages_column), prompt and completion, or "
             "input_ids"

@@ -1,0 +1,63 @@
+"""What is said where memory runs out, and the least that a memory limit has to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from slipstream import SlipstreamError
+from slipstream.training.config.config_file import parse_config
+from slipstream.training.preflight import less_memory
+from slipstream.training.preflight.memory_check import check_memory
+
+MODEL = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 300,
+}
+NUM_PARAMETERS = 2 * 300 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16) + 16
+
+
+def configured(**sections: Any) -> Any:
+    given = {"model": {"config": {"model_type": "llama", **MODEL}}, "data": {"files": ["x"]}}
+    training = {"output": "out", "steps": 2, "seq_len": 32, "batch_size": 8}
+    return parse_config(given | {"training": training} | sections)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "rank 1 failed. torch.OutOfMemoryError: CUDA out of memory. Tried",
+        "rank 1 failed. RuntimeError: can't allocate memory: 9 bytes",
+        "rank 1 was ended by SIGKILL; the other ranks were stopped",
+    ],
+)
+def test_what_to_lower_and_by_how_much(failure: str) -> None:
+    (said,) = less_memory(failure, configured(pipeline={"num_ranks": 2, "num_microbatches": 2}))
+    assert "--pipeline.num_microbatches=4 (now 2); --memory.recompute=full; a training.seq_len of half (now 32)" in said
+    assert ("how Linux ends" in said) == ("SIGKILL" in failure)
+    (said,) = less_memory(failure, configured(memory={"recompute": "full"}, pipeline={"num_microbatches": 8}))
+    assert "order: --memory.offload=0.5 (now 0); a training.seq_len" in said
+
+
+def test_other_failures_are_not_of_memory() -> None:
+    assert not less_memory("out of memory\nrank 1 failed; the other ranks were stopped. ValueError: no", configured())
+
+
+@pytest.mark.parametrize(
+    ("sections", "least"),
+    [
+        ({"pipeline": {"num_ranks": 1}}, 16 * NUM_PARAMETERS),
+        ({"pipeline": {"num_ranks": 2}}, 8 * NUM_PARAMETERS),
+        ({"pipeline": {"num_ranks": 2}, "parallel": {"data": 2, "shard_optimizer": True}}, 6 * NUM_PARAMETERS),
+    ],
+)
+def test_the_least_limit(sections: dict[str, Any], least: int) -> None:
+    config = LlamaConfig(**MODEL)
+    check_memory(configured(**sections, memory={"limit": least}), config)
+    with pytest.raises(SlipstreamError, match="weights, gradients and AdamW's state alone, of"):
+        check_memory(configured(**sections, memory={"limit": least - 1}), config)
