@@ -38,7 +38,7 @@ def describe_problems(error: ValidationError, record: Any) -> list[str]:
             lines[place.name] = _missing(place)
         elif kind == "value_error":
             reason = str(problem["ctx"]["error"])  # of a whole section it names the options by itself
-            is_section = place.option is None or _records_in(place.option.annotation)
+            is_section = place.option is None or records_in(place.option.annotation)
             lines[place.name or reason] = reason if is_section else f"{place.name}={given!r}: {reason}"
         elif place.name.partition("[")[0] not in lines:  # of several types that were tried, the first says it
             lines.setdefault(place.name, _wrong(place, given, record))
@@ -88,7 +88,7 @@ class _Place:
                 is_whole = False
                 if path:
                     path[-1] += f"[{key}]"
-            elif option is None or (inner := _records_in(option.annotation)):
+            elif option is None or (inner := records_in(option.annotation)):
                 owner = record if option is None else inner[0]
                 option, is_whole = owner.model_fields.get(key), True
                 path.append(key)
@@ -103,7 +103,7 @@ class _Place:
 def _wrong(place: _Place, given: Any, record: type[BaseModel]) -> str:
     assert place.option is not None
     annotation, limits = place.option.annotation, place.option.metadata
-    if inner := _records_in(annotation):
+    if inner := records_in(annotation):
         settings = ", ".join(sorted(inner[0].model_fields))
         return f"{place.name}={given!r}: {place.path[-1]} is a section; give its settings, which are {settings}"
     name = place.name if not isinstance(given, list) else place.name.partition("[")[0]  # which has too few values
@@ -150,14 +150,14 @@ def _unknown(place: _Place, record: type[BaseModel]) -> str:
 def _names_of_all(record: type[BaseModel]) -> Iterator[tuple[str, str]]:
     """Yields all sections' options: the name alone, and as it is typed. Of equal names the first section's is last."""
     for section, option in reversed(record.model_fields.items()):
-        for inner in reversed(_records_in(option.annotation)):
+        for inner in reversed(records_in(option.annotation)):
             yield from ((name, f"{section}.{name}") for name in inner.model_fields)
 
 
 def _missing(place: _Place) -> str:
     annotation = None if place.option is None else place.option.annotation
     needed = [
-        name for inner in _records_in(annotation) for name, option in inner.model_fields.items() if option.is_required()
+        name for inner in records_in(annotation) for name, option in inner.model_fields.items() if option.is_required()
     ]
     given = [f"--{place.name}.{name}=..." for name in needed] or [f"--{place.name}=..."]
     return f"{place.name} is missing; add it to the configuration or give {' and '.join(given)}"
@@ -175,7 +175,7 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _records_in(annotation: Any) -> list[type[BaseModel]]:
+def records_in(annotation: Any) -> list[type[BaseModel]]:
     """Returns the sections that an option's type has, alone or in a list."""
     found = []
     for each in _alternatives(annotation):

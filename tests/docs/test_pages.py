@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 from benchmarks.zoo import page as models_page
-from tools import cli_page, walks
+from tools import cli_page, configuration_page, walks
 
 import slipstream
 from benchmarks import records, zero3_page
+from slipstream.option_problems import records_in
+from slipstream.training.config import Config
 from support.paths import ROOT
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -101,6 +103,22 @@ def test_a_record_is_older_once_a_source_has_changed(tmp_path: Path, monkeypatch
 def test_the_page_of_commands_is_current() -> None:
     """Otherwise: `python -m tools.cli_page`."""
     assert cli_page.PAGE.read_text(encoding="utf-8") == cli_page.page()
+
+
+def test_the_page_of_the_configuration_is_current() -> None:
+    """Otherwise: `python -m tools.configuration_page`."""
+    assert configuration_page.PAGE.read_text(encoding="utf-8") == configuration_page.page()
+
+
+@pytest.mark.parametrize("name", [name for name, field in Config.model_fields.items() if not field.is_required()])
+def test_the_page_of_the_configuration_has_every_setting_as_it_is_typed(name: str) -> None:
+    """Typed as they stand there, the defaults make the section that there is without."""
+    text = configuration_page.PAGE.read_text(encoding="utf-8")
+    _, _, section = text.partition(f"\n## {name}\n")
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| `([^|]*)` \| [^|]", section.partition("\n## ")[0], re.MULTILINE)
+    (record,) = records_in(Config.model_fields[name].annotation)
+    assert [key for key, _ in rows] == [*record.model_fields]
+    assert record(**{key: yaml.safe_load(value) for key, value in rows if name != "pipeline"}) == record()
 
 
 @pytest.mark.parametrize("name", walks.WALKS)

@@ -57,7 +57,7 @@ def line_chart(title: str, unit: str, curves: Sequence[Curve], text: NumberText,
         f"<figcaption><b>{escape(title)}</b> <small>{escape(unit)}</small> <output></output></figcaption>\n"
         f'{_legend(shown)}<div class="plot"><svg class="values" aria-hidden="true">{numbers}</svg>'
         f'<svg class="lines" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{grid}'
-        f'{at_steps}{lines}<line class="cursor" y1="0" y2="{_HEIGHT}" x1="-9" x2="-9"/></svg>'
+        f'{at_steps}{lines}<line class="cursor" y1="0" y2="{_HEIGHT}"/></svg>'
         f'<svg class="steps" aria-hidden="true">{_step_numbers(first, last, scale)}</svg></div>\n'
         f'<script type="application/json">{_points(shown, scale, text)}</script></figure>\n'
     )
@@ -134,9 +134,11 @@ def _mark(mark: Mark, scale: _Scale) -> str:
 
 
 def _legend(curves: Sequence[Curve]) -> str:
+    """Returns the names of the curves that have points, where there are several curves."""
     if len(curves) < 2:
         return ""
-    items = (f'<li><i class="c{n % NUM_COLORS}"></i>{escape(curve.name)}</li>' for n, curve in enumerate(curves))
+    shown = [(number % NUM_COLORS, curve.name) for number, curve in enumerate(curves) if curve.points]
+    items = (f'<li><i class="c{color}"></i>{escape(name)}</li>' for color, name in shown)
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 

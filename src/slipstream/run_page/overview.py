@@ -23,8 +23,7 @@ def overview(runs: Sequence[RunRecord]) -> str:
     losses = [Curve(run.name, [(step["step"], finite(step.get("loss"))) for step in run.steps]) for run in shown]
     held_out = [
         Curve(run.name, [(each["step"], finite(each.get("validation_loss"))) for each in run.validations], dots=True)
-        for run in shown
-        if run.validations
+        for run in shown  # also one without: a run has one colour in both charts
     ]
     charts = line_chart("training loss", "nats per token", losses, loss_text)
     charts += line_chart("validation loss", "nats per token", held_out, loss_text)
@@ -48,7 +47,7 @@ def _row(number: int, run: RunRecord) -> str:
         text_or_dash(recent(run, "tokens_per_second"), count_text),
         share_text(recent(run, "idle_fraction")),
         text_or_dash(max(peak_memory(run), default=None), bytes_text),
-        str(run.starts[0].get("time", "-")) if run.starts else "-",
+        str(run.starts[0].get("time", "-"))[:16].replace("T", " ") if run.starts else "-",  # to the minute
     )
     link = f'<a href="#run-{number}">{escape(run.name)}</a>'
     return f"<tr><td>{link}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"

@@ -83,7 +83,8 @@ class StepTimeline {
     this.from = 0;
     this.length = this.data.length;
     this.chosen = null; // [rank, box]
-    this.svg = element("svg", {"aria-hidden": "true"});
+    this.height = this.data.ranks.length * LANE + AXIS;
+    this.svg = element("svg", {"aria-hidden": "true", height: this.height}); // fixed: what draws must not resize
     frame.querySelector(".lanes").append(this.svg);
     new ResizeObserver(() => this.draw()).observe(frame);
     frame.addEventListener("keydown", (event) => this.key(event));
@@ -179,12 +180,10 @@ class StepTimeline {
   }
 
   draw() {
-    const ranks = this.data.ranks, height = ranks.length * LANE + AXIS;
     const drawn = document.createDocumentFragment();
     this.scale = this.width / this.length;
-    ranks.forEach((rank, number) => this.drawRank(drawn, rank, number));
-    this.drawAxis(drawn, height);
-    this.svg.setAttribute("height", height);
+    this.data.ranks.forEach((rank, number) => this.drawRank(drawn, rank, number));
+    this.drawAxis(drawn);
     this.svg.replaceChildren(drawn);
   }
 
@@ -218,13 +217,13 @@ class StepTimeline {
     });
   }
 
-  drawAxis(drawn, height) {
+  drawAxis(drawn) {
     const rough = this.length / Math.max(2, this.width / 110), power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
     for (let at = Math.ceil(this.from / step) * step; at <= this.from + this.length; at += step) {
       const x = NAMES + (at - this.from) * this.scale;
       const anchor = x > NAMES + this.width - 30 ? "end" : x < NAMES + 30 ? "start" : "middle";
-      drawn.append(element("text", {class: "time", x, y: height - 5, "text-anchor": anchor}, at ? timeText(at) : "0"));
+      drawn.append(element("text", {class: "time", x, y: this.height - 5, "text-anchor": anchor}, at ? timeText(at) : "0"));
     }
   }
 }

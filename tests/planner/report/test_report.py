@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -20,11 +18,10 @@ from slipstream.planner.report.wording import reasons, search_text, shared_choic
 from slipstream.simulator import MemoryKind
 from slipstream.timeline import Cause, idle_by_cause
 from slipstream.units import bytes_text, seconds_text
+from support.browser import browse
 from support.hand_made_plan import make_plan
-from support.timeouts import LIMIT
 
 UNITS = {"s": 1, "ms": 1e-3, "µs": 1e-6, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "%": 1e-2, "": 1}
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -220,16 +217,6 @@ def test_without_limit_or_peak_nothing_is_made_up(plan: Plan) -> None:
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
-
-
-def browse(page: Path, folder: Path, *options: str) -> str:
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        pytest.skip(f"the report is not shown in a real browser: none of {', '.join(BROWSERS)} is installed")
-    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    quiet += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
-    command = [program, "--headless", "--no-sandbox", *quiet, *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT).stdout
 
 
 @pytest.mark.parametrize(("theme", "page_color"), [("light", "#fbfbfa"), ("dark", "#15171b")])

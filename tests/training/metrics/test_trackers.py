@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.metrics import StepRecord, ValidationRecord
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import MetricsRecord
+from slipstream.training.metrics.records import MetricsRecord, StartRecord
 from slipstream.training.metrics.trackers import NAMES, Tracker, check_trackers, flat, make_trackers
 
 RUN = RunFigures(1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
@@ -72,6 +74,24 @@ def test_event_files_have_every_number_of_every_step(tmp_path: Path) -> None:
     shown = texts(tmp_path)
     assert "| training/seq_len | 64 |" in shown["settings/text_summary"]
     assert "| peak_source | measured |" in shown["run/text_summary"]
+
+
+def test_a_start_a_bad_step_and_slow_ranks_are_texts(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    bad = {"why": "the loss isn't finite", "samples": [3], "done": "skipped"}
+    records = (StartRecord.now(0, ["node7"], torch.device("cpu")), step(1, 4.0), replace(step(2, math.nan), bad=bad))
+    trackers = make_trackers(["tensorboard"], tmp_path, {}, 0)
+    write(trackers, *records, replace(step(3, 3.0), stragglers=["step 3: rank 1 (node7) is slow"]))
+    shown = texts(tmp_path)
+    assert shown["bad/why/text_summary"] == "the loss isn't finite"
+    assert shown["stragglers/0/text_summary"] == "step 3: rank 1 (node7) is slow"
+    assert "| hosts/0 | node7 |" in shown["start/text_summary"]
+    assert f"| versions/torch | {torch.__version__} |" in shown["start/text_summary"]
+    assert [number for number, _ in scalars(tmp_path)["lr"]] == [1, 2, 3]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["started_after"] == 0
+    assert (lines[2]["loss"], lines[2]["bad"]) == (None, bad)
+    assert lines[3]["stragglers"] == ["step 3: rank 1 (node7) is slow"]
 
 
 def test_a_resumed_run_shows_what_it_ran_again_once(tmp_path: Path) -> None:

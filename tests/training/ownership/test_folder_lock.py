@@ -52,6 +52,22 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
     assert len([*tmp_path.glob("slipstream-run/*")]) == 1
 
 
+def test_who_looks_on_sees_at_once_whether_a_run_is_at_work(tmp_path: Path) -> None:
+    looks_on = FolderLock(tmp_path, pytest.fail)
+    assert not looks_on.seems_held()
+    with lock(tmp_path, []):
+        assert looks_on.seems_held()
+    assert not looks_on.seems_held()
+
+
+def test_a_run_that_has_been_silent_for_long_seems_to_have_ended(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path, pytest.fail, pytest.fail, beat_seconds=LIMIT)
+    with held:
+        assert held.seems_held()
+        os.utime(owner_file(tmp_path), (0, 0))
+        assert not held.seems_held()
+
+
 @pytest.mark.parametrize("where", ["here", "on another machine"])
 def test_a_killed_owner_is_taken_over(tmp_path: Path, where: str) -> None:
     """At once where its process can be seen to be gone, else when its heartbeat has stopped."""

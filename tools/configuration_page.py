@@ -1,0 +1,120 @@
+"""Writes docs/configuration.md from the sections of a configuration: `python -m tools.configuration_page`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from slipstream.option_problems import allowed_text, records_in
+from slipstream.options import Record
+from slipstream.training.config import Config
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+PREFACE = """\
+# Configuration
+
+`slipstream train config.yaml` reads a YAML file with the sections below. Every setting can also be given on the command
+line, as `--section.setting=value`; values are YAML there too: `--pipeline.slices=[128,256,640]`,
+`--optimizer.clip_norm=null`. `--pp`, `--dp` and `--tp` are short for `--pipeline.num_ranks`, `--parallel.data` and
+`--parallel.tensor`. An unknown key is an error that suggests the nearest name.
+
+A minimal file, the demo's:
+"""
+PIPELINE = "`memory`, `parallel` and `runtime` are also arguments of the [Pipeline](api.md)."
+# Settings of a Pipeline that a run takes from elsewhere
+ELSEWHERE = {"runtime.stall_limit": "`training.stall_limit`"}
+
+
+def page() -> str:
+    """Returns the page as the sections are now."""
+    example = (ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8")
+    links = ", ".join(f"[{name}](#{name})" for name in Config.model_fields)
+    parts = [PREFACE, f"```yaml\n{example}```\n", f"The sections: {links}. {PIPELINE}\n"]
+    for name, field in Config.model_fields.items():
+        (record,) = records_in(field.annotation)
+        parts += _section(name, record, _need(field))
+    return "\n".join(parts)
+
+
+def _need(field: FieldInfo) -> str:
+    """Returns whether a section must be given, and what holds where it isn't."""
+    if field.is_required():
+        return "Required."
+    return "Where it is left out, there is none." if field.default is None else ""
+
+
+def _section(name: str, record: type[Record], need: str) -> Iterator[str]:
+    yield f"## {name}\n\n{' '.join(filter(None, (_flat(record.__doc__), need)))}\n"
+    yield _table(name, record, record.model_fields)
+    for key, field in record.model_fields.items():
+        for inner in records_in(field.annotation):
+            own = [each for each in inner.model_fields if each not in record.model_fields]
+            shared = ", ".join(f"`{each}`" for each in inner.model_fields if each in record.model_fields)
+            yield f"### {name}.{key}\n\n{_flat(inner.__doc__)} Each has {shared} as above, and:\n"
+            yield _table(f"{name}.{key}", inner, own)
+
+
+def _table(section: str, record: type[Record], keys: Iterable[str]) -> str:
+    texts = descriptions(record)
+    rows = ["| setting | what it may be | default | what it does |", "| --- | --- | --- | --- |"]
+    for key in keys:
+        field, place = record.model_fields[key], ELSEWHERE.get(f"{section}.{key}")
+        what = f"Of a Pipeline alone; a run takes {place}." if place else texts[key]
+        cells = (f"`{key}`", _allowed(field), _default(field), what)
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def descriptions(record: type[Record]) -> dict[str, str]:
+    """Returns the docstring beneath each option of a record, its bases' included.
+
+    Raises KeyError later, in the table, for an option without one.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(record.__mro__):
+        if not issubclass(base, Record):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for option, text in zip(body.body, body.body[1:], strict=False):
+            match option, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                    found[name] = _flat(said)
+    return found
+
+
+def _allowed(field: FieldInfo) -> str:
+    """Returns what an option may be, in words; choices are in code as they are typed."""
+    if records_in(field.annotation):
+        return "a list, whose settings are below; or `null`"
+    text = allowed_text(field.annotation, field.metadata)
+    quoted = text.split("'")  # the odd ones are choices
+    text = "".join(f"`{part}`" if index % 2 else part for index, part in enumerate(quoted))
+    return f"{text}, or `null`" if NoneType in get_args(field.annotation) else text
+
+
+def _default(field: FieldInfo) -> str:
+    return "required" if field.is_required() else f"`{_typed(field.get_default(call_default_factory=True))}`"
+
+
+def _typed(value: Any) -> str:
+    """Returns a value as it is typed in YAML, on one line."""
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+def _flat(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
