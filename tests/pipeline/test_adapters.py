@@ -95,6 +95,12 @@ def test_recomputation_and_other_cuts_are_exact(recompute: str, partition: list[
     assert pipe_error(make(model, partition=partition, recompute=recompute), expected) < BOUND
 
 
+def test_a_layer_with_trained_copies_may_be_cut_in_half() -> None:
+    model = adapted(lora(modules_to_save=["norm", "layernorm"]))
+    _, expected = whole_gradients(model)
+    assert pipe_error(make(model, partition=[1.5, 2.5]), expected) < BOUND
+
+
 def test_a_spread_vocabulary_is_exact() -> None:
     model = adapted(lora())
     _, expected = whole_gradients(model)

@@ -74,6 +74,7 @@ def adapted_model(model: PreTrainedModel, adapter: Adapter) -> Any:
     """Returns PEFT's model around a whole model, which it takes over and which may be on the meta device."""
     from peft import get_peft_model
 
+    model.name_or_path = adapter.config.base_model_name_or_path or ""  # PEFT takes it from there
     settings = {"adapter_name": adapter.name, "autocast_adapter_dtype": False, "low_cpu_mem_usage": True}
     with quiet_peft():
         return get_peft_model(model, copy.deepcopy(adapter.config), **settings)

@@ -73,7 +73,6 @@ def _filled(config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tens
     """Returns the whole model with its adapter, over the tensors of a state."""
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     whole = meta_model(config, dtype)
-    whole.name_or_path = adapter.config.base_model_name_or_path or ""  # PEFT takes it from there
     filled = dict(state)
     for names in tied_names(whole):
         present = [name for name in names if name in state]
