@@ -16,7 +16,7 @@ from slipstream.model.hooks import keyed_seed
 from slipstream.parallel import Ranks, join_launched_group, watch_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.batch_agreement import BatchAgreement
-from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
+from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of
 from slipstream.pipeline.families.frozen_stages import FrozenStages
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep, both_backwards, rows_to_rehearse
 from slipstream.pipeline.parameters import Parameters
@@ -27,6 +27,7 @@ from slipstream.pipeline.step_loss import StepLoss
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.step_runner import StepRunner
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
+from slipstream.pipeline.weights import gather_state
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.steps import StageRates, StepMemory, StepPlan, find_plan_within, find_step_plan
 from slipstream.schedule import Schedule, SlicedMicrobatch, add_reductions

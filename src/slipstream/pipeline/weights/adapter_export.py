@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
 from slipstream.model.adapters import Adapter, adapted_model, quiet_peft
-from slipstream.pipeline.families.export import tied_names, write_model
+from slipstream.pipeline.weights.export import tied_names, write_model
 
 
 def write_adapter(folder: str | Path, config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tensor]) -> None:
