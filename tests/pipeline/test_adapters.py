@@ -71,6 +71,16 @@ def test_gpt2_with_its_transposed_weights_is_exact() -> None:
     assert pipe_error(make(model), expected) < BOUND
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_fused_experts_are_exact(schedule: str, recompute: str) -> None:
+    """PEFT turns "all-linear" into target_parameters of the router and of the weights that hold all experts."""
+    model = adapted(lora(target_modules="all-linear"), "mixtral")
+    _, expected = whole_gradients(model)
+    assert sum("experts" in name for name in expected) == 4 * 4
+    assert pipe_error(make(model, schedule, recompute=recompute), expected) < BOUND
+
+
 def test_a_tied_embedding_may_be_frozen() -> None:
     model = adapted(lora(), "llama, tied")
     _, expected = whole_gradients(model)
@@ -83,6 +93,12 @@ def test_recomputation_and_other_cuts_are_exact(recompute: str, partition: list[
     model = adapted(lora(target_modules="all-linear"))
     _, expected = whole_gradients(model)
     assert pipe_error(make(model, partition=partition, recompute=recompute), expected) < BOUND
+
+
+def test_a_layer_with_trained_copies_may_be_cut_in_half() -> None:
+    model = adapted(lora(modules_to_save=["norm", "layernorm"]))
+    _, expected = whole_gradients(model)
+    assert pipe_error(make(model, partition=[1.5, 2.5]), expected) < BOUND
 
 
 def test_a_spread_vocabulary_is_exact() -> None:

@@ -9,6 +9,7 @@ import peft
 import torch
 from torch import Tensor
 
+from slipstream.model.adapters import quiet_peft
 from support.architectures import (
     ARCHITECTURES,
     build,
@@ -32,7 +33,8 @@ def lora(**changes: Any) -> peft.LoraConfig:
 
 def adapted(config: peft.PeftConfig, architecture: str = "llama") -> peft.PeftModel:
     """A model with an adapter whose weights are all drawn, so that none has a gradient of zero."""
-    model = peft.get_peft_model(build(ARCHITECTURES[architecture]), config, autocast_adapter_dtype=False).double()
+    with quiet_peft():
+        model = peft.get_peft_model(build(ARCHITECTURES[architecture]), config, autocast_adapter_dtype=False).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -91,6 +91,7 @@ MISTAKES = {
     "--lora.r=0": "lora.r",
     "--lora.target_modules=[q_prj]": r"q_prj.*q_proj.*target_modules=all-linear",
     "--lora.target_modules=all-linear --lora.layers_to_transform=[2]": r"needs a list of names in lora.target_modules",
+    "--lora.modules_to_save=[lm_haed]": r"modules_to_save: the model has no module 'lm_haed'.*lm_head",
     "--training.single_process_steps=1": r"compares with training all weights",
     "--lora.bias=all": "lora.bias",
     "--model.init=random": r"lora trains an adapter of given weights; give model.path",
@@ -106,3 +107,21 @@ def test_mistakes_are_found_before_ranks_start(place: Path, given: str) -> None:
 
 def test_the_page_s_configuration_is_fine(place: Path) -> None:
     assert yaml.safe_load(OF_THE_PAGE)["lora"]["r"] == check().config.lora.r
+
+
+@pytest.mark.more
+def test_tensor_ranks_train_an_adapter_that_a_pipeline_goes_on_with(place: Path) -> None:
+    """One step on two tensor ranks, and another on two stages: both folders that are left have the same logits."""
+    settings = ["--runtime.self_check=false", "--lora.dropout=0.1", "--lora.modules_to_save=[lm_head,norm]"]
+    settings += ["--training.steps=2", "--checkpoint.every=1"]
+    shared = ["--pipeline.num_ranks=1", "--parallel.tensor=2", "--pipeline.schedule=1f1b"]
+    for more in (shared, ["--checkpoint.resume=1"]):
+        result = launch(2, COMMAND, "train", "lora.yaml", *settings, *more)
+        assert result.returncode == 0, result.stderr
+    run, tokens = Path("runs/lora"), torch.arange(40)[None]
+    with torch.no_grad():
+        adapted = AutoPeftModelForCausalLM.from_pretrained(run / "adapter")(input_ids=tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "model")(input_ids=tokens).logits
+        base = AutoModelForCausalLM.from_pretrained("my-model")(input_ids=tokens).logits
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(base, adapted, atol=1e-4)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters import is_wrapper
+from slipstream.model.adapters import is_wrapper, own_module
 from slipstream.model.layer_range import HalfLayer, LayerHalf, ModelEnd, StagePart
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, check_shared_weights, has_parameters
 
@@ -87,7 +87,7 @@ def parts_of(layer: nn.Module, parts: Sequence[LayerPart]) -> Iterator[tuple[nn.
     """Yields a layer's children that have parameters, as placeholders don't, and which of `parts` each one is."""
     known = {(part.name, part.kind): part for part in parts}
     for name, child in list(layer.named_children()):
-        kind = type(child).__name__
+        kind = type(own_module(child)).__name__
         if has_parameters(child) and (name, kind) not in known:
             raise SlipstreamError(
                 f"a layer's {name!r} is a {kind}, which its architecture doesn't have there, so layers can't be cut in "

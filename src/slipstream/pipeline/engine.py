@@ -25,7 +25,7 @@ from slipstream.pipeline.evaluation import (
     sum_over_stages,
 )
 from slipstream.pipeline.execution import TokenOutputs
-from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of, gather_state
+from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of
 from slipstream.pipeline.families.frozen_stages import FrozenStages
 from slipstream.pipeline.families.model_family import causal_lm
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep, both_backwards, rows_to_rehearse
@@ -37,6 +37,7 @@ from slipstream.pipeline.step_loss import StepLoss
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.step_runner import StepRunner
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
+from slipstream.pipeline.weights import gather_state
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.steps import StageRates, StepMemory, StepPlan, find_plan_within, find_step_plan
 from slipstream.schedule import Schedule, SlicedMicrobatch, add_reductions

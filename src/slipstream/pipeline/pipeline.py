@@ -23,15 +23,14 @@ from slipstream.pipeline.answers import ANSWERS, summarise
 from slipstream.pipeline.arguments import Inputs, given_batch, padded_as
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
-from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout, WeightSource
-from slipstream.pipeline.families.adapter_export import write_adapter, write_merged
-from slipstream.pipeline.families.causal_lm import with_adapter
-from slipstream.pipeline.families.export import save_on_leader, write_model
+from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout
 from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.saving import Scheduler, load_loop, save_loop
 from slipstream.pipeline.sequences import Lengths, Rows, Sequences
+from slipstream.pipeline.weights import WeightSource, save_on_leader, with_adapter, write_model
+from slipstream.pipeline.weights.adapter_export import write_adapter, write_merged
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.slicing import BatchSlicing
 from slipstream.planner.steps import StageRates, StepPlan

@@ -11,4 +11,4 @@ from slipstream.model.adapters.adapted_modules import (
     parse_name,
 )
 from slipstream.model.adapters.adapter_check import Adapter, adapter_of, check_method, check_parallel
-from slipstream.model.adapters.adapter_loading import adapted_model, add_adapter, quiet_peft, targeted_modules
+from slipstream.model.adapters.adapter_loading import adapted_model, add_adapter, find_targets, quiet_peft

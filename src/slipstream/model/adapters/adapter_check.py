@@ -38,9 +38,9 @@ _NOT_SHARED = {
 # Settings of LoraConfig with which it is exact; any other must be as it is by default.
 _LORA_SETTINGS = frozenset(
     {
-        "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
-        "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
-        "alpha_pattern", "use_dora", "lora_bias", "runtime_config",
+        "r", "target_modules", "target_parameters", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
+        "bias", "use_rslora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern",
+        "rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "runtime_config",
     }
 )  # fmt: skip
 _OF_ANY_CONFIG = frozenset(

@@ -6,46 +6,75 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters.adapter_check import Adapter
+from slipstream.model.adapters.adapter_check import Adapter, check_tied
 from slipstream.model.hooks import keyed_seed
+
+
+class Targets(NamedTuple):
+    """What an adapter is added to, by the names of modules in the model with the adapter."""
+
+    modules: list[str]  # that get factors
+    parameters: dict[str, str]  # fused weights that get factors, by the names of modules around them
+    copies: list[str]  # modules of which a copy is trained
+    config: Any  # PEFT's, in which names of fused experts have become those of their parameters
 
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silences the warning about what PEFT reads of models of transformers, which these call deprecated."""
+    """Silences what PEFT warns of: what it reads of models of transformers, and patterns of fused weights, which
+    are looked for among modules before weights are."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         yield
 
 
-def targeted_modules(whole: PreTrainedModel, config: Any) -> list[str]:
-    """Returns the names of the modules that get an adapter. `whole` is changed; it may be on the meta device.
+def find_targets(whole: PreTrainedModel, config: Any) -> Targets:
+    """Returns what gets an adapter. `whole` is changed; it may be on the meta device.
 
-    Raises SlipstreamError where there is none, or PEFT refuses the configuration.
+    Raises SlipstreamError where there is nothing, where PEFT refuses the configuration, and for a tied weight.
     """
-    import peft
-
+    linear = sorted({name.rpartition(".")[2] for name, each in whole.named_modules() if hasattr(each, "weight")})
+    modules = [name for name, _ in whole.named_modules()]
+    for pattern in config.modules_to_save or ():
+        if not any(name.endswith(pattern) for name in modules):  # as PEFT looks for them
+            raise SlipstreamError(
+                f"modules_to_save: the model has no module {pattern!r}. Its modules with weights are "
+                f"{', '.join(linear)}."
+            )
     try:
-        peft.inject_adapter_in_model(copy.deepcopy(config), whole, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)  # is refused below
+            converted = adapted_model(whole, Adapter("default", config)).peft_config["default"]
     except (ValueError, TypeError, NotImplementedError) as error:
-        linear = sorted({name.rpartition(".")[2] for name, each in whole.named_modules() if hasattr(each, "weight")})
         raise SlipstreamError(
             f"the adapter can't be added to {type(whole).__name__}: {error} The model's modules with weights are "
             f"{', '.join(linear)}; or give target_modules=all-linear."
         ) from None
-    return [name for name, module in whole.named_modules() if hasattr(module, "lora_A")]
+    check_tied(whole)
+    found = Targets([], {}, [], converted)
+    for name, module in whole.named_modules():
+        if hasattr(module, "parameter_name"):
+            found.parameters[name] = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+        elif hasattr(module, "lora_A"):
+            found.modules.append(name)
+        elif hasattr(module, "modules_to_save"):
+            found.copies.append(name)
+    return found
 
 
 def adapted_model(model: PreTrainedModel, adapter: Adapter) -> Any:
     """Returns PEFT's model around a whole model, which it takes over and which may be on the meta device."""
     from peft import get_peft_model
 
+    model.name_or_path = adapter.config.base_model_name_or_path or ""  # PEFT takes it from there
     settings = {"adapter_name": adapter.name, "autocast_adapter_dtype": False, "low_cpu_mem_usage": True}
     with quiet_peft():
         return get_peft_model(model, copy.deepcopy(adapter.config), **settings)
@@ -57,20 +86,40 @@ def add_adapter(model: PreTrainedModel, whole: PreTrainedModel, config: Any, see
     Each module's adapter is drawn by the seed and the module's name, so that any cut of the model gives the same.
     `whole` is the model on the meta device, which is changed.
     """
-    import peft
-
+    here = {name for name, module in model.named_modules() if next(module.parameters(), None) is not None}
+    targets = find_targets(whole, config)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    here = {name for name, module in model.named_modules() if next(module.parameters(), None) is not None}
-    targets = [name for name in targeted_modules(whole, config) if name in here]
-    if not targets:
-        return
-    own = copy.deepcopy(config)
-    own.target_modules = set(targets)
-    own.exclude_modules = own.layers_to_transform = own.layers_pattern = None  # targets are those that remain
-    with quiet_peft():
-        peft.get_peft_model(model, own, autocast_adapter_dtype=False)
-    for name in targets:
+    modules = [name for name in targets.modules if name in here]
+    weights = {name: weight for name, weight in targets.parameters.items() if name.replace(".base_layer", "") in here}
+    if modules or weights:
+        _add_factors(model, targets.config, modules, sorted(weights.values()))
+    for name in [*modules, *weights]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(keyed_seed(seed, name))
             model.get_submodule(name).reset_lora_parameters("default", config.init_lora_weights)
+    for name in targets.copies:
+        if name in here:
+            _train_copy(model, name)
+
+
+def _add_factors(model: PreTrainedModel, config: Any, modules: list[str], weights: list[str]) -> None:
+    import peft
+
+    own = copy.deepcopy(config)
+    own.target_modules, own.target_parameters = set(modules), weights or None
+    own.exclude_modules = own.layers_to_transform = own.layers_pattern = None  # targets are those that remain
+    own.modules_to_save = None
+    with quiet_peft():
+        peft.get_peft_model(model, own, autocast_adapter_dtype=False)
+
+
+def _train_copy(model: PreTrainedModel, name: str) -> None:
+    """Puts a trained copy beside a module, by itself: PEFT refuses names of modules that a rank doesn't have."""
+    from peft.utils import ModulesToSaveWrapper
+
+    parent, _, child = name.rpartition(".")
+    wrapper: nn.Module = ModulesToSaveWrapper(model.get_submodule(name), "default")
+    for parameter in wrapper.get_submodule("modules_to_save").parameters():
+        parameter.requires_grad_(True)
+    setattr(model.get_submodule(parent), child, wrapper)

@@ -1,7 +1,6 @@
 """The kinds of models a Pipeline trains: causal LMs and sequences of layers."""
 
-from slipstream.pipeline.families.causal_lm import CausalLMFamily, WeightSource
-from slipstream.pipeline.families.export import gather_state, state_misfits, tied_names, write_model
+from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.families.model_family import family_of
 from slipstream.pipeline.families.planned_vocabulary import planned_vocabulary
 from slipstream.pipeline.families.sequence_partition import Balance

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +33,9 @@ from slipstream.model import (
 from slipstream.model.adapters import (
     Adapter,
     adapted_model,
-    adapter_of,
-    add_adapter,
-    check_method,
     check_parallel,
     is_wrapper,
 )
-from slipstream.model.saving import compiled_modules
 from slipstream.model.vocabulary import HeadRows, SpreadHead, TiedRows, find_spreadable_head
 from slipstream.parallel import Ranks, part_bounds
 from slipstream.parallel.tensor import (
@@ -61,6 +56,7 @@ from slipstream.pipeline.families.tensor_parallel_check import check_tensor_para
 from slipstream.pipeline.families.weighed_rates import weighed_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.sequences import Sequences, consecutive_groups
+from slipstream.pipeline.weights import WeightSource
 from slipstream.pipeline.whole_sequences import (
     check_groups,
     check_sequences,
@@ -71,58 +67,6 @@ from slipstream.pipeline.whole_sequences import (
 from slipstream.planner.joint import Vocabulary
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
-
-
-class WeightSource(NamedTuple):
-    """A model that need not be in memory yet: `load` makes the given layers of it, in a dtype."""
-
-    config: PretrainedConfig
-    load: Callable[[ModelAnatomy, list[StagePart], torch.dtype | None], PreTrainedModel]
-    compiled: tuple[str, ...] = ()  # modules that torch.compile runs
-    adapter: Adapter | None = None  # that the model has, or is to have
-
-
-def with_adapter(source: WeightSource, config: Any, seed: int) -> WeightSource:
-    """Returns a source whose model gets an adapter, by a LoraConfig of PEFT; raises SlipstreamError where it can't."""
-    check_method(config)
-
-    def load(anatomy: ModelAnatomy, parts: list[StagePart], dtype: torch.dtype | None) -> PreTrainedModel:
-        model = source.load(anatomy, parts, dtype)
-        add_adapter(model, meta_model(source.config), config, seed)
-        return model
-
-    return source._replace(load=load, adapter=Adapter("default", config))
-
-
-def in_memory(model: object) -> WeightSource:
-    """Returns a model as a source; raises SlipstreamError where it isn't one that a Pipeline takes."""
-    if hasattr(model, "_orig_mod"):
-        raise SlipstreamError(
-            "model is what torch.compile returned, which can't be cut into stages. Give the model itself, and for "
-            "fused norms and activations runtime=slipstream.Runtime(fused=True)."
-        )
-    model, adapter = adapter_of(model)
-    if not isinstance(model, PreTrainedModel):
-        raise SlipstreamError(
-            f"model is a {type(model).__name__}; give a causal LM of transformers, for example "
-            "AutoModelForCausalLM.from_pretrained(...), or an nn.Sequential without another forward or hooks."
-        )
-    if model.get_output_embeddings() is None:
-        raise SlipstreamError(
-            f"model is a {type(model).__name__}, which has no language-model head to predict tokens with. Give the "
-            "causal LM: AutoModelForCausalLM.from_pretrained(...) or AutoModelForCausalLM.from_config(...)."
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise SlipstreamError(
-            "model is on the meta device, so it has no weights. Use Pipeline.from_config(config, seed=...) or "
-            "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
-        )
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise SlipstreamError(
-            "model has gradient checkpointing enabled, which would run its layers again outside of the schedule. "
-            "Leave it out, or disable it on the model, and give memory=slipstream.Memory(recompute='full')."
-        )
-    return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)), adapter)
 
 
 class CausalLMFamily:

@@ -11,9 +11,10 @@ from torch import nn
 from slipstream.errors import SlipstreamError
 from slipstream.model.sequential import is_plain_sequential
 from slipstream.parallel import Ranks
-from slipstream.pipeline.families.causal_lm import CausalLMFamily, WeightSource, in_memory
+from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.families.layer_sequence import SequenceFamily
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.weights import WeightSource, in_memory
 
 ModelFamily = CausalLMFamily | SequenceFamily
 

@@ -25,6 +25,8 @@ class LoraSection(Record):
     """Names of modules, or a pattern, that get none."""
     layers_to_transform: list[int] | None = None
     """The layers that get adapters. Default: all. The backward ends at the lowest."""
+    modules_to_save: list[str] | None = None
+    """Modules, by the ends of their names, of which a copy is trained as a whole, such as `[lm_head]`."""
     bias: Literal["none", "lora_only"] = "none"
     """lora_only: the biases of modules with an adapter are trained too."""
     use_rslora: bool = False
@@ -54,8 +56,8 @@ class LoraSection(Record):
         from peft import LoraConfig
 
         same = (
-            "r", "target_modules", "exclude_modules", "layers_to_transform", "bias", "use_rslora", "use_dora",
-            "rank_pattern", "alpha_pattern",
+            "r", "target_modules", "exclude_modules", "layers_to_transform", "modules_to_save", "bias", "use_rslora",
+            "use_dora", "rank_pattern", "alpha_pattern",
         )  # fmt: skip
         return LoraConfig(
             **{name: getattr(self, name) for name in same},

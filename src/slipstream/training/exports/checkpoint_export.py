@@ -16,10 +16,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import load_config, meta_model, trust_remote_code
 from slipstream.model.adapters import Adapter
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.pipeline.families import state_misfits, tied_names, write_model
-from slipstream.pipeline.families.adapter_export import merged_with_base
 from slipstream.pipeline.pipeline_options import torch_dtype
 from slipstream.pipeline.saving import describe_model
+from slipstream.pipeline.weights import state_misfits, tied_names, write_model
+from slipstream.pipeline.weights.adapter_export import merged_with_base
 from slipstream.training.config import LoraSection, ModelSection, precision_named
 from slipstream.training.data import load_tokenizer
 from slipstream.training.resuming import differs

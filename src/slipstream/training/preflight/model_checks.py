@@ -21,7 +21,7 @@ from slipstream.model import (
     meta_model,
     trust_remote_code,
 )
-from slipstream.model.adapters import Adapter, targeted_modules
+from slipstream.model.adapters import Adapter, find_targets
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
@@ -101,14 +101,7 @@ def _check_lora(config: Config, model_config: Any) -> None:
     if find_spec("peft") is None:
         raise SlipstreamError("lora needs PEFT, an extra: pip install 'slipstream[peft]'")
     assert config.lora is not None
-    adapter, model = config.lora.peft_config(str(config.model.path)), meta_model(model_config)
-    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
-    targets = {f"{name}.weight" for name in targeted_modules(model, adapter)}
-    if both := sorted(targets & tied):
-        raise SlipstreamError(
-            f"lora.target_modules includes {both[0].removesuffix('.weight')}, whose weight embedding and head share, "
-            "so an adapter would part them; leave it out"
-        )
+    find_targets(meta_model(model_config), config.lora.peft_config(str(config.model.path)))
 
 
 def _check_weights(folder: Path) -> None:

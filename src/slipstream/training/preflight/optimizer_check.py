@@ -49,7 +49,10 @@ def _dims(config: Config, model_config: Any) -> set[int]:
     lora = config.lora
     if lora is None:
         return {parameter.ndim for parameter in meta_model(model_config).parameters()}
-    return {1, 2} if lora.use_dora or lora.bias != "none" else {2}
+    dims = {1, 2} if lora.use_dora or lora.bias != "none" else {2}
+    copies = tuple(lora.modules_to_save or ())
+    whole = meta_model(model_config).named_modules() if copies else ()
+    return dims | {each.ndim for name, module in whole if name.endswith(copies) for each in module.parameters()}
 
 
 def _cuts(config: Config, traits: OptimizerTraits) -> Iterator[tuple[str, str]]:

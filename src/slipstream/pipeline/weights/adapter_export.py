@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
 from slipstream.model.adapters import Adapter, adapted_model, quiet_peft
-from slipstream.pipeline.families.export import tied_names, write_model
+from slipstream.pipeline.weights.export import tied_names, write_model
 
 
 def write_adapter(folder: str | Path, config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tensor]) -> None:
@@ -73,7 +73,6 @@ def _filled(config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tens
     """Returns the whole model with its adapter, over the tensors of a state."""
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     whole = meta_model(config, dtype)
-    whole.name_or_path = adapter.config.base_model_name_or_path or ""  # PEFT takes it from there
     filled = dict(state)
     for names in tied_names(whole):
         present = [name for name in names if name in state]
