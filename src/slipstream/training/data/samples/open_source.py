@@ -68,7 +68,7 @@ class OpenSource:
             if self.form == "text":
                 yield row
             for column in columns.get(self.form, ()):
-                yield from _texts_in(row[column])
+                yield from texts_in(row[column])
 
     def tokenise(
         self, tokenizer: Any, template: ChatTemplate | None, seq_len: int, progress: Progress
@@ -91,7 +91,7 @@ def _list_types() -> tuple[type, ...]:
     return list, List, LargeList
 
 
-def _texts_in(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """Yields a text, or the contents of messages."""
     if isinstance(value, str):
         yield value
