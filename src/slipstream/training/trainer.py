@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,23 +22,18 @@ from slipstream.training.bad_steps import BadSteps
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
 from slipstream.training.corruption import StateCheck
-from slipstream.training.data import (
-    BatchSize,
-    TokenBatch,
-    load_texts,
-    sequences_of,
-    spread_batches,
-    unigram_entropy,
-)
+from slipstream.training.data import BatchSize, TokenBatch, TokenisedText, load_texts, sequences_of
 from slipstream.training.data.samples import load_sequences
 from slipstream.training.failure_log import FailureLog
-from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord, ValidationRecord
+from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord
 from slipstream.training.optimizers import make_optimizer, make_scheduler
 from slipstream.training.planned_start import facts_of_documents, start_settings
+from slipstream.training.preferences import load_with_reference, mean_rewards, reward_sums
 from slipstream.training.resuming import RunState, describe_model, run_shards
 from slipstream.training.run_folder import RunFolder, exported
 from slipstream.training.run_results import draw_last_step, export, write_sample
-from slipstream.training.training_step import autocast, count_steps, train_step
+from slipstream.training.training_step import count_steps, train_step
+from slipstream.training.validation import Validation
 from slipstream.units import bytes_text
 from slipstream.watchdog import counted_off
 
@@ -74,6 +67,7 @@ class Trainer:
         earlier = saved.facts["tuned"] if saved else None
         planned = start_settings(config, self._sequences, device, progress, earlier, resumes=saved is not None)
         self._pipe = make_pipeline(config, device, **(planned or tuned_settings(config, earlier)))
+        self._validation = Validation(config, self._load_held_out(resumes=saved is not None), self._pipe, device)
         self._num_steps = count_steps(training, self._sequences)
         self._optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
         self._scheduler = make_scheduler(self._optimizer, config.optimizer, self._num_steps)
@@ -92,7 +86,7 @@ class Trainer:
             self._pipe,
             device,
             progress,
-            sequence=(self._sequences.mean_length, self._batch_size.mean(self._sequences)),
+            sequence=self._mean_sequences(),
             resumed_after=self._state.step,
         )
 
@@ -133,6 +127,23 @@ class Trainer:
             ) from error
         with counted_off("writing a sample"):
             write_sample(pipe, self._config, self._progress)
+
+    def _load_held_out(self, resumes: bool) -> list[TokenisedText]:
+        """Returns the held-out text; of preferences with the reference, which the training text then has, too.
+        Collective."""
+        config = self._config
+        if config.preference is None:
+            return load_texts(self._folder.inputs, "validation")
+        with counted_off("computing the reference"):
+            texts = load_with_reference(config, self._pipe, self._progress, resumes)
+        packing, training, weights = config.data.packing, config.training, config.data.weights
+        self._sequences = sequences_of(texts["train"], packing, training.seq_len, training.seed, weights)
+        return texts["validation"]
+
+    def _mean_sequences(self) -> tuple[float, float]:
+        """Returns the mean tokens of what the model sees as a sequence, and the mean number of them in a step."""
+        sequences, number = self._sequences, self._sequences.group_size
+        return sequences.mean_length / number, self._batch_size.mean(sequences) * number
 
     def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
         """Returns the checkpoint to resume from, if any. Collective."""
@@ -258,13 +269,20 @@ class Trainer:
         )
         self._interval.note_step(result.seconds)
         bad = judge.act(step, result.loss, result.grad_norm, (state.num_samples, state.num_samples + size))
-        result = result._replace(bad=bad)
+        result = result._replace(bad=bad, rewards=self._rewards(batch))
         state.step, state.num_samples = step, state.num_samples + size
         if self._state_check.after_step(step):
             self._pipe.refresh()
         timeline = self._pipe.timeline()
         asked = self._stop.name
         return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial, asked), timeline
+
+    def _rewards(self, batch: TokenBatch) -> dict[str, float] | None:
+        """Returns the mean rewards of the last step, if it was on preferences. Collective."""
+        section = self._config.preference
+        if section is None or batch.sequence_values is None:
+            return None
+        return mean_rewards(reward_sums(self._pipe, batch.sequence_values, section))
 
     def _before_update(self) -> None:
         self._state_check.before_update()
@@ -281,22 +299,7 @@ class Trainer:
         return self._sequences.batch(first, size, *part)
 
     def _validate(self, step: int) -> None:
-        """Measures loss and perplexity on the held-out text. Collective."""
-        training, pipe = self._config.training, self._pipe
-        texts = [text for text in load_texts(self._folder.inputs, "validation") if text.num_documents]
-        sequences = sequences_of(texts, self._config.data.packing, training.seq_len, seed=None)
-        total, count = 0.0, 0
-        batches = [*self._batch_size.batches(sequences, sequences.num_sequences)]
-        for first, size in spread_batches(batches, training.eval_batches):
-            mine = sequences.batch(first, size, pipe.replica, pipe.num_replicas)
-            with autocast(self._config, self._device):
-                loss = pipe.evaluate(mine.input_ids, mine.labels, document_ids=mine.document_ids)
-            tokens = sequences.batch(first, size).num_predicted
-            total, count = total + float(loss) * tokens, count + tokens
-        mean = total / count
-        self._reporter.write(ValidationRecord(step, mean, math.exp(mean)))
-        below = unigram_entropy(np.concatenate([text.counted() for text in texts])) - mean
-        self._progress.say(
-            f"step {step}: validation loss {mean:.3f} nats per token, perplexity {math.exp(mean):.1f}; "
-            f"{abs(below):.2f} {'below' if below > 0 else 'above'} the text's unigram entropy"
-        )
+        """Measures the model on the held-out text. Collective."""
+        record, line = self._validation.measure(step)
+        self._reporter.write(record)
+        self._progress.say(line)

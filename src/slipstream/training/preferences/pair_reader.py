@@ -37,7 +37,7 @@ class PairReader:
             raise UnusableRowError(_EQUAL)
         tools = row.get("tools")
         whole = [self._reader.read({"prompt": prompt, "completion": each, "tools": tools}) for each in answers]
-        chosen, rejected = (tuple(part[: self.seq_len] for part in sample) for sample in whole)
+        chosen, rejected = ((tokens[: self.seq_len], labels[: self.seq_len]) for tokens, labels in whole)
         if any(all(label == IGNORED for label in labels[1:]) for _, labels in (chosen, rejected)):
             raise UnusableRowError(_FULL)
         if chosen == rejected:
