@@ -58,7 +58,7 @@ def expected_of_dpo() -> tuple[float, dict[str, float], dict[str, Tensor]]:
     accuracy = float((chosen > rejected).mean())
     assert 0 < accuracy < 1
     return (
-        float(loss),
+        loss.item(),
         {**{name: float(each) for name, each in means.items()}, "accuracy": accuracy},
         gradients(model.named_parameters()),
     )

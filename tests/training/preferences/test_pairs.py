@@ -97,7 +97,10 @@ def test_pairs_from_which_nothing_is_learnt_are_left_out_and_counted() -> None:
     ("row", "problem"),
     [
         ({"chosen": "a", "rejected": "b"}, "row 1: chosen and rejected are texts, which need the column prompt"),
-        ({"prompt": "a", "chosen": [message("assistant", "b")], "rejected": "c"}, "must all be texts, or all be lists"),
+        (
+            {"prompt": "a", "chosen": [message("assistant", "b")], "rejected": "c"},
+            "lists of messages; where",
+        ),
         ({"prompt": [{"from": "user", "value": "a"}], "chosen": [], "rejected": [{}]}, "needs a role"),
     ],
 )
@@ -131,6 +134,13 @@ def test_a_source_says_what_it_has(tmp_path: Path) -> None:
     assert [*source.texts()] == ["say", "a", "say", "b"]
     text = source.tokenise(tokenizer(), None, 9, Progress(None))
     assert text.num_documents == 2
+
+
+def test_messages_are_found_though_the_first_row_is_null(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    good = {"chosen": [message("user", "say"), message("assistant", "a")], "rejected": [message("user", "say")]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in ({**good, "chosen": None}, good)))
+    assert PairSource.of(SourceSection(dataset=str(file)), print).has_messages
 
 
 def pairs(number: int) -> TokenisedText:

@@ -148,6 +148,8 @@ def test_replicas_train_alike(finished: Path, file: Path, tmp_path: Path) -> Non
         np.testing.assert_allclose(kept[0][name], kept[1][name], rtol=1e-5)
     for ours, theirs in zip(lines_of(tmp_path / "run", "grad_norm"), lines_of(finished, "grad_norm"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        if ours["step"] == 1:  # all rewards are 0, but for rounding, and which one is larger is chance
+            del ours["rewards"]["accuracy"], theirs["rewards"]["accuracy"]
         assert ours["rewards"] == pytest.approx(theirs["rewards"], rel=1e-2, abs=1e-3)
 
 

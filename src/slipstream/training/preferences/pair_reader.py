@@ -53,7 +53,8 @@ def _separated(row: Mapping[str, Any]) -> tuple[Any, tuple[Any, Any]]:
         raise UnusableRowError("without content (null)")
     given = [each for each in (prompt, chosen, rejected) if each is not None]
     if not (all(isinstance(each, str) for each in given) or all(isinstance(each, list) for each in given)):
-        raise SlipstreamError("prompt, chosen and rejected must all be texts, or all be lists of messages")
+        hint = "; where chosen and rejected begin with the prompt, leave that column out" if prompt is not None else ""
+        raise SlipstreamError(f"prompt, chosen and rejected must all be texts, or all be lists of messages{hint}")
     if "prompt" in row:
         return prompt, (chosen, rejected)
     if isinstance(chosen, str):

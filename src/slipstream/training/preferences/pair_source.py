@@ -11,7 +11,7 @@ from slipstream.launch import Progress
 from slipstream.training.config import SourceSection
 from slipstream.training.data import TokenisedText, read_rows
 from slipstream.training.data.samples import ChatTemplate, SampleReader
-from slipstream.training.data.samples.open_source import texts_in
+from slipstream.training.data.samples.open_source import is_list, texts_in
 from slipstream.training.preferences.pair_reader import PairReader, read_pairs
 
 
@@ -41,7 +41,7 @@ class PairSource:
     @property
     def has_messages(self) -> bool:
         """Whether rows need a chat template."""
-        return any(isinstance(row["chosen"], list) for row in self.rows.take(1))
+        return is_list(self.rows.features["chosen"])
 
     @property
     def num_closed(self) -> int:

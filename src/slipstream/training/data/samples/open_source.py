@@ -59,7 +59,7 @@ class OpenSource:
 
     @property
     def _is_plain(self) -> bool:
-        return self.form == "prompt-completion" and not isinstance(self.rows.features["completion"], _list_types())
+        return self.form == "prompt-completion" and not is_list(self.rows.features["completion"])
 
     def texts(self) -> Iterator[str]:
         """Yields the texts in all rows, for a tokenizer to be trained on."""
@@ -85,10 +85,11 @@ class OpenSource:
             return tokenise_samples(self.rows, reader, self.source.name, seq_len, progress.say, show)
 
 
-def _list_types() -> tuple[type, ...]:
+def is_list(feature: Any) -> bool:
+    """Returns whether a column, by what `datasets` says of it, holds lists, such as of messages."""
     from datasets import LargeList, List
 
-    return list, List, LargeList
+    return isinstance(feature, (list, List, LargeList))
 
 
 def texts_in(value: Any) -> Iterator[str]:
