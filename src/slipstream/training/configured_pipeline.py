@@ -14,6 +14,7 @@ from slipstream.parallel import make_mesh
 from slipstream.pipeline import Pipeline
 from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
 from slipstream.training.config import Config
+from slipstream.training.preferences import preference_loss
 from slipstream.training.run_folder import RunFolder
 
 
@@ -29,6 +30,8 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
         ),
         **changes,
     }
+    if config.preference is not None:
+        settings["loss_fn"] = preference_loss(config.preference)
     if config.model.pretrained:
         path, lora = str(config.model.path), config.lora
         adapter = {} if lora is None else {"lora": lora.peft_config(path), "lora_seed": config.training.seed}

@@ -212,8 +212,11 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: Ru
     if rates is not None:
         settings["data"] = {"packing": config.data.packing}
         settings["plan"]["rates"] = rates.to_json()
+    source = "corpus=python-stdlib"
+    if config.preference is not None:
+        settings["preference"], source = config.preference.model_dump(mode="json"), "dataset=pairs.jsonl"
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)
-    train = f"slipstream train {folder.plan} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10"
+    train = f"slipstream train {folder.plan} --data.{source} --training.output=runs/x --training.steps=10"
     folder.plan.write_text(f"# Written by `slipstream train`.\n# {train}\n{text}", encoding="utf-8")
 
 

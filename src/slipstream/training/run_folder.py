@@ -3,6 +3,7 @@
 output/
   slipstream-run/      the list of the files that runs made here, and whose folder it is while a run is going on
   config.yaml          the settings it ran with
+  reference.safetensors  with preference, how probable each answer was before the training, on which every loss depends
   inputs/              the tokens, the tokenizer and the model's configuration; run_id, by which ranks see that
                        they share the folder
   plan.yaml            the plan that was made where the configuration left it open, as a configuration of another run
@@ -47,6 +48,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.inputs = path / "inputs"
         self.run_id = self.inputs / "run_id"
+        self.reference = path / "reference.safetensors"
         self.plan = path / "plan.yaml"
         self.planned_schedule = path / "plan.txt"
         self.metrics = path / "metrics.jsonl"
@@ -74,6 +76,8 @@ class RunFolder:
         """Returns something in the way that no run has listed as its own, or a model that somebody put here; None where
         there is nothing. `adopts_checkpoints`: whether those that were copied here are to be resumed from."""
         model_files = [self.path / "config.json", *sorted(self.path.glob("*.safetensors"))]
+        if adopts_checkpoints:  # which go on with it
+            model_files = [file for file in model_files if file != self.reference]
         folders = [*self.exports(), self.inputs, self.tensorboard, *([] if adopts_checkpoints else [self.checkpoints])]
         results = (self.schedule, self.timeline, self.perfetto, self.comparison)
         files = (self.config, self.plan, self.planned_schedule, self.metrics, self.failures, *results)

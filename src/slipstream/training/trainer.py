@@ -21,15 +21,13 @@ from slipstream.training.bad_steps import BadSteps
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
 from slipstream.training.corruption import StateCheck
-from slipstream.training.data import (
-    BatchSize,
-    TokenBatch,
-)
+from slipstream.training.data import BatchSize, TokenBatch, TokenisedText, load_texts, sequences_of
 from slipstream.training.data.samples import load_sequences
 from slipstream.training.failure_log import FailureLog
 from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord
 from slipstream.training.optimizers import make_optimizer, make_scheduler
 from slipstream.training.planned_start import facts_of_documents, start_settings
+from slipstream.training.preferences import load_with_reference, mean_rewards, reward_sums
 from slipstream.training.resuming import RunState, load_run, run_shards
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export_model, has_room, write_sample
@@ -67,6 +65,9 @@ class Trainer:
         earlier = saved.facts["tuned"] if saved else None
         planned = start_settings(config, self._sequences, device, progress, earlier, resumes=saved is not None)
         self._pipe = make_pipeline(config, device, **(planned or tuned_settings(config, earlier)))
+        self._validator = Validator(
+            config, self._load_held_out(resumes=saved is not None), self._pipe, device, progress.say
+        )
         self._num_steps = count_steps(training, self._sequences)
         self._optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
         self._scheduler = make_scheduler(self._optimizer, config.optimizer, self._num_steps)
@@ -74,7 +75,6 @@ class Trainer:
         kept = facts_of_documents(planned)
         settings = config.model_dump(mode="json")
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
-        self._validator = Validator(config, self._pipe, device, progress.say)
         self._bad_steps = BadSteps(config, world, device, self._roll_back)
         self._state_check = StateCheck(
             training.check_replicas_every, training.corrupt_replicas == "majority", self._shards, world, progress.say
@@ -86,7 +86,7 @@ class Trainer:
             self._pipe,
             device,
             progress,
-            sequence=(self._sequences.mean_length, self._batch_size.mean(self._sequences)),
+            sequence=self._mean_sequences(),
             resumed_after=self._state.step,
         )
 
@@ -132,6 +132,23 @@ class Trainer:
             ) from error
         with counted_off("writing a sample"):
             write_sample(pipe, self._config, self._progress)
+
+    def _load_held_out(self, resumes: bool) -> list[TokenisedText]:
+        """Returns the held-out text; of preferences with the reference, which the training text then has, too.
+        Collective."""
+        config = self._config
+        if config.preference is None:
+            return load_texts(self._folder.inputs, "validation")
+        with counted_off("computing the reference"):
+            texts = load_with_reference(config, self._pipe, self._progress, resumes)
+        packing, training, weights = config.data.packing, config.training, config.data.weights
+        self._sequences = sequences_of(texts["train"], packing, training.seq_len, training.seed, weights)
+        return texts["validation"]
+
+    def _mean_sequences(self) -> tuple[float, float]:
+        """Returns the mean tokens of what the model sees as a sequence, and the mean number of them in a step."""
+        sequences, number = self._sequences, self._sequences.group_size
+        return sequences.mean_length / number, self._batch_size.mean(sequences) * number
 
     def _steps_left(self) -> Iterator[int]:
         """Yields the numbers of the steps to train, until validations don't improve any more."""
@@ -272,13 +289,20 @@ class Trainer:
         )
         self._interval.note_step(result.seconds)
         bad = judge.act(step, result.loss, result.grad_norm, (state.num_samples, state.num_samples + size))
-        result = result._replace(bad=bad)
+        result = result._replace(bad=bad, rewards=self._rewards(batch))
         state.step, state.num_samples = step, state.num_samples + size
         if self._state_check.after_step(step):
             self._pipe.refresh()
         timeline = self._pipe.timeline()
         asked = self._stop.name
         return self._reporter.report(step, result, data_seconds, batch, timeline, is_trial, asked), timeline
+
+    def _rewards(self, batch: TokenBatch) -> dict[str, float] | None:
+        """Returns the mean rewards of the last step, if it was on preferences. Collective."""
+        section = self._config.preference
+        if section is None or batch.sequence_values is None:
+            return None
+        return mean_rewards(reward_sums(self._pipe, batch.sequence_values, section))
 
     def _before_update(self) -> None:
         self._state_check.before_update()

@@ -23,6 +23,7 @@ class StepResult(NamedTuple):
     lr: float
     seconds: float
     optimizer_seconds: float  # of them, of clipping and update
+    rewards: dict[str, float] | None = None  # of preferences, means over pairs
     bad: dict[str, Any] | None = None  # of a step that didn't update: why, its samples, and what was done
 
 
@@ -43,9 +44,11 @@ def train_step(
     """
     started, optimizer, lr = time.perf_counter(), scheduler.optimizer, float(scheduler.get_last_lr()[0])
     optimizer.zero_grad()
-    scaled = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
+    given: dict[str, Any] = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
+    if batch.sequence_values is not None:
+        given["sequence_values"] = batch.sequence_values
     with autocast(config, device):
-        loss = model.step(batch.input_ids, batch.labels, document_ids=batch.document_ids, **scaled)
+        loss = model.step(batch.input_ids, batch.labels, document_ids=batch.document_ids, **given)
     began = time.perf_counter()
     norm = float(model.clip_grad_norm_(config.optimizer.clip_norm or math.inf))
     if accepts(float(loss), norm):

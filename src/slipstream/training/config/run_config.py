@@ -20,6 +20,7 @@ from slipstream.training.config.data_section import DataSection
 from slipstream.training.config.lora_section import LoraSection
 from slipstream.training.config.optimizer_section import OptimizerSection
 from slipstream.training.config.other_names import OTHER_NAMES, OTHER_VALUES
+from slipstream.training.config.preference_section import PreferenceSection, check_preference
 from slipstream.training.config.validation_rules import check_validations
 
 _LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
@@ -47,6 +48,7 @@ class Config(Record):
     parallel: sections.ParallelSection = sections.ParallelSection()
     runtime: Runtime = Runtime()
     lora: LoraSection | None = None
+    preference: PreferenceSection | None = None
     optimizer: OptimizerSection = OptimizerSection()
     training: sections.TrainingSection
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
@@ -68,6 +70,20 @@ class Config(Record):
         if named or pipeline.get("num_ranks") == 1:
             return values
         return values | {"pipeline": pipeline | {"schedule": "auto", "slices": "auto"}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_answers_apart(cls, values: Any) -> Any:
+        """Takes answers as long as they are, unless the configuration asks for something else."""
+        if isinstance(values, dict) and values.get("preference") is not None and isinstance(values.get("data"), dict):
+            return values | {"data": {"packing": "none"} | values["data"]}
+        return values
+
+    @model_validator(mode="after")
+    def _preference_fits(self) -> Self:
+        if self.preference is not None:
+            check_preference(self.data, self.pipeline)
+        return self
 
     @model_validator(mode="after")
     def _adapter_fits(self) -> Self:
@@ -133,6 +149,8 @@ class Config(Record):
         given = {name: getattr(self.pipeline, name) for name in _PIPELINE_OPTIONS}
         if microbatches is not None:
             given |= {"microbatches": microbatches, "num_microbatches": 1, "slices": None}
+        if self.preference is not None:  # `spread` is refused, and a plan mustn't choose it
+            given["vocabulary"] = "whole"
         return {
             **given,
             "schedule": named_schedule(self.pipeline),
@@ -183,7 +201,8 @@ def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
 
 def _check_batch_tokens(batch_tokens: int, config: Config) -> None:
     """Raises ValueError where a step takes no documents of any length, or may have none for a replica."""
-    least, replicas = config.training.seq_len * config.parallel.data, config.parallel.data
+    replicas, are_pairs = config.parallel.data, config.preference is not None
+    least = config.training.seq_len * replicas * (2 if are_pairs else 1)
     if config.data.packing != "none":
         packing, each = config.data.packing, config.training.seq_len
         raise ValueError(
@@ -194,7 +213,7 @@ def _check_batch_tokens(batch_tokens: int, config: Config) -> None:
     if batch_tokens < least:
         of_each = "" if replicas == 1 else f" for each of parallel.data={replicas} replicas"
         raise ValueError(
-            f"training.batch_tokens={batch_tokens} has no room for a document of "
+            f"training.batch_tokens={batch_tokens} has no room for {'two answers' if are_pairs else 'a document'} of "
             f"training.seq_len={config.training.seq_len} tokens{of_each}; choose {least} or more, or a smaller "
             "training.seq_len, at which longer documents are cut"
         )

@@ -7,6 +7,7 @@ from slipstream.training.data.corpus import read_documents, read_rows
 from slipstream.training.data.mixed_sequences import MixedSequences
 from slipstream.training.data.packed_samples import PackedSamples
 from slipstream.training.data.packing import PackedSequences
+from slipstream.training.data.preference_pairs import PreferencePairs
 from slipstream.training.data.sequences import TokenBatch, TrainingSequences
 from slipstream.training.data.tokenised_text import TokenisedText, load_texts, save_texts, unigram_entropy
 from slipstream.training.data.tokenizer import has_tokenizer, load_tokenizer, tokenise, train_tokenizer
@@ -26,6 +27,8 @@ def sequences_of(
 
 
 def _sequences_of_one(text: TokenisedText, packing: str, seq_len: int, seed: int | None) -> TrainingSequences:
+    if text.group_size > 1:
+        return PreferencePairs(text, seq_len, seed)
     if packing == "none":
         return WholeDocuments(text, seq_len, seed)
     return PackedSequences(text, seq_len, seed) if text.labels is None else PackedSamples(text, seq_len, seed)

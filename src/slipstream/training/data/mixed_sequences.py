@@ -26,7 +26,7 @@ class MixedSequences(TrainingSequences):
     ) -> None:
         """Takes sequences of one packing and one `seq_len`, one for each source."""
         self.parts, self.weights, self.seed = parts, weights, seed
-        self.packing, self.seq_len = parts[0].packing, parts[0].seq_len
+        self.packing, self.seq_len, self.group_size = parts[0].packing, parts[0].seq_len, parts[0].group_size
         self.texts = [text for part in parts for text in part.texts]
         self.num_sequences = sum(part.num_sequences for part in parts)
         self._counts = _counts([part.num_sequences for part in parts], weights)  # in an epoch, of each source
@@ -54,6 +54,11 @@ class MixedSequences(TrainingSequences):
         """Returns the tokens of a sequence."""
         source, place = self._find(index)
         return self.parts[source].length(place)
+
+    def document_lengths(self, index: int) -> list[int]:
+        """Returns the tokens of each document of a sequence without packing."""
+        source, place = self._find(index)
+        return self.parts[source].document_lengths(place)
 
     def row(self, index: int) -> Row:
         """Returns one sequence."""

@@ -23,6 +23,7 @@ class TokenBatch(NamedTuple):
     input_ids: Tensor | list[Tensor]
     labels: Tensor | list[Tensor]  # unshifted, as in transformers
     document_ids: Tensor | None
+    sequence_values: Tensor | None = None  # (sequences,) float64, what a loss of whole sequences takes besides
 
     def document_lengths(self) -> list[int]:
         """Returns the tokens of each document, or of each part of one that is in a sequence, row by row; padding is
@@ -43,11 +44,22 @@ class TokenBatch(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A sequence: its tokens, its labels and its tokens' documents, (T,) int64 each."""
+    """A sequence: its tokens, its labels and its tokens' documents, (T,) int64 each.
+
+    One without packing may be a group of documents, such as two answers: a step takes each of them as a sequence.
+    """
 
     tokens: Array
     labels: Array
     documents: Array | None  # None where it is one document
+    values: Array | None = None  # (documents,) float64, what the loss takes of each besides
+
+    def parts(self) -> list[tuple[Array, Array]]:
+        """Returns tokens and labels of each document."""
+        if self.documents is None:
+            return [(self.tokens, self.labels)]
+        ends = np.flatnonzero(np.diff(self.documents)) + 1
+        return [*zip(np.split(self.tokens, ends), np.split(self.labels, ends), strict=True)]
 
 
 class TrainingSequences(ABC):
@@ -60,6 +72,7 @@ class TrainingSequences(ABC):
         packing: `fixed` where all have `seq_len` tokens, `none` where they are as long as their documents.
         num_sequences: of an epoch.
         texts: what they are made of, source by source.
+        group_size: how many documents are one sequence of `packing` none: 2 for pairs of answers.
         weights: of several sources, the shares of their sequences; None where each comes once in an epoch.
         origin: of a stream, what it reads; it has no texts.
     """
@@ -69,6 +82,7 @@ class TrainingSequences(ABC):
     seed: int | None
     num_sequences: int
     texts: Sequence[TokenisedText]
+    group_size: int = 1
     weights: Sequence[float] | None = None
     origin: Mapping[str, Any] | None = None
 
@@ -93,16 +107,21 @@ class TrainingSequences(ABC):
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
         """Returns one replica's part of sequences `first` to `first + size - 1`. Replicas have equally many sequences
         of one length; of others about as many tokens, and each a sequence at least."""
-        rows = [self.row(index) for index in self._share(first, size, replica, num_replicas)]
-        tokens, labels = ([torch.from_numpy(each) for each in column] for column in list(zip(*rows, strict=True))[:2])
+        rows = [self.row(index) for index in self.share(first, size, replica, num_replicas)]
         if self.packing == "none":
-            return TokenBatch(tokens, labels, None)
+            return _unpacked(rows)
+        tokens, labels = ([torch.from_numpy(each) for each in column] for column in list(zip(*rows, strict=True))[:2])
         documents = np.stack([row.documents for row in rows if row.documents is not None])
         return TokenBatch(torch.stack(tokens), torch.stack(labels), torch.from_numpy(documents))
 
     def lengths(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> list[int]:
-        """Returns the tokens of each sequence of `batch`."""
-        return [self.length(index) for index in self._share(first, size, replica, num_replicas)]
+        """Returns the tokens of each sequence of `batch`; of each document where they are in groups."""
+        shared = self.share(first, size, replica, num_replicas)
+        return [length for index in shared for length in self.document_lengths(index)]
+
+    def document_lengths(self, index: int) -> list[int]:
+        """Returns the tokens of each document of a sequence without packing."""
+        return [self.length(index)]
 
     def num_fitting(self, first: int, num_tokens: int) -> int:
         """Returns how many sequences from `first` on have together at most `num_tokens` tokens; at least one."""
@@ -120,8 +139,8 @@ class TrainingSequences(ABC):
         """Goes to where `state` was taken."""
         raise NotImplementedError
 
-    def _share(self, first: int, size: int, replica: int, num_replicas: int) -> Sequence[int]:
-        """Returns the sequences of a replica, in their order."""
+    def share(self, first: int, size: int, replica: int, num_replicas: int) -> Sequence[int]:
+        """Returns the numbers of the sequences of a replica's `batch`, in their order."""
         if self.packing == "fixed":
             each = size // num_replicas
             return range(first + replica * each, first + (replica + 1) * each)
@@ -143,6 +162,14 @@ class Shuffled:
             if self._seed is not None:
                 self._visits = np.random.default_rng([self._seed, epoch]).permutation(self._visits)
         return int(self._visits[position])
+
+
+def _unpacked(rows: Sequence[Row]) -> TokenBatch:
+    """Returns a batch with each document of the rows as a sequence of its own."""
+    parts = [part for row in rows for part in row.parts()]
+    tokens, labels = ([torch.from_numpy(each) for each in column] for column in zip(*parts, strict=True))
+    values = [row.values for row in rows if row.values is not None]
+    return TokenBatch(tokens, labels, None, torch.from_numpy(np.concatenate(values)) if values else None)
 
 
 def _dealt(lengths: Sequence[int], num_replicas: int) -> list[list[int]]:

@@ -18,18 +18,23 @@ Array = np.ndarray[Any, Any]
 class TokenisedText:
     """Documents in one array: document d is tokens[offsets[d] : offsets[d + 1]].
 
-    Those with `labels` are samples that belong together, such as a conversation, and aren't cut any more.
+    Those with `labels` are samples that belong together, such as a conversation, and aren't cut any more. Of those in
+    groups, each `group_size` documents are held out together, and are trained on in one step.
     """
 
     tokens: Array  # (N,) int32
     offsets: Array  # (D + 1,) int64
     labels: Array | None = None  # (N,) int32, unshifted, -100 where a token doesn't count; None: all count
+    group_size: int = 1  # 2: a chosen answer, the rejected one, the next chosen one, ...
+    values: Array | None = None  # (D,) float64, what the loss takes of each document besides its tokens; not saved
 
     @classmethod
-    def join(cls, documents: Sequence[Array], labels: Sequence[Array] | None = None) -> TokenisedText:
+    def join(
+        cls, documents: Sequence[Array], labels: Sequence[Array] | None = None, group_size: int = 1
+    ) -> TokenisedText:
         """Joins documents, each an array of token ids, and their labels."""
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-        return cls(_joined(documents), offsets, None if labels is None else _joined(labels))
+        return cls(_joined(documents), offsets, None if labels is None else _joined(labels), group_size)
 
     @property
     def num_documents(self) -> int:
@@ -60,7 +65,8 @@ class TokenisedText:
         return max((int(each.max()) for each in arrays if len(each)), default=0)
 
     def split(self, fraction: float, seed: int) -> tuple[TokenisedText, TokenisedText]:
-        """Returns training and validation text: a `fraction` of the documents, drawn by `seed`, is held out.
+        """Returns training and validation text: a `fraction` of the documents, or of their groups, drawn by `seed`, is
+        held out.
 
         If there is one document, it is cut in two, and its end is held out; a single sample with labels isn't cut.
         """
@@ -69,31 +75,37 @@ class TokenisedText:
         if self.num_documents == 1 and self.labels is None:
             cut = round(len(self.tokens) * (1 - fraction))
             return TokenisedText.join([self.tokens[:cut]]), TokenisedText.join([self.tokens[cut:]])
-        order = np.random.default_rng(seed).permutation(self.num_documents)
-        num_held_out = min(max(1, round(self.num_documents * fraction)), self.num_documents - 1)
+        num_groups = self.num_documents // self.group_size
+        order = np.random.default_rng(seed).permutation(num_groups)
+        num_held_out = min(max(1, round(num_groups * fraction)), num_groups - 1)
         held_out, kept = np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
         return self._select(kept), self._select(held_out)
 
-    def _select(self, documents: Sequence[int] | Array) -> TokenisedText:
-        chosen = [int(index) for index in documents]
+    def _select(self, groups: Sequence[int] | Array) -> TokenisedText:
+        size = self.group_size
+        chosen = [int(group) * size + place for group in groups for place in range(size)]
         labels = None if self.labels is None else [self.labels_of(index) for index in chosen]
-        return TokenisedText.join([self.document(index) for index in chosen], labels)
+        return TokenisedText.join([self.document(index) for index in chosen], labels, size)
 
     def save(self, folder: Path, name: str) -> None:
-        """Writes `name`.tokens.npy, `name`.offsets.npy and, where there are labels, `name`.labels.npy."""
+        """Writes `name`.tokens.npy and `name`.offsets.npy, where there are labels `name`.labels.npy, and of documents
+        in groups `name`.group_size.npy."""
         np.save(folder / f"{name}.tokens.npy", self.tokens)
         np.save(folder / f"{name}.offsets.npy", self.offsets)
         if self.labels is not None:
             np.save(folder / f"{name}.labels.npy", self.labels)
+        if self.group_size > 1:
+            np.save(folder / f"{name}.group_size.npy", self.group_size)
 
     @classmethod
     def load(cls, folder: Path, name: str) -> TokenisedText:
         """Returns what `save` wrote; tokens and labels are read from the disk when they are used."""
-        labels = folder / f"{name}.labels.npy"
+        labels, group_size = (folder / f"{name}.{what}.npy" for what in ("labels", "group_size"))
         return cls(
             np.load(folder / f"{name}.tokens.npy", mmap_mode="r"),
             np.load(folder / f"{name}.offsets.npy"),
             np.load(labels, mmap_mode="r") if labels.exists() else None,
+            int(np.load(group_size)) if group_size.exists() else 1,
         )
 
 

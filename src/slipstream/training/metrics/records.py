@@ -20,6 +20,7 @@ import torch
 
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
+from slipstream.training.preferences import describe_rewards
 from slipstream.units import bytes_text
 from slipstream.version import __version__
 
@@ -57,7 +58,7 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of the optimizer. `loss` is the global mean in nats per token."""
+    """One step of the optimizer. `loss` is the global mean: in nats per token, or per pair of answers."""
 
     step: int
     loss: float
@@ -73,6 +74,7 @@ class StepRecord:
     trial: bool | None = None  # True where "auto" was still trying what to run
     tokens: int | None = None  # of the whole batch
     rank_phases: list[dict[str, float]] | None = None  # of each rank the seconds that it computed, without waits
+    rewards: dict[str, float] | None = None  # of preferences: chosen, rejected, margin, accuracy; means over pairs
     bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and what was done
     stragglers: list[str] | None = None  # a line for each rank that has become slow
 
@@ -80,6 +82,8 @@ class StepRecord:
         """Returns what is shown next to the bar, the figures that are watched most first: a narrow terminal has no room
         for the last ones."""
         parts = [f"loss {self.loss:.3f}", f"{self.tokens_per_second:,.0f} tokens/s"]
+        if self.rewards is not None:
+            parts.append(describe_rewards(self.rewards))
         parts += [f"norm {self.grad_norm:.3g}", f"lr {self.lr:.2g}"]
         if self.figures is not None:
             parts.append(f"MFU {self.figures.mfu:.0%}")
@@ -88,11 +92,13 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """The loss (nats per token) and the perplexity on the held-out text after a step."""
+    """The loss (nats per token) and the perplexity on the held-out text after a step; of preferences the loss per pair,
+    and the mean rewards."""
 
     step: int
     validation_loss: float
-    perplexity: float
+    perplexity: float | None = None
+    rewards: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ class Reporter:
             bytes_sent={axis: sum(each[axis] for each in sent) for axis in mine[1]},
             trial=trial or None,
             rank_phases=[{name: round(each, 6) for name, each in rank.items()} for rank in phases],
+            rewards=result.rewards,
             bad=result.bad,
             stragglers=slow or None,
         )

@@ -13,11 +13,12 @@ from slipstream.training.data import save_texts
 from slipstream.training.metrics import check_trackers
 from slipstream.training.ownership import FolderLock
 from slipstream.training.planned_start import what_prevents_a_plan
+from slipstream.training.preferences import check_reference
 from slipstream.training.preflight.folder_check import check_run_folder
 from slipstream.training.preflight.memory_check import check_memory
 from slipstream.training.preflight.model_checks import check_model, load_model_config
 from slipstream.training.preflight.optimizer_check import check_optimizer
-from slipstream.training.preflight.resume_check import check_resume
+from slipstream.training.preflight.resume_check import check_resume, find_saved
 from slipstream.training.preflight.text_preparation import PreparedText, check_amount, check_sample, prepare_text
 from slipstream.training.run_folder import RunFolder
 
@@ -76,4 +77,6 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     check_sample(config.sample, text.tokenizer, model_config)
     check_amount(config, text, progress)
     is_finished = check_resume(config, model_config, text.sequences, progress)
+    if config.preference is not None and not is_finished and find_saved(config) is not None:
+        check_reference(config, {"train": text.train, "validation": text.validation})
     return RunInputs(config, model_config, text, is_finished)

@@ -30,7 +30,7 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
     Raises:
         SlipstreamError: where the text, the order of its samples, or the model is another one.
     """
-    saved = _find(config)
+    saved = find_saved(config)
     if saved is None:
         return False
     _check_adapter(saved, config)
@@ -71,7 +71,7 @@ def _is_exported(saved: SavedCheckpoint, config: Config) -> bool:
     return saved.step == newest and all(folder.listed.is_itemised(each) for each in exported(folder.model, config))
 
 
-def _find(config: Config) -> SavedCheckpoint | None:
+def find_saved(config: Config) -> SavedCheckpoint | None:
     """Returns the checkpoint by what its manifest says; None where there is none, or it is damaged: the ranks, which
     verify every byte, then say which one is taken."""
     resume, folder = config.checkpoint.resume, CheckpointFolder(RunFolder(config.training.output).checkpoints)

@@ -12,6 +12,7 @@ from slipstream.model import longest_sequence
 from slipstream.training import data
 from slipstream.training.config import Config, SampleSection
 from slipstream.training.data.samples import ChatTemplate, OpenSource, show_example, stream_sequences
+from slipstream.training.preferences import PairSource
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     """
     section, training = config.data, config.training
     with progress.waiting("reading text"):
-        sources = [] if section.streaming else [OpenSource.of(each, progress.say) for each in section.all_sources]
+        opened = OpenSource if config.preference is None else PairSource
+        sources = [] if section.streaming else [opened.of(each, progress.say) for each in section.all_sources]
         held_out = _open_validation(config, progress)
     for source in sources:
         progress.say(source.describe())
@@ -59,13 +61,14 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     return PreparedText(tokenizer, texts, validation, sequences)
 
 
-def _open_validation(config: Config, progress: Progress) -> list[OpenSource]:
+def _open_validation(config: Config, progress: Progress) -> list[OpenSource | PairSource]:
     """Returns what `data.validation` names, if anything; errors say that it is meant."""
     source = config.data.validation_source
     if source is None:
         return []
     try:
-        return [OpenSource.of(source, progress.say)]
+        opened = OpenSource if config.preference is None else PairSource
+        return [opened.of(source, progress.say)]
     except SlipstreamError as error:
         raise SlipstreamError(f"data.validation={config.data.validation}: {error}") from error
 
@@ -84,7 +87,9 @@ def _open_stream(
     return sequences, [text]
 
 
-def _make_tokenizer(config: Config, model_config: Any, sources: Sequence[OpenSource], progress: Progress) -> Any:
+def _make_tokenizer(
+    config: Config, model_config: Any, sources: Sequence[OpenSource | PairSource], progress: Progress
+) -> Any:
     """Returns the tokenizer that the configuration names, or one that is trained on the text."""
     name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
     if name is not None and vocab_size is None:
@@ -171,7 +176,8 @@ def _check_validation(config: Config, texts: list[data.TokenisedText]) -> None:
         batches = data.BatchSize(training.batch_size, training.batch_tokens)
         is_enough = any(batches.batches(sequences, sequences.num_sequences))
         if training.batch_tokens is None:
-            unit, given, needed = "sequences", sequences.num_sequences, training.batch_size
+            unit = "sequences" if config.preference is None else "pairs"
+            given, needed = sequences.num_sequences, training.batch_size
     if not is_enough:
         raise SlipstreamError(
             f"the held-out text has {given} {unit}, less than one batch of {needed}; give more text, "

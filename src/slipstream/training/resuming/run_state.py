@@ -127,14 +127,16 @@ def _cut(pipe: Pipeline) -> dict[str, Any]:
 
 def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
     """Returns what decides which sample comes when."""
-    texts = [_describe_text(text) for text in sequences.texts]
+    texts = [describe_text(text) for text in sequences.texts]
     of_them = texts[0] if len(texts) == 1 else {"sources": texts, "weights": sequences.weights}
     if sequences.origin is not None:
         of_them = {**sequences.origin}
-    return {**of_them, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing}
+    grouped = {"group_size": sequences.group_size} if sequences.group_size > 1 else {}
+    return {**of_them, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing, **grouped}
 
 
-def _describe_text(text: TokenisedText) -> dict[str, Any]:
+def describe_text(text: TokenisedText) -> dict[str, Any]:
+    """Returns what tells the tokens and the labels of a text from others."""
     facts = {"num_tokens": len(text.tokens), "crc32": _checksum(text.tokens)}
     return facts if text.labels is None else {**facts, "labels_crc32": _checksum(text.labels)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.training.config import Config
-from slipstream.training.data import BatchSize, load_texts, sequences_of, spread_batches, unigram_entropy
+from slipstream.training.data import BatchSize, TokenBatch, TokenisedText, sequences_of, spread_batches, unigram_entropy
 from slipstream.training.metrics import ValidationRecord
-from slipstream.training.run_folder import RunFolder
+from slipstream.training.preferences import describe_rewards, mean_rewards, reward_sums
 from slipstream.training.training_step import autocast
 from slipstream.training.validation.loss_history import LossHistory
 
@@ -22,8 +22,17 @@ from slipstream.training.validation.loss_history import LossHistory
 class Validator:
     """Validates as configured, and keeps the history of the losses. Every rank makes one."""
 
-    def __init__(self, config: Config, pipe: Pipeline, device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        texts: Sequence[TokenisedText],
+        pipe: Pipeline,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        """Takes the held-out text of every source, of which some may be empty."""
         self._config, self._pipe, self._device, self._say = config, pipe, device, say
+        self._texts = [text for text in texts if text.num_documents]
         training = config.training
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
         self.history = LossHistory(config.checkpoint.keep_best, training.patience)
@@ -34,30 +43,49 @@ class Validator:
         return every > 0 and (step % every == 0 or step == last) and not self.history.has(step)
 
     def validate(self, step: int) -> tuple[ValidationRecord, bool]:
-        """Measures loss and perplexity after a step; returns them, and whether no validation before was as good.
+        """Measures the model after a step; returns what was found, and whether no validation before was as good.
 
         Collective. All ranks judge by the loss of rank 0.
         """
-        loss, entropy = self._measure()
+        loss, rewards = self._measure()
         loss = float(RankGroup(dist.group.WORLD).gather(loss)[0])
-        is_best, below, perplexity = self.history.add(step, loss), entropy - loss, math.exp(loss)
+        is_best = self.history.add(step, loss)
+        if rewards is not None:
+            self._say(f"step {step}: validation loss {loss:.3f} per pair, {describe_rewards(rewards)}")
+            return ValidationRecord(step, loss, rewards=rewards), is_best
+        below, perplexity = self._entropy() - loss, math.exp(loss)
         self._say(
             f"step {step}: validation loss {loss:.3f} nats per token, perplexity {perplexity:.1f}; "
             f"{abs(below):.2f} {'below' if below > 0 else 'above'} the text's unigram entropy"
         )
         return ValidationRecord(step, loss, perplexity), is_best
 
-    def _measure(self) -> tuple[float, float]:
-        """Returns the mean loss on the held-out text, and the text's unigram entropy."""
-        training, pipe = self._config.training, self._pipe
-        texts = [text for text in load_texts(RunFolder(training.output).inputs, "validation") if text.num_documents]
-        sequences = sequences_of(texts, self._config.data.packing, training.seq_len, seed=None)
-        total, count = 0.0, 0
+    def _entropy(self) -> float:
+        return unigram_entropy(np.concatenate([text.counted() for text in self._texts]))
+
+    def _measure(self) -> tuple[float, dict[str, float] | None]:
+        """Returns the mean loss on the held-out text, and of preferences the mean rewards."""
+        training, preference, pipe = self._config.training, self._config.preference, self._pipe
+        sequences = sequences_of(self._texts, self._config.data.packing, training.seq_len, seed=None)
+        total, count, sums = 0.0, 0, torch.zeros(4, dtype=torch.float64)
         batches = [*self._batch_size.batches(sequences, sequences.num_sequences)]
         for first, size in spread_batches(batches, training.eval_batches):
             mine = sequences.batch(first, size, pipe.replica, pipe.num_replicas)
-            with autocast(self._config, self._device):
-                loss = pipe.evaluate(mine.input_ids, mine.labels, document_ids=mine.document_ids)
-            tokens = sequences.batch(first, size).num_predicted
-            total, count = total + float(loss) * tokens, count + tokens
-        return total / count, unigram_entropy(np.concatenate([text.counted() for text in texts]))
+            loss = self._evaluate(mine)
+            # The loss is a mean over tokens, or over pairs.
+            number = size if preference is not None else sequences.batch(first, size).num_predicted
+            total, count = total + loss * number, count + number
+            if preference is not None and mine.sequence_values is not None:
+                sums += reward_sums(pipe, mine.sequence_values, preference).cpu()
+        return total / count, None if preference is None else mean_rewards(sums)
+
+    def _evaluate(self, batch: TokenBatch) -> float:
+        with autocast(self._config, self._device):
+            return float(
+                self._pipe.evaluate(
+                    batch.input_ids,
+                    batch.labels,
+                    document_ids=batch.document_ids,
+                    sequence_values=batch.sequence_values,
+                )
+            )

@@ -59,7 +59,7 @@ class OpenSource:
 
     @property
     def _is_plain(self) -> bool:
-        return self.form == "prompt-completion" and not isinstance(self.rows.features["completion"], _list_types())
+        return self.form == "prompt-completion" and not is_list(self.rows.features["completion"])
 
     def texts(self) -> Iterator[str]:
         """Yields the texts in all rows, for a tokenizer to be trained on."""
@@ -68,7 +68,7 @@ class OpenSource:
             if self.form == "text":
                 yield row
             for column in columns.get(self.form, ()):
-                yield from _texts_in(row[column])
+                yield from texts_in(row[column])
 
     def tokenise(
         self, tokenizer: Any, template: ChatTemplate | None, seq_len: int, progress: Progress
@@ -85,13 +85,14 @@ class OpenSource:
             return tokenise_samples(self.rows, reader, self.source.name, seq_len, progress.say, show)
 
 
-def _list_types() -> tuple[type, ...]:
+def is_list(feature: Any) -> bool:
+    """Returns whether a column, by what `datasets` says of it, holds lists, such as of messages."""
     from datasets import LargeList, List
 
-    return list, List, LargeList
+    return isinstance(feature, (list, List, LargeList))
 
 
-def _texts_in(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """Yields a text, or the contents of messages."""
     if isinstance(value, str):
         yield value

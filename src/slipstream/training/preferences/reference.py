@@ -1,0 +1,149 @@
+"""How probable each answer was before the training: computed once, and kept in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from slipstream.errors import RankFailedError, SlipstreamError
+from slipstream.launch import Progress
+from slipstream.parallel import RankGroup
+from slipstream.pipeline import Pipeline
+from slipstream.training.config import Config
+from slipstream.training.data import BatchSize, PreferencePairs, TokenisedText, load_texts
+from slipstream.training.data.tokenised_text import Array
+from slipstream.training.resuming import describe_base, describe_text
+from slipstream.training.run_folder import RunFolder
+from slipstream.training.training_step import autocast
+
+Texts = Mapping[str, Sequence[TokenisedText]]  # of each part, train and validation, that of every source
+
+
+def load_with_reference(config: Config, pipe: Pipeline, progress: Progress, resumes: bool) -> dict[str, list[Any]]:
+    """Returns the texts of a run, `train` and `validation`, each document with its log-probability by the reference,
+    which is the model as the pipeline has it now. Collective.
+
+    A run that resumes reads what its beginning computed.
+
+    Raises:
+        SlipstreamError: on all ranks, where a run resumes and that isn't there, or is of other answers or weights.
+        RankFailedError: on all ranks, where it can't be written.
+    """
+    folder = RunFolder(config.training.output)
+    texts = {part: load_texts(folder.inputs, part) for part in ("train", "validation")}
+    if resumes:
+        check_reference(config, texts)
+        return _with_values(texts, _read(folder.reference))
+    values: dict[str, Array] = {}
+    total = sum(text.num_documents // 2 for each in texts.values() for text in each)
+    with progress.counting("computing the reference", total) as show:
+        for name, text in _named(texts):
+            values[name] = _log_probabilities(pipe, text, config)
+            show(sum(map(len, values.values())) // 2)
+    _write(pipe, folder, values, _describe(config, texts))
+    progress.say(f"computed the reference of {total:,} pairs, kept in {folder.reference}")
+    return _with_values(texts, values)
+
+
+def check_reference(config: Config, texts: Texts) -> None:
+    """Raises SlipstreamError where the reference of a run that is to be resumed isn't in its folder, is damaged, or is
+    of other answers or weights."""
+    file = RunFolder(config.training.output).reference
+    again = "or train from the beginning in another folder"
+    if not file.exists():
+        raise SlipstreamError(
+            f"there is no {file}, which says how probable each answer was before the training, and which the run can't "
+            f"be resumed without; put it back, {again}"
+        )
+    try:
+        with safe_open(file, framework="np") as opened:
+            was = json.loads(opened.metadata()["slipstream"])
+            _read(file)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise SlipstreamError(f"{file} is damaged ({error}); put a copy back, {again}") from error
+    now = json.loads(json.dumps(_describe(config, texts)))
+    what = {"base": "weights", "train": "answers", "validation": "held-out answers"}
+    if different := [words for part, words in what.items() if was.get(part) != now[part]]:
+        raise SlipstreamError(
+            f"{file} is of other {' and '.join(different)} than the run has now; resume with the model and the data "
+            f"that it began with, {again}"
+        )
+
+
+def _describe(config: Config, texts: Texts) -> dict[str, Any]:
+    """Returns what the reference depends on."""
+    model, seed = config.model, config.training.seed
+    base = describe_base(str(model.path)) if model.pretrained else {"seed": seed}
+    return {"base": base, **{part: [describe_text(text) for text in each] for part, each in texts.items()}}
+
+
+def _log_probabilities(pipe: Pipeline, text: TokenisedText, config: Config) -> Array:
+    """Returns those of all documents, (D,) float64. Collective."""
+    if not text.num_documents:
+        return np.zeros(0)
+    training, replica = config.training, (pipe.replica, pipe.num_replicas)
+    pairs = PreferencePairs(text, training.seq_len, seed=None)
+    batches, first = BatchSize(training.batch_size, training.batch_tokens), 0
+    numbers, found = list[int](), list[Array]()
+    while first < pairs.num_sequences:  # the last batch begins again with the first pairs
+        size = batches.at(pairs, first)
+        batch = pairs.batch(first, size, *replica)
+        with autocast(config, pipe.device):
+            none = torch.zeros(len(batch.input_ids), dtype=torch.float64)
+            pipe.evaluate(batch.input_ids, batch.labels, sequence_values=none)
+        numbers += pairs.share(first, size, *replica)
+        found.append(pipe.sequence_log_probabilities().cpu().numpy().reshape(-1, 2))
+        first += size
+    values = np.full((pairs.num_sequences, 2), np.nan)
+    for places, each in pipe.axes["dp"].gather((numbers, np.concatenate(found))):
+        values[np.asarray(places) % pairs.num_sequences] = each
+    if not np.isfinite(values).all():
+        number = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
+        raise SlipstreamError(
+            f"the model finds an answer of pair {number + 1} impossible or not a number before the training; check its "
+            "weights, or give another --training.precision"
+        )
+    return values.reshape(-1)
+
+
+def _named(texts: Texts) -> Iterator[tuple[str, TokenisedText]]:
+    for part, each in texts.items():
+        for number, text in enumerate(each):
+            yield f"{part}-{number}", text
+
+
+def _with_values(texts: Texts, values: Mapping[str, Array]) -> dict[str, list[Any]]:
+    return {
+        part: [replace(text, values=values[f"{part}-{number}"]) for number, text in enumerate(each)]
+        for part, each in texts.items()
+    }
+
+
+def _read(file: Path) -> dict[str, Array]:
+    with safe_open(file, framework="np") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it isn't iterable
+
+
+def _write(pipe: Pipeline, folder: RunFolder, values: dict[str, Array], facts: dict[str, Any]) -> None:
+    """Writes the file on the leader, whole or not at all. Collective."""
+    problem, part = None, folder.reference.with_suffix(".part")
+    if pipe.leads:
+        try:
+            folder.listed.add(folder.reference, part)
+            save_file(values, part, metadata={"slipstream": json.dumps(facts)})
+            part.replace(folder.reference)
+        except (OSError, SafetensorError) as error:
+            problem = str(error)
+    if found := next(filter(None, RankGroup(dist.group.WORLD).gather(problem)), None):
+        raise RankFailedError(
+            f"the reference can't be written to {folder.reference}: {found}. Make room, and try again"
+        )

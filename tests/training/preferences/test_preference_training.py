@@ -1,0 +1,224 @@
+"""A training on preferences from a file to an exported model: its reference, its figures, resumed and on replicas."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.training.config import load_config
+from slipstream.training.config.config_file import parse_config
+from slipstream.training.data import TokenisedText, load_texts
+from slipstream.training.preflight import preflight
+from support.forked import COMMAND, launch
+from support.preferences import log_probabilities
+
+BETA = 0.5
+SETTINGS: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "vocab_size": 300,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.1,
+        }
+    },
+    "data": {"validation_fraction": 0.2},
+    "preference": {"beta": BETA},
+    "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2},
+    "runtime": {"self_check": False},
+    "optimizer": {"lr": 0.003},
+    "training": {"seq_len": 64, "batch_size": 4, "steps": 6, "eval_every": 6},
+    "checkpoint": {"every": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers in small letters are preferred; a pair has equal answers."""
+    rows = []
+    for number in range(50):
+        word = ("ant", "bee", "cow", "dog")[number % 4]
+        chosen = " ".join([word] * (1 + number % 3)) + "."
+        rejected = chosen if number == 17 else " ".join([word.upper()] * (1 + number % 5)) + "!"
+        rows.append({"prompt": f"say {word} {number}: ", "chosen": chosen, "rejected": rejected})
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train(output: Path, file: Path, *more: str, num_processes: int = 2) -> str:
+    config = output.with_suffix(".yaml")
+    config.write_text(yaml.safe_dump({**SETTINGS, "data": {**SETTINGS["data"], "dataset": str(file)}}))
+    ended = launch(num_processes, COMMAND, "train", str(config), f"--training.output={output}", *more)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
+    output = tmp_path_factory.mktemp("finished") / "run"
+    said = train(output, file)
+    assert "left out 1 of 50 pairs: 1 with equal answers (first: row 18)" in said
+    return output
+
+
+def lines_of(output: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if name in line]
+
+
+def found_by(model: PreTrainedModel, text: TokenisedText) -> NDArray[np.float64]:
+    """The log-probability of every answer, each alone."""
+    found = []
+    for document in range(text.num_documents):
+        both = [text.document(document), text.labels_of(document)]
+        with torch.no_grad():
+            found.append(log_probabilities(model, *(torch.from_numpy(each.astype(np.int64))[None] for each in both)))
+    return torch.cat(found).double().numpy()
+
+
+def test_the_reference_is_the_model_before_the_training(finished: Path) -> None:
+    torch.manual_seed(0)
+    before = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(finished / "inputs"))
+    kept = load_file(finished / "reference.safetensors")
+    assert sorted(kept) == ["train-0", "validation-0"]
+    for part in ("train", "validation"):
+        (text,) = load_texts(finished / "inputs", part)
+        np.testing.assert_allclose(kept[f"{part}-0"], found_by(before, text), rtol=1e-4)
+
+
+def test_the_figures_are_those_of_the_exported_model(finished: Path) -> None:
+    first, *_, last = lines_of(finished, "grad_norm")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["rewards"]["margin"] == pytest.approx(0, abs=1e-5)
+    assert last["loss"] < 0.6
+    (measured,) = lines_of(finished, "validation_loss")
+    (text,) = load_texts(finished / "inputs", "validation")
+    after = found_by(AutoModelForCausalLM.from_pretrained(finished / "model"), text)
+    kept = load_file(finished / "reference.safetensors")["validation-0"]
+    used = text.num_documents // 2 // 4 * 4  # whole batches of pairs
+    chosen, rejected = (BETA * (after - kept)).reshape(-1, 2)[:used].T
+    margins = chosen - rejected
+    assert measured["validation_loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), rel=1e-3)
+    expected = {"chosen": chosen.mean(), "rejected": rejected.mean(), "margin": margins.mean()}
+    assert measured["rewards"] == pytest.approx({**expected, "accuracy": (margins > 0).mean()}, rel=1e-3)
+    assert "perplexity" not in measured
+
+
+def begun(whole: Path, output: Path, *parts: str) -> Path:
+    """A folder with the checkpoint of step 3, and these parts of the run."""
+    shutil.copytree(whole / "checkpoints" / "step-00000003", output / "checkpoints" / "step-00000003")
+    for part in parts:
+        shutil.copy(whole / part, output / part)
+    return output
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(finished: Path, file: Path, tmp_path: Path) -> None:
+    output = begun(finished, tmp_path / "half", "reference.safetensors")
+    train(output, file, "--checkpoint.resume=latest")
+    wanted, found = (lines_of(each, "grad_norm") for each in (finished, output))
+    assert len(found) == 3
+    for name in ("step", "loss", "grad_norm", "tokens", "rewards"):
+        assert [step[name] for step in found] == [step[name] for step in wanted[3:]]
+    kept = [(each / "reference.safetensors").read_bytes() for each in (finished, output)]
+    assert kept[0] == kept[1]
+
+
+def test_replicas_train_alike(finished: Path, file: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", file, "--pp=1", "--dp=2")
+    kept = [load_file(each / "reference.safetensors") for each in (finished, tmp_path / "run")]
+    for name in kept[0]:
+        np.testing.assert_allclose(kept[0][name], kept[1][name], rtol=1e-5)
+    for ours, theirs in zip(lines_of(tmp_path / "run", "grad_norm"), lines_of(finished, "grad_norm"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        if ours["step"] == 1:  # all rewards are 0, but for rounding, and which one is larger is chance
+            del ours["rewards"]["accuracy"], theirs["rewards"]["accuracy"]
+        assert ours["rewards"] == pytest.approx(theirs["rewards"], rel=1e-2, abs=1e-3)
+
+
+def test_an_adapter_begins_at_its_reference(finished: Path, file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    output = tmp_path / "run"
+    base = ["--model.config=null", f"--model.path={finished / 'model'}", "--lora={}", "--lora.export=adapter"]
+    train(output, file, *base, "--pp=1", "--training.steps=2", num_processes=1)
+    first, second = lines_of(output, "grad_norm")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert second["loss"] < first["loss"]
+    assert (output / "adapter").exists()
+
+
+def resumed(output: Path, file: Path, *more: str) -> None:
+    config = output.with_suffix(".yaml")
+    config.write_text(yaml.safe_dump({**SETTINGS, "data": {**SETTINGS["data"], "dataset": str(file)}}))
+    overrides = [f"training.output={output}", "checkpoint.resume=latest", *more]
+    preflight(load_config(config, overrides), Progress(None))
+
+
+def test_a_run_without_its_reference_is_not_resumed(finished: Path, file: Path, tmp_path: Path) -> None:
+    output = begun(finished, tmp_path / "half")
+    with pytest.raises(SlipstreamError, match=r"there is no .*reference.safetensors.* put it back, or train from"):
+        resumed(output, file)
+    shutil.copy(finished / "reference.safetensors", output)
+    resumed(output, file)
+    whole = (output / "reference.safetensors").read_bytes()
+    (output / "reference.safetensors").write_bytes(whole[:-8])
+    with pytest.raises(SlipstreamError, match=r"reference.safetensors is damaged"):
+        resumed(output, file)
+    save_file(load_file(finished / "reference.safetensors"), output / "reference.safetensors", {"slipstream": "{}"})
+    with pytest.raises(SlipstreamError, match="is of other weights and answers and held-out answers than the run has"):
+        resumed(output, file)
+
+
+def parsed(**changes: Any) -> Any:
+    values = {**SETTINGS, "data": {"dataset": "pairs.jsonl"}}
+    for section, settings in changes.items():
+        values[section] = {**values.get(section, {}), **settings}
+    return parse_config({**values, "training": {**values["training"], "output": "run"}})
+
+
+def test_pairs_are_taken_as_long_as_they_are() -> None:
+    config = parsed()
+    assert config.data.packing == "none"
+    assert config.pipeline_options()["vocabulary"] == "whole"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"data": {"packing": "fixed"}}, "data.packing=fixed with preference"),
+        ({"data": {"streaming": True, "tokenizer": "x"}}, "data.streaming=true with preference"),
+        ({"data": {"form": "messages"}}, "data.form=messages with preference"),
+        ({"data": {"loss": "all"}}, "data.loss=all with preference"),
+        ({"data": {"text_column": "x"}}, "data.text_column=x with preference"),
+        ({"data": {"dataset": None, "files": ["x"]}}, "preference needs pairs; give data.dataset"),
+        ({"data": {"dataset": "x.txt"}}, "data.dataset=x.txt has lines and no pairs"),
+        ({"data": {"dataset": None, "sources": [{"files": ["x"]}]}}, r"give data.sources\[0\].dataset"),
+        ({"pipeline": {"vocabulary": "spread"}}, "pipeline.vocabulary=spread with preference"),
+        ({"pipeline": {"router_loss": "per_layer"}}, "pipeline.router_loss=per_layer with preference"),
+        ({"training": {"batch_tokens": 100, "batch_size": None}}, "has no room for two answers of .*choose 128 or"),
+        ({"training": {"batch_size": 1}}, "can't be cut into pipeline.num_microbatches=2 parts"),
+        ({"preference": {"label_smoothing": 0.5}}, "label_smoothing"),
+        ({"preference": {"loss": "ipo"}}, "preference.loss"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_pairs_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SlipstreamError, match=problem):
+        parsed(**changes)
