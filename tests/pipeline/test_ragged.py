@@ -196,7 +196,7 @@ def test_layers_without_cut_tokens_take_whole_microbatches() -> None:
         ({"microbatches": [[3, [32]]]}, "slices of 32 tokens in all, but training.seq_len has rows of 64"),
         ({"microbatches": [[3, [64]]], "slices": 8}, "pipeline.microbatches says what pipeline.slices does"),
         ({"microbatches": [[3, [64]]], "num_microbatches": 1}, "what pipeline.num_microbatches does; give one of"),
-        ({"microbatches": [[3, [0, 64]]]}, "pipeline.microbatches=0 isn't allowed"),
+        ({"microbatches": [[3, [0, 64]]]}, "pipeline.microbatches[0][1][0]=0: give"),
     ],
 )
 def test_a_configuration_is_refused_before_anything_runs(pipeline: dict[str, Any], words: str) -> None:

@@ -277,7 +277,7 @@ def test_epochs_end_where_a_step_by_tokens_does(text: Path, tmp_path: Path) -> N
             {"batch_tokens": 128},
             "training.batch_size=4 and training.batch_tokens=128 both say what a step takes; give one of the two, and",
         ),
-        ("data", {"packing": "nnoe"}, "data.packing='nnoe' isn't allowed: input should be 'fixed' or 'none'"),
+        ("data", {"packing": "nnoe"}, "data.packing='nnoe': give 'fixed' or 'none'; did you mean data.packing=none?"),
     ],
 )
 def test_settings_for_one_length_are_refused(section: str, values: dict[str, Any], words: str) -> None:
@@ -305,7 +305,7 @@ def test_settings_for_one_length_are_refused(section: str, values: dict[str, Any
             "parallel.data=4 replicas; choose 256 or more",
         ),
         ({"training": {"batch_tokens": 63}}, "training.batch_tokens=63 has no room for a document of training.seq_len"),
-        ({"training": {"batch_tokens": 0}}, "training.batch_tokens=0 isn't allowed: input should be greater than 0"),
+        ({"training": {"batch_tokens": 0}}, "training.batch_tokens=0: give a whole number from 1"),
     ],
 )
 def test_tokens_of_a_step_that_fit_nothing_are_refused(sections: dict[str, dict[str, Any]], words: str) -> None:

@@ -117,10 +117,12 @@ class _Trial:
         return [parameter.detach() for parameter in parameters], optimizer
 
     def _are_equal(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-        return all(
-            float((one - other).abs().max()) <= self._bound * float(other.abs().max())
-            for one, other in zip(some, others, strict=True)
-        )
+        return all(self._is_equal(one, other) for one, other in zip(some, others, strict=True))
+
+    def _is_equal(self, one: Tensor, other: Tensor) -> bool:
+        # A learning rate may be so large that the toys overflow, alike whether or not they are cut.
+        largest = other[other.isfinite()].abs().amax() if other.isfinite().any() else torch.zeros(())
+        return torch.allclose(one, other, rtol=0, atol=self._bound * float(largest), equal_nan=True)
 
     def _changed(self, optimizer: Optimizer) -> Iterator[str]:
         fresh = make_optimizer([Parameter(toy[0].clone()) for toy in self._toys], self._settings)
