@@ -53,7 +53,7 @@ BATCHES: list[tuple[tuple[Any, Any], str]] = [
     ((torch.cat([TOKENS] * 3, dim=1),) * 2, "the sequence has 96 tokens, but 'llama' has max_position_embeddings=64"),
     ((TOKENS[:, :1], TOKENS[:, :1]), "slices=2: a sequence of 1 tokens takes 1 to 1 slices"),
     ((TOKENS.numpy(), TOKENS), "inputs are of type ndarray: give a tensor"),
-    ((TOKENS, None), "targets are of type NoneType: give a tensor"),
+    ((TOKENS, None), "targets are missing: give step(inputs, targets)"),
 ]
 
 
