@@ -50,6 +50,18 @@ def state(page: ElementTree.Element) -> str | None:
     return next(each.text for each in page.iter("span") if each.get("class") == "state")
 
 
+def test_a_run_on_preferences_has_a_loss_per_pair_and_may_end_by_its_patience(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=6, of=60)
+    assert state(page_of(run.path)) == "ended early: step 6 of 60"
+    text = run.config.read_text().replace("training:\n", "training:\n  patience: 2\n")
+    run.config.write_text(f"{text}preference: {{beta: 0.1}}\n")
+    page = page_of(run.path)
+    assert state(page) == "finished: 6 steps"
+    written = ElementTree.tostring(page, encoding="unicode")
+    assert "per pair" in written
+    assert "nats per token" not in written
+
+
 def test_a_finished_run_has_every_section_and_its_numbers(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "run").path)
     assert state(page) == "finished: 6 steps"

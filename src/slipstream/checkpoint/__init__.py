@@ -5,7 +5,7 @@ from slipstream.checkpoint.checkpoint_folder import CheckpointFolder, step_named
 from slipstream.checkpoint.checkpoints import Checkpoints
 from slipstream.checkpoint.finite import describe_non_finite, is_finite
 from slipstream.checkpoint.manifest import Manifest
-from slipstream.checkpoint.optimizer_state import load_training, training_shards
+from slipstream.checkpoint.optimizer_state import kept_parts, load_training, training_shards
 from slipstream.checkpoint.save_interval import SaveInterval
 from slipstream.checkpoint.saved_checkpoint import CheckpointReader, SavedCheckpoint
 from slipstream.checkpoint.tensor_shard import TensorShard

@@ -16,7 +16,7 @@ from slipstream.errors import SlipstreamError
 
 
 class Improvement(NamedTuple):
-    """A validation after a step whose loss, in nats per token, was below that of all before."""
+    """A validation after a step whose loss was below that of all before."""
 
     step: int
     loss: float

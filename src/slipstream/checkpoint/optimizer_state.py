@@ -48,6 +48,11 @@ def training_shards(parts: Iterable[ParameterShard], optimizer: Optimizer | None
                 yield _shard_of(part, kind, value, optimizer)
 
 
+def kept_parts(parts: Iterable[ParameterShard], has_adapter: bool) -> Iterator[ParameterShard]:
+    """Yields what a checkpoint keeps: all, or of a model with an adapter what is trained: its base stays as it is."""
+    return (part for part in parts if not has_adapter or part.parameter.requires_grad)
+
+
 def describe_cut(parts: Iterable[ParameterShard], optimizer: Optimizer) -> str:
     """Returns which parameter is cut though the optimizer's update of a part isn't that part of its update, and what to
     do; "" where none is."""

@@ -33,7 +33,7 @@ def generate(
     from slipstream.launch import Progress, make_console
     from slipstream.training.exports import TextWriter, opened_model
 
-    with opened_model(model, remote_code, Progress(make_console()), best) as opened:
+    with opened_model(model, remote_code, Progress(make_console(stderr=True)), best) as opened:
         writer = TextWriter.load(opened, "cuda" if torch.cuda.is_available() else "cpu")
         writer.check(prompt, max_new_tokens)
         print(writer.write(prompt, max_new_tokens, temperature, seed))

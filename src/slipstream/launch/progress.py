@@ -16,11 +16,11 @@ _SPEED_PERIOD = 3600.0  # seconds over which the time left is estimated: rich's 
 _TIME_WIDTH = 14  # of "1:23:45 left" and what separates it
 
 
-def make_console() -> Console:
-    """Returns a console on standard output."""
+def make_console(stderr: bool = False) -> Console:
+    """Returns a console on standard output, or on standard error for a command whose output is its result alone."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, soft_wrap=True, stderr=stderr)
 
 
 class Progress:

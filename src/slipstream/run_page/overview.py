@@ -25,8 +25,9 @@ def overview(runs: Sequence[RunRecord]) -> str:
         Curve(run.name, [(each["step"], finite(each.get("validation_loss"))) for each in run.validations], dots=True)
         for run in shown  # also one without: a run has one colour in both charts
     ]
-    charts = line_chart("training loss", "nats per token", losses, loss_text)
-    charts += line_chart("validation loss", "nats per token", held_out, loss_text)
+    unit = ", or ".join(sorted({run.loss_unit for run in shown}))
+    charts = line_chart("training loss", unit, losses, loss_text)
+    charts += line_chart("validation loss", unit, held_out, loss_text)
     left_out = (
         f"<p class='soft'>The curves are of the first {NUM_COLORS} runs.</p>" if len(shown) < len(with_steps) else ""
     )

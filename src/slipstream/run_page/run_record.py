@@ -49,6 +49,11 @@ class RunRecord:
         return steps if isinstance(steps, int) else None
 
     @property
+    def loss_unit(self) -> str:
+        """What a loss is of."""
+        return "per pair" if self.settings.get("preference") else "nats per token"
+
+    @property
     def restarts(self) -> list[Record]:
         """The starts after the first."""
         return self.starts[1:] if self.starts and not self.starts[0].get("started_after") else self.starts
@@ -62,7 +67,8 @@ class RunRecord:
             return f"running: {at}"
         if self.failures and self.failures[-1]["step"] > self.last_step:
             return f"failed: the numbers of step {self.failures[-1]['step']:,} aren't finite"
-        if self.has_model and self.last_step >= (self.num_steps or 1):
+        has_patience = bool((self.settings.get("training") or {}).get("patience"))  # and may have ended before
+        if self.has_model and (self.last_step >= (self.num_steps or 1) or has_patience):
             return f"finished: {self.last_step:,} steps"
         return f"ended early: {at}" if self.steps else "ended before its first step"
 

@@ -68,7 +68,7 @@ def _headline(run: RunRecord) -> str:
     seconds = sum(finite(step.get("step_seconds")) or 0.0 for step in run.steps)
     last = finite(run.steps[-1].get("loss")) if run.steps else None
     facts = [
-        ("Loss", text_or_dash(last, loss_text), "of the last step, nats per token"),
+        ("Loss", text_or_dash(last, loss_text), f"of the last step, {run.loss_unit}"),
         ("Validation", text_or_dash(held_out[-1] if held_out else None, loss_text), _best(known)),
         ("Tokens per second", text_or_dash(recent(run, "tokens_per_second"), count_text), "all ranks, median"),
         ("Idle", share_text(recent(run, "idle_fraction")), "of the ranks' time, median"),
@@ -102,7 +102,7 @@ def loss_chart(run: RunRecord, marks: Sequence[Mark] = ()) -> str:
     curves = [Curve("training", _points(run.steps, "loss"))]
     if run.validations:
         curves.append(Curve("validation", _points(run.validations, "validation_loss"), dots=True))
-    chart = line_chart("loss", "nats per token", curves, loss_text, marks)
+    chart = line_chart("loss", run.loss_unit, curves, loss_text, marks)
     return chart or "<p>No loss is finite.</p>"
 
 

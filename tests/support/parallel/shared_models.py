@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from transformers import (
 
 from slipstream.model import IGNORED, causal_cross_entropy, find_anatomy, meta_model
 from slipstream.model.adapters import is_wrapper
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel, adapted_plan, find_tensor_plan, vocabulary_cross_entropy
 from support.architectures import ARCHITECTURES, VOCABULARY, build, labels_of, llama
@@ -104,6 +106,17 @@ class Shared:
         loss = vocabulary_cross_entropy(self.parallel.group, self.parallel.first_id, IGNORED)
         total, count = loss(logits[:, :-1], labels[:, 1:])
         return total / count
+
+    def step(self, inputs: Tensor, labels: Tensor, defers: bool) -> Tensor:
+        """Forward and backward; weight gradients by autograd, or in place and deferred."""
+        if defers:
+            add_weight_gradients_in_place(self.model)
+        with defer_weight_gradients() if defers else nullcontext([]) as work:
+            loss = self.loss(inputs, labels)
+            loss.backward()
+        for each in work:
+            each()
+        return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the whole model, put together from what all processes have; each place must be covered."""

@@ -288,6 +288,8 @@ def test_a_prompt_is_continued_as_transformers_does(run: RunFolder) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == tokenizer.decode(likeliest[0], skip_special_tokens=True) + "\n"
     assert ended.stderr == ""
+    of_checkpoint = slipstream_command("generate", run.checkpoints / f"step-{STEPS:08}", "7 is", "--max-new-tokens=9")
+    assert of_checkpoint.stdout == ended.stdout  # the text alone, also where a checkpoint has to be read before
 
 
 @pytest.mark.more

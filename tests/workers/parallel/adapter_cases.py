@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 
 from slipstream import SlipstreamError
 from slipstream.model.adapters import adapter_dropouts
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
 from slipstream.parallel import RankGroup
 from support.architectures import BOUND, gradient_error
 from support.parallel.shared_models import Shared, batch, whole_model, whole_step
@@ -65,13 +63,7 @@ def compare(name: str, group: RankGroup) -> None:
     expected_loss, expected = whole_step(whole, inputs, labels)
     for sequence, defers in ((False, False), (False, True), (True, True)):
         shared = Shared(whole, group, sequence)
-        if defers:
-            add_weight_gradients_in_place(shared.model)
-        with defer_weight_gradients() if defers else nullcontext([]) as work:
-            loss = shared.loss(inputs, labels)
-            loss.backward()
-        for each in work:
-            each()
+        loss = shared.step(inputs, labels, defers)
         assert abs(loss - expected_loss) < BOUND, f"{name}, {sequence}, {defers}: the loss"
         found = shared.gradients()
         assert found.keys() == expected.keys()

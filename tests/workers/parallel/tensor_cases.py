@@ -6,7 +6,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from slipstream import SlipstreamError
 from slipstream.model import IGNORED, LayerRange, causal_cross_entropy, find_anatomy, find_halves
 from slipstream.model.hooks.layer_arguments import with_hidden_states
 from slipstream.model.model_cutting import copy_with_shared_weights, keep_layers
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import vocabulary_cross_entropy
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
@@ -36,13 +34,7 @@ def compare(name: str, group: RankGroup) -> None:
     for sequence in (False, True):
         for defers in (False, True):
             shared = Shared(whole, group, sequence)
-            if defers:
-                add_weight_gradients_in_place(shared.model)
-            with defer_weight_gradients() if defers else nullcontext([]) as work:
-                loss = shared.loss(inputs, labels)
-                loss.backward()
-            for each in work:
-                each()
+            loss = shared.step(inputs, labels, defers)
             assert abs(loss - expected_loss) < BOUND, f"{name}, {sequence}, {defers}: the loss"
             error = gradient_error(expected, shared.gradients())
             assert error < BOUND, f"{name}, sequence={sequence}, defers={defers}: {error}"

@@ -14,6 +14,7 @@ from slipstream.checkpoint import (
     Checkpoints,
     SavedCheckpoint,
     TensorShard,
+    kept_parts,
     load_training,
     training_shards,
 )
@@ -122,9 +123,7 @@ def _problem(saved: SavedCheckpoint, engine: Engine, everywhere: set[str]) -> st
 
 
 def _kept(engine: Engine) -> Iterator[ParameterShard]:
-    """Yields what a checkpoint keeps of the parameters: the base model of an adapter stays as it is."""
-    has_adapter = _adapter(engine) is not None
-    return (shard for shard in engine.parameters.shards() if not has_adapter or shard.parameter.requires_grad)
+    return kept_parts(engine.parameters.shards(), _adapter(engine) is not None)
 
 
 def _buffers(engine: Engine, writes: bool = False) -> list[TensorShard]:

@@ -41,7 +41,7 @@ def load_tokenizer(name: str, trusts_code: bool = False) -> Any:
             ) from error
         raise SlipstreamError(
             f"{_absence(name, error)} Name one with --data.tokenizer=..., a folder or hub name."
-        ) from (error)
+        ) from error
     if type(tokenizer).__module__.startswith("transformers_modules"):
         type(tokenizer).register_for_auto_class()  # so that an export has the code, too
     return tokenizer

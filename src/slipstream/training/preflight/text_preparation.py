@@ -10,7 +10,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.model import longest_sequence
 from slipstream.training import data
-from slipstream.training.config import Config, SampleSection
+from slipstream.training.config import Config, SampleSection, SourceSection
 from slipstream.training.data.samples import ChatTemplate, OpenSource, show_example, stream_sequences
 from slipstream.training.preferences import PairSource
 
@@ -35,8 +35,7 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     """
     section, training = config.data, config.training
     with progress.waiting("reading text"):
-        opened = OpenSource if config.preference is None else PairSource
-        sources = [] if section.streaming else [opened.of(each, progress.say) for each in section.all_sources]
+        sources = [] if section.streaming else [_open(config, each, progress) for each in section.all_sources]
         held_out = _open_validation(config, progress)
     for source in sources:
         progress.say(source.describe())
@@ -61,14 +60,18 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     return PreparedText(tokenizer, texts, validation, sequences)
 
 
+def _open(config: Config, source: SourceSection, progress: Progress) -> OpenSource | PairSource:
+    kind = OpenSource if config.preference is None else PairSource
+    return kind.of(source, progress.say)
+
+
 def _open_validation(config: Config, progress: Progress) -> list[OpenSource | PairSource]:
     """Returns what `data.validation` names, if anything; errors say that it is meant."""
     source = config.data.validation_source
     if source is None:
         return []
     try:
-        opened = OpenSource if config.preference is None else PairSource
-        return [opened.of(source, progress.say)]
+        return [_open(config, source, progress)]
     except SlipstreamError as error:
         raise SlipstreamError(f"data.validation={config.data.validation}: {error}") from error
 

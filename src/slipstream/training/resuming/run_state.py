@@ -11,9 +11,8 @@ import numpy as np
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, load_training, training_shards
+from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, kept_parts, load_training, training_shards
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import ParameterShard
 from slipstream.parallel.replicas import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.saving import describe_model
@@ -31,7 +30,7 @@ def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
 
     Raises SlipstreamError for state that no other mesh could load.
     """
-    return training_shards(_kept(pipe), optimizer)
+    return training_shards(kept_parts(pipe.parameter_shards(), pipe.adapter is not None), optimizer)
 
 
 def load_run(checkpoints: Checkpoints, saved: SavedCheckpoint, pipe: Pipeline, optimizer: Optimizer) -> None:
@@ -39,12 +38,7 @@ def load_run(checkpoints: Checkpoints, saved: SavedCheckpoint, pipe: Pipeline, o
 
     Raises SlipstreamError, on all ranks and before any tensor is changed, where the checkpoint doesn't fit.
     """
-    load_training(checkpoints, saved, _kept(pipe), optimizer)
-
-
-def _kept(pipe: Pipeline) -> Iterator[ParameterShard]:
-    """Yields what a checkpoint keeps of the parameters: the base model of an adapter stays as it is."""
-    return (shard for shard in pipe.parameter_shards() if pipe.adapter is None or shard.parameter.requires_grad)
+    load_training(checkpoints, saved, kept_parts(pipe.parameter_shards(), pipe.adapter is not None), optimizer)
 
 
 class RunState:

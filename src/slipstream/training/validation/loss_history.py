@@ -14,10 +14,11 @@ class LossHistory:
     Args:
         keeps_best: whether the checkpoints of improvements are kept; they are listed then.
         patience: validations in a row without an improvement after which the run ends; None for never.
+        unit: what a loss is of.
     """
 
-    def __init__(self, keeps_best: bool = False, patience: int | None = None) -> None:
-        self._keeps_best, self._patience = keeps_best, patience
+    def __init__(self, keeps_best: bool = False, patience: int | None = None, unit: str = "nats per token") -> None:
+        self._keeps_best, self._patience, self._unit = keeps_best, patience, unit
         self._improvements: list[Improvement] = []
         self._num_without = 0
         self._last_step = 0
@@ -63,19 +64,18 @@ class LossHistory:
 
     def describe_end(self) -> str:
         """Returns why a run that is out of patience ends."""
-        since = "none has been a number" if self.best is None else f"the best was {_describe(self.best)}"
+        since = "none has been a number" if self.best is None else f"the best was {self._describe(self.best)}"
         validations = "1 validation" if self._num_without == 1 else f"{self._num_without} validations"
         return f"no improvement in {validations} (training.patience={self._patience}): {since}"
 
     def describe_best(self) -> str:
         """Returns which validation was the best; "" where there was none."""
-        return "" if self.best is None else f"best validation loss: {_describe(self.best)}"
+        return "" if self.best is None else f"best validation loss: {self._describe(self.best)}"
+
+    def _describe(self, best: Improvement) -> str:
+        return f"{best.loss:.4f} {self._unit}, after step {best.step}"
 
 
 def is_out_of_patience(facts: Mapping[str, Any], patience: int | None) -> bool:
     """Returns whether a run with the `facts` of a history ends by `training.patience`."""
     return patience is not None and facts.get("num_without_improvement", 0) >= patience
-
-
-def _describe(best: Improvement) -> str:
-    return f"{best.loss:.4f} nats per token, after step {best.step}"

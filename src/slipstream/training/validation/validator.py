@@ -35,7 +35,8 @@ class Validator:
         self._texts = [text for text in texts if text.num_documents]
         training = config.training
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
-        self.history = LossHistory(config.checkpoint.keep_best, training.patience)
+        unit = "nats per token" if config.preference is None else "per pair"
+        self.history = LossHistory(config.checkpoint.keep_best, training.patience, unit)
 
     def is_due(self, step: int, last: int) -> bool:
         """Returns whether there is a validation after a step, and it hasn't been; `last` is the run's last step."""
