@@ -28,6 +28,7 @@ class Hub(threading.Thread):
         self._reports: dict[int, Report] = {}
         self._paused_at = time.monotonic()  # when a rank was last in a phase whose silence doesn't count
         self._looked_at = time.monotonic()
+        self._verdict: dict[str, object] | None = None
         self._verdict_at = 0.0
         listening.setblocking(False)
 
@@ -37,6 +38,8 @@ class Hub(threading.Thread):
             fault, limit = self._judge()
             if fault is not None and not self._verdict_at:
                 self._tell(fault, limit)
+        for each in (self._listening, *(line.connection for line in (*self._strangers, *self._lines.values()))):
+            each.close()
 
     @property
     def has_watchers(self) -> bool:
@@ -46,7 +49,7 @@ class Hub(threading.Thread):
     def _has_ended(self) -> bool:
         """Returns whether nobody needs it any more."""
         is_over = bool(self._verdict_at) and time.monotonic() - self._verdict_at > _SECONDS_TO_LEAVE
-        return is_over or (bool(self._reports) and not self._lines)
+        return is_over or (0 in self._reports and not self._lines)  # rank 0's watcher, in this process, always comes
 
     def _exchange(self, seconds: float) -> None:
         """Takes what watchers say within some seconds."""
@@ -65,6 +68,7 @@ class Hub(threading.Thread):
             for message in line.receive():
                 self._reports[rank].update(message, now)
             if not line.is_open:  # without a rank's watcher nothing more is known of it
+                line.connection.close()
                 del self._lines[rank]
                 self._reports[rank].ending = self._reports[rank].ending or "finished"
 
@@ -84,6 +88,8 @@ class Hub(threading.Thread):
         self._lines[rank] = line
         for message in (first, *others):
             report.update(message, time.monotonic())
+        if self._verdict is not None:  # another rank has ended before this one was watched
+            line.send(self._verdict)
 
     def _judge(self) -> tuple[Fault | None, float]:
         now = time.monotonic()
@@ -114,7 +120,8 @@ class Hub(threading.Thread):
         fault = self._judge()[0] or fault  # more may have died meanwhile
         # of an error of its own the rank tells by itself, and others may be about to end well
         grace = 5.0 if fault.is_failure else 1.5 if fault.is_death else 0.5
-        self._send({"verdict": describe_fault(fault, self._reports, limit), "grace": grace})
+        self._verdict = {"verdict": describe_fault(fault, self._reports, limit), "grace": grace}
+        self._send(self._verdict)
         self._verdict_at = time.monotonic() + grace
 
     def _send(self, message: dict[str, object]) -> None:
