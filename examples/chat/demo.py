@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 QUESTION = "user:\nshout owl\nassistant:\n"
-INTERRUPTED_AFTER = 50  # steps, which lie between two checkpoints
+INTERRUPTED_AFTER = 30  # steps, which lie between two checkpoints
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     adapt = ["train", str(HERE / "lora.yaml"), f"--model.path={base / 'model'}"]
     anew = "--training.overwrite=true"
 
-    say("A small Llama learns Python for a minute")
+    say("A small Llama learns Python")
     slipstream("train", str(HERE / "pretrain.yaml"), f"--training.output={base}", anew)
     say(f"An adapter learns to answer, until Ctrl-C after step {INTERRUPTED_AFTER}")
     interrupt(*adapt, f"--training.output={adapted}", anew, metrics=adapted / "metrics.jsonl")
