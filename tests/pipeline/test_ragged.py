@@ -28,6 +28,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.examples import examples
+from support.live_memory import limit_that_would_do
 from support.options import grouped
 from support.sequences.sliced_layers import CASES, ROWS, TARGET
 
@@ -145,10 +146,10 @@ def test_each_microbatch_has_its_own_memory() -> None:
 
     needed = []
     for sizes in ((3, 1), (1, 3)):
-        with pytest.raises(SlipstreamError, match=r"memory\.limit=1000 bytes, but rank . would hold \d+") as problem:
+        with pytest.raises(SlipstreamError, match=r"memory\.limit=1000 \(1\.00 kB\), but rank . would hold") as problem:
             pipeline(1000, *sizes).step(inputs, inputs)
-        held = float(str(problem.value).partition("would hold ")[2].partition(",")[0])
-        assert pipeline(1.01 * held, *sizes).step(inputs, inputs) > 0
+        held = limit_that_would_do(problem.value)
+        assert pipeline(held, *sizes).step(inputs, inputs) > 0
         needed.append(held)
     assert needed[0] == pytest.approx(needed[1], rel=0.1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,11 @@ from torch.utils._pytree import tree_leaves
 from slipstream import Action, Op, Pipeline
 from slipstream.pipeline.execution import StepState
 from support.observers import BeforeEach
+
+
+def limit_that_would_do(problem: BaseException) -> int:
+    """The bytes that the refusal of a limit names as enough."""
+    return int(re.findall(r"memory\.limit=(\d+) would do", str(problem))[0])
 
 
 class LiveMemory(TorchDispatchMode):

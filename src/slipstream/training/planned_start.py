@@ -154,7 +154,7 @@ def _plan(
         lambda: planned_vocabulary(model_config, anatomy, num_ranks, config.parallel.tensor, options)
     )
     request = replace(request, vocabulary=vocabulary, tied=bool(anatomy.tied))
-    with progress.waiting("planning: measuring what the model's parts cost, then searching"):
+    with progress.waiting("planning: what the model's parts cost, then the search"):
         return plan_start(model_config, request, ranks, device, progress.say)
 
 
