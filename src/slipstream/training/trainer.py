@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from slipstream.checkpoint import Checkpoints, SavedCheckpoint, SaveInterval, TensorShard
-from slipstream.errors import NonFiniteError, RankFailedError, StoppedRunError
+from slipstream.errors import RankFailedError, StoppedRunError
 from slipstream.launch import Progress, StopRequest
 from slipstream.parallel import RankGroup
 from slipstream.parallel.replicas import LossScale
-from slipstream.pipeline.saving import describe_model
 from slipstream.timeline import Timeline
 from slipstream.training.bad_steps import BadSteps
 from slipstream.training.config import Config
@@ -23,14 +19,14 @@ from slipstream.training.configured_pipeline import make_pipeline, tuned_setting
 from slipstream.training.corruption import StateCheck
 from slipstream.training.data import BatchSize, TokenBatch, TokenisedText, load_texts, sequences_of
 from slipstream.training.data.samples import load_sequences
-from slipstream.training.failure_log import FailureLog
-from slipstream.training.metrics import DiskTrouble, Reporter, SaveRecord, StepRecord
+from slipstream.training.metrics import DiskTrouble, Reporter, StepRecord
 from slipstream.training.optimizers import make_optimizer, make_scheduler
 from slipstream.training.planned_start import facts_of_documents, start_settings
 from slipstream.training.preferences import load_with_reference, mean_rewards, reward_sums
-from slipstream.training.resuming import RunState, load_run, run_shards
+from slipstream.training.resuming import RunState
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.run_results import draw_last_step, export_model, has_room, write_sample
+from slipstream.training.saving import CheckpointedParts, RunCheckpoints
 from slipstream.training.training_step import count_steps, train_step
 from slipstream.training.validation import Validator
 from slipstream.watchdog import counted_off
@@ -45,21 +41,13 @@ class Trainer:
         Collective.
         """
         self._config, self._device, self._progress, self._stop = config, device, progress, stop
-        training, section, world = config.training, config.checkpoint, RankGroup(dist.group.WORLD)
+        training, world = config.training, RankGroup(dist.group.WORLD)
         self._folder = RunFolder(training.output)
-        self._checkpoints = Checkpoints(
-            self._folder.checkpoints, world, section.keep, section.keep_every, progress.say, self._note_save
+        self._checkpoints = RunCheckpoints(
+            config, self._folder, world, progress, written=lambda record: self._reporter.write(record)
         )
-        if world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
-            self._folder.listed.add_folder(self._folder.checkpoints)
-        if section.every or section.keep_best:
-            self._checkpoints.prepare()
-        self._interval = SaveInterval(section.every, section.failures_per_day, world)
-        self._keep_seconds = 0.0  # the longest that a step has waited for what was being saved
         self._disk = DiskTrouble(progress.say)
-        self._failures = FailureLog(self._folder.failures)
-        with counted_off("verifying checkpoints"):
-            saved = self._find_checkpoint(world)
+        saved = self._checkpoints.find_start()
         self._sequences = load_sequences(config, self._folder.inputs, progress.say)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
         earlier = saved.facts["tuned"] if saved else None
@@ -69,18 +57,20 @@ class Trainer:
             config, self._load_held_out(resumes=saved is not None), self._pipe, device, progress.say
         )
         self._num_steps = count_steps(training, self._sequences)
-        self._optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
-        self._scheduler = make_scheduler(self._optimizer, config.optimizer, self._num_steps)
+        optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
+        self._scheduler = make_scheduler(optimizer, config.optimizer, self._num_steps)
         self._loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
         kept = facts_of_documents(planned)
         settings = config.model_dump(mode="json")
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
         self._bad_steps = BadSteps(config, world, device, self._roll_back)
+        self._parts = CheckpointedParts(self._pipe, optimizer, self._state, self._bad_steps, self._validator.history)
+        takes_majority = training.corrupt_replicas == "majority"
         self._state_check = StateCheck(
-            training.check_replicas_every, training.corrupt_replicas == "majority", self._shards, world, progress.say
+            training.check_replicas_every, takes_majority, self._parts.shards, world, progress.say
         )
         if saved is not None:
-            self._restore(saved)
+            self._checkpoints.resume(saved, self._parts)
         self._reporter = Reporter(
             config,
             self._pipe,
@@ -100,7 +90,8 @@ class Trainer:
             )
         if asked := next(filter(None, RankGroup(dist.group.WORLD).gather(self._stop.name)), ""):
             raise StoppedRunError(f"{asked} ended the run before its first step; nothing new is to be saved")
-        with self._progress.training(self._num_steps, state.step) as show, self._failures_noted():
+        failures_noted = self._checkpoints.failures_noted(self._parts)
+        with self._progress.training(self._num_steps, state.step) as show, failures_noted:
             if state.step and self._validator.is_due(state.step, self._num_steps):  # the run was asked to stop before
                 self._do_what_is_due(state.step)
             for step in self._steps_left():
@@ -113,8 +104,7 @@ class Trainer:
                 if self._reporter.asked_to_stop:
                     self._save_and_stop(step)
                 self._do_what_is_due(step)
-            with counted_off("saving"):
-                self._checkpoints.close()
+            self._checkpoints.close()
         if numbers := self._bad_steps.steps:
             self._progress.say(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
         if best := self._validator.history.describe_best():
@@ -164,85 +154,28 @@ class Trainer:
         history = self._validator.history
         if self._config.training.export == "last" or (history.best and history.best.step == self._state.step):
             return
-        with counted_off("loading a checkpoint"):
-            saved = self._checkpoints.find("best")
-            if saved is None:
-                raise RankFailedError("no checkpoint could be saved, so that there is no best model to export")
-            load_run(self._checkpoints, saved, self._pipe, self._optimizer)
-            self._state.restore(saved.facts)
-        self._progress.say(f"the model of step {saved.step}, the best that is saved, is exported")
-
-    def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
-        """Returns the checkpoint to resume from, if any. Collective."""
-        wanted = self._config.checkpoint.resume
-        if wanted != "last-good":
-            return None if wanted == "no" else self._checkpoints.find(wanted)
-        before = world.gather(self._failures.earlier_than() if world.rank == 0 else None)[0]
-        if before is not None:
-            self._progress.say(f"the same step has failed twice: only a checkpoint before step {before} is good")
-        return self._checkpoints.find(wanted, before)
-
-    @contextmanager
-    def _failures_noted(self) -> Iterator[None]:
-        """Adds to the list of failures that numbers aren't finite."""
-        started_after = self._state.step
-        try:
-            yield
-        except NonFiniteError:
-            if self._pipe.leads:
-                self._folder.listed.add(self._folder.failures)
-                self._failures.add(self._state.step + 1, started_after)
-            raise
+        step = self._checkpoints.load_best(self._parts)
+        self._progress.say(f"the model of step {step}, the best that is saved, is exported")
 
     @property
     def _is_tuning(self) -> bool:
         """Whether steps are trials; where lengths differ each has its own plan, and none is one."""
         return self._pipe.is_tuning and self._config.data.packing == "fixed"
 
-    def _restore(self, saved: SavedCheckpoint) -> None:
-        saved.check_model(describe_model(self._pipe.config))
-        with counted_off("loading a checkpoint"):
-            load_run(self._checkpoints, saved, self._pipe, self._optimizer)
-        self._state.restore(saved.facts)
-        self._bad_steps.restore(saved.facts.get("values_of_steps", {}))
-        self._validator.history.restore(saved.facts.get("validation", {}), saved.step)
-        self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
-
     def _roll_back(self) -> int | None:
-        """Loads the last good checkpoint and returns its step; None where there is none yet. The count of steps and the
-        place in the data stay, so that the batches since are passed over. Collective."""
+        """Loads the last good checkpoint and returns its step; None where there is none yet. Collective."""
         self._state_check.forget()
-        self._checkpoints.wait()
-        saved = self._checkpoints.find("last-good")
-        if saved is None:
-            return None
-        step, num_samples = self._state.step, self._state.num_samples
-        load_run(self._checkpoints, saved, self._pipe, self._optimizer)
-        self._state.restore(saved.facts)
-        self._state.step, self._state.num_samples = step, num_samples
-        return saved.step
-
-    def _shards(self) -> Iterator[TensorShard]:
-        return run_shards(self._pipe, self._optimizer)
-
-    def _note_save(self, *figures: Any) -> None:
-        record = SaveRecord(*figures)
-        self._interval.note_written(record.save_seconds)
-        self._reporter.write(record)
+        return self._checkpoints.roll_back(self._parts)
 
     def _save(self, step: int) -> None:
         if self._state_check.compare():
             self._pipe.refresh()
-        facts = self._state.facts() | {"values_of_steps": self._bad_steps.facts()}
-        facts |= {"validation": self._validator.history.facts()}
-        with counted_off("saving"):
-            self._checkpoints.save(step, list(self._shards()), facts)
+        self._checkpoints.save(step, self._parts)
 
     def _save_and_stop(self, step: int) -> None:
         """Saves a checkpoint, whether or not one is due, and ends the run by StoppedRunError. Collective."""
         self._save(step)
-        with counted_off("saving"):
-            self._checkpoints.close()
+        self._checkpoints.close()
         self._reporter.close()
         where = self._checkpoints.saved_text(step)
         raise StoppedRunError(f"{self._reporter.asked_to_stop} ended the run after step {step}; {where}")
@@ -255,10 +188,10 @@ class Trainer:
             self._reporter.write(record)
         last = step == self._num_steps or self._validator.history.is_out_of_patience
         is_wanted = (is_best and section.keep_best) or (last and (section.every or section.keep_best))
-        if self._interval.is_due(step) or is_wanted:
+        if self._checkpoints.is_due(step) or is_wanted:
             began = time.perf_counter()
             self._save(step)
-            self._interval.note_save(step, time.perf_counter() - began + self._keep_seconds)
+            self._checkpoints.note_save(step, time.perf_counter() - began)
         if training.export_every and step % training.export_every == 0 and not last:
             self._export_between(step)
 
@@ -287,7 +220,7 @@ class Trainer:
             self._before_update,
             judge.accepts,
         )
-        self._interval.note_step(result.seconds)
+        self._checkpoints.note_step(result.seconds)
         bad = judge.act(step, result.loss, result.grad_norm, (state.num_samples, state.num_samples + size))
         result = result._replace(bad=bad, rewards=self._rewards(batch))
         state.step, state.num_samples = step, state.num_samples + size
@@ -306,9 +239,7 @@ class Trainer:
 
     def _before_update(self) -> None:
         self._state_check.before_update()
-        began = time.perf_counter()
         self._checkpoints.keep()
-        self._keep_seconds = max(self._keep_seconds, time.perf_counter() - began)
 
     def _mine(self, first: int, size: int) -> TokenBatch:
         """Returns this replica's part of a batch; the batch after it can be planned for."""

@@ -25,7 +25,7 @@ def flip(shards: Any) -> None:
 
 def train_step(self: Trainer, number: int) -> Any:
     if number == step and os.environ["RANK"] == str(rank):
-        flip(self._shards())
+        flip(self._parts.shards())
     return own_train_step(self, number)
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.options import Memory, Precision, Record, Runtime
-from slipstream.pipeline.microbatches import check_microbatches, given_microbatches
 from slipstream.planner.steps import StageRates
-from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
 from slipstream.training.config import sections
+from slipstream.training.config.batch_rules import check_batch, check_stream, check_unpacked
 from slipstream.training.config.data_section import DataSection
 from slipstream.training.config.lora_section import LoraSection
 from slipstream.training.config.optimizer_section import OptimizerSection
+from slipstream.training.config.order_rules import check_lengths, check_partition, check_schedule, named_schedule
 from slipstream.training.config.other_names import OTHER_NAMES, OTHER_VALUES
 from slipstream.training.config.preference_section import PreferenceSection, check_preference
 from slipstream.training.config.validation_rules import check_validations
@@ -115,12 +111,10 @@ class Config(Record):
                 "training.bad_numbers=rollback needs checkpoints to go back to; give --checkpoint.every=100, or skip"
             )
         if self.data.streaming:
-            _check_stream(self)
+            check_stream(self.training, self.data, self.model)
         check_validations(self.training, self.checkpoint, self.data)
-        if self.training.batch_tokens is None:
-            _check_batch(self.training.batch_size, self.parallel.data, self.pipeline.num_microbatches)
-        else:
-            _check_batch_tokens(self.training.batch_tokens, self)
+        are_pairs = self.preference is not None
+        check_batch(self.training, self.data, self.pipeline, self.parallel, are_pairs)
         try:
             self._check_pipeline()
         except ValueError as error:
@@ -134,14 +128,11 @@ class Config(Record):
     def _check_pipeline(self) -> None:
         """Raises ValueError where slices, order and cut don't fit the sequences, the ranks or each other."""
         pipeline, training = self.pipeline, self.training
-        if pipeline.microbatches is None:
-            _check_slices(pipeline.slices, training.seq_len)
-        else:
-            _check_microbatches(pipeline.microbatches, training.batch_size // self.parallel.data, training.seq_len)
+        check_lengths(pipeline, training.batch_size // self.parallel.data, training.seq_len)
         if self.data.packing == "none":
-            _check_unpacked(self)
-        _check_partition(pipeline)
-        _check_schedule(pipeline, self.memory.num_flushes, places_only=self._given_rates() is not None)
+            check_unpacked(pipeline, self.memory, training, self.plan)
+        check_partition(pipeline)
+        check_schedule(pipeline, self.memory.num_flushes, places_only=self._given_rates() is not None)
 
     def pipeline_options(self) -> dict[str, Any]:
         """Returns the arguments of the Pipeline that the configuration gives."""
@@ -181,173 +172,3 @@ class Config(Record):
     def mesh_text(self) -> str:
         """The mesh as it is typed."""
         return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data} --tp={self.parallel.tensor}"
-
-
-def _check_batch(batch_size: int, replicas: int, num_microbatches: int) -> None:
-    if batch_size % replicas:
-        below = batch_size - batch_size % replicas
-        raise ValueError(
-            f"training.batch_size={batch_size} doesn't divide into parallel.data={replicas} equal parts; choose "
-            + (f"{below} or {below + replicas}" if below else f"{replicas}")
-        )
-    each = batch_size // replicas
-    if each < num_microbatches:
-        of_each = "" if replicas == 1 else f" of {each} for each of parallel.data={replicas} replicas"
-        raise ValueError(
-            f"training.batch_size={batch_size}{of_each} can't be cut into "
-            f"pipeline.num_microbatches={num_microbatches} parts; choose 1 to {each}, or a larger batch"
-        )
-
-
-def _check_batch_tokens(batch_tokens: int, config: Config) -> None:
-    """Raises ValueError where a step takes no documents of any length, or may have none for a replica."""
-    replicas, are_pairs = config.parallel.data, config.preference is not None
-    least = config.training.seq_len * replicas * (2 if are_pairs else 1)
-    if config.data.packing != "none":
-        packing, each = config.data.packing, config.training.seq_len
-        raise ValueError(
-            f"training.batch_tokens={batch_tokens} with data.packing={packing}: it counts the tokens of documents that "
-            f"differ in length. Choose data.packing=none, or training.batch_size={max(1, batch_tokens // each)} "
-            f"sequences of training.seq_len={each}"
-        )
-    if batch_tokens < least:
-        of_each = "" if replicas == 1 else f" for each of parallel.data={replicas} replicas"
-        raise ValueError(
-            f"training.batch_tokens={batch_tokens} has no room for {'two answers' if are_pairs else 'a document'} of "
-            f"training.seq_len={config.training.seq_len} tokens{of_each}; choose {least} or more, or a smaller "
-            "training.seq_len, at which longer documents are cut"
-        )
-
-
-def _check_stream(config: Config) -> None:
-    """Raises ValueError for settings that need the whole data set before the first step."""
-    training, data = config.training, config.data
-    needs_all = {
-        f"training.epochs={training.epochs}": (training.epochs is not None, "give training.steps"),
-        f"training.eval_every={training.eval_every}": (
-            training.eval_every > 0 and data.validation is None,
-            "name a file or a split in data.validation",
-        ),
-        f"training.single_process_steps={training.single_process_steps}": (
-            training.single_process_steps > 0,
-            "leave it out",
-        ),
-        "a model without a tokenizer": (
-            data.vocab_size is not None or (data.tokenizer or config.model.path) is None,
-            "name one in data.tokenizer",
-        ),
-    }
-    for setting, (is_given, instead) in needs_all.items():
-        if is_given:
-            raise ValueError(f"{setting} with data.streaming=true, which reads while it trains: {instead}")
-
-
-def _check_unpacked(config: Config) -> None:
-    """Raises ValueError for settings of sequences that have one length."""
-    pipeline, flushes, compared = config.pipeline, config.memory.num_flushes, config.training.single_process_steps
-    is_for_one_length = {
-        f"pipeline.schedule={pipeline.schedule}": pipeline.schedule.endswith(".txt") and config.plan.rates is None,
-        f"pipeline.slices={pipeline.slices}": isinstance(pipeline.slices, list),
-        "pipeline.microbatches": pipeline.microbatches is not None,
-        f"memory.num_flushes={flushes}": flushes != 1,
-        f"training.single_process_steps={compared}": compared > 0,
-    }
-    for setting in filter(is_for_one_length.get, is_for_one_length):
-        raise ValueError(
-            f"{setting} with data.packing=none: it is for sequences of one length. Leave it out, or choose "
-            "data.packing=fixed"
-        )
-
-
-def _check_microbatches(microbatches: object, num_rows: int, seq_len: int) -> None:
-    """Raises ValueError where microbatches don't add up to a replica's rows, or their slices to the sequence."""
-    try:
-        check_microbatches(given_microbatches(microbatches), num_rows, seq_len, "a replica's batch", "training.seq_len")
-    except SlipstreamError as error:
-        raise ValueError(f"pipeline.{error}") from None
-
-
-def _check_schedule(pipeline: sections.PipelineSection, num_flushes: int, places_only: bool) -> None:
-    """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order.
-
-    Of a plan for documents of any length the schedule only says where stages are: it has its own microbatches.
-    """
-    if pipeline.num_microbatches % num_flushes:
-        raise ValueError(
-            f"pipeline.num_microbatches={pipeline.num_microbatches} don't divide into memory.num_flushes={num_flushes}"
-        )
-    try:
-        schedule = named_schedule(pipeline)
-        if isinstance(schedule, Schedule):
-            _check_counts(schedule, pipeline, num_flushes, places_only)
-        else:
-            check_name(schedule, besides=AUTOMATIC)
-            stages = pipeline.stages_per_rank
-            make_schedule(placed_as(schedule, stages), pipeline.num_ranks, 1, 1, stages)
-    except ScheduleError as error:
-        raise ValueError(f"pipeline.{error}") from None
-
-
-def named_schedule(pipeline: sections.PipelineSection) -> str | Schedule:
-    """Returns the schedule in the text file that `pipeline.schedule` names, or the name itself."""
-    path = Path(pipeline.schedule)
-    if path.suffix != ".txt":
-        return pipeline.schedule
-    try:
-        schedule = Schedule.parse(path.read_text(encoding="utf-8"))
-        validate(schedule)
-    except (OSError, UnicodeDecodeError, ScheduleError) as error:
-        raise ScheduleError(f"schedule={path} can't be used: {error}") from None
-    return schedule
-
-
-def _check_counts(schedule: Schedule, pipeline: sections.PipelineSection, num_flushes: int, places_only: bool) -> None:
-    slices = pipeline.slices
-    counts: dict[str, tuple[int | str, int | str]]
-    counts = {"pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks), "memory.num_flushes": (1, num_flushes)}
-    if pipeline.microbatches is None and not schedule.is_ragged and not places_only:
-        counts |= {
-            "pipeline.num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
-            "pipeline.slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
-        }
-    elif not places_only and [len(lengths) for _, lengths in pipeline.microbatches or ()] != [*schedule.slice_counts]:
-        raise ValueError(
-            f"pipeline.schedule={pipeline.schedule} has microbatches of {[*schedule.slice_counts]} slices; give "
-            "pipeline.microbatches with as many slices"
-        )
-    for name, (wanted, given) in counts.items():
-        if wanted != given:
-            raise ValueError(
-                f"pipeline.schedule={pipeline.schedule} has {name.split('.')[1]} {wanted}, but {name}={given}; "
-                f"set --{name}={wanted}"
-            )
-
-
-def _check_partition(pipeline: sections.PipelineSection) -> None:
-    partition, num_stages = pipeline.partition, pipeline.num_ranks * pipeline.stages_per_rank
-    if partition == "auto":
-        return
-    with suppress(ScheduleError):  # which is reported where the schedule is checked
-        schedule = named_schedule(pipeline)
-        num_stages = schedule.num_stages if isinstance(schedule, Schedule) else num_stages
-    if not are_allowed_layer_counts(partition):
-        raise ValueError(
-            f"pipeline.partition={partition} must give stages of {ALLOWED_LAYER_COUNTS}; such as [4.5, 3.5]"
-        )
-    if len(partition) != num_stages:
-        raise ValueError(
-            f"pipeline.partition={partition} names {len(partition)} stages, but pipeline.num_ranks * stages_per_rank = "
-            f"{num_stages}; give one number of layers per stage"
-        )
-
-
-def _check_slices(slices: int | Sequence[int] | str, seq_len: int) -> None:
-    if isinstance(slices, int) and slices > seq_len:
-        raise ValueError(
-            f"pipeline.slices={slices} is more than the {seq_len} tokens of training.seq_len; choose 1 to {seq_len}"
-        )
-    if not isinstance(slices, (int, str)) and sum(slices) != seq_len:
-        raise ValueError(
-            f"pipeline.slices={list(slices)} add up to {sum(slices)} tokens, but training.seq_len={seq_len}; "
-            f"make them add up, or give a count such as pipeline.slices={len(slices)}"
-        )
