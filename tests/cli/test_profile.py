@@ -23,6 +23,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.more
 def test_a_model_folder(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
     result = slipstream_command("profile", model, *QUICK, "--output", output)

@@ -262,6 +262,7 @@ def test_a_cluster_gives_the_costs_that_a_plan_has(model: Path, cluster: Path, t
     assert "how long are the sequences? give --seq-len" in refused("gpipe", *options)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("vocabulary", ["whole", pytest.param("spread", marks=pytest.mark.more)])
 def test_a_run_a_plan_and_a_timeline_read_the_same_kept_costs(
     model: Path, tmp_path: Path, vocabulary: Literal["whole", "spread"]

@@ -173,6 +173,7 @@ def slurm_variables(rank: int, num_nodes: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.more
 def test_two_nodes_train_like_one(network: Network, config: Path, on_one_host: list[float]) -> None:
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{PORT}", "--rdzv-id=1"]
     command = [*TORCHRUN, *meeting, "-m", "slipstream", "train", str(config)]

@@ -114,6 +114,7 @@ def test_the_validation_loss_is_that_of_transformers(finished: tuple[Path, str])
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.more
 def test_a_resumed_run_is_the_same_to_the_bit(finished: tuple[Path, str], files: Path, tmp_path: Path) -> None:
     whole, packing = finished
     output = tmp_path / "half"

@@ -25,6 +25,7 @@ from slipstream.training.resuming import describe_data
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.start_training import start_training
 from slipstream.training.training_rank import check_world_size
+from support.parameters import first_of
 
 Refuse = Callable[[dict[str, Any]], str]
 LLAMA = {
@@ -355,7 +356,7 @@ def test_a_finished_run_without_checkpoints_is_not_begun_again(refuse: Refuse, v
 
 
 @pytest.mark.parametrize("left", [["slipstream-run"], ["slipstream-run", "config.yaml"], ["slipstream-run", "inputs"]])
-@pytest.mark.parametrize("resume", ["latest", "no"])
+@pytest.mark.parametrize("resume", first_of(["latest", "no"]))
 def test_a_run_that_was_killed_while_it_started_is_begun_again(
     values: dict[str, Any], tmp_path: Path, left: list[str], resume: str
 ) -> None:

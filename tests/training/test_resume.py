@@ -151,6 +151,7 @@ def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
     assert [line["loss"] for line in lines(anew)] == pytest.approx(losses[4:], rel=1e-4)  # perhaps in another order
 
 
+@pytest.mark.more
 def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: Path) -> None:
     here = half_of(whole, tmp_path / "tp")
     settings = [

@@ -308,6 +308,7 @@ def wait_until(has_happened: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.more
 def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, output: RunFolder) -> None:
     settings = ["--training.steps=2", "--checkpoint.every=1", "--checkpoint.resume=latest", "--training.eval_every=0"]
     with running([*TRAIN, str(config), *settings]) as process:
@@ -394,6 +395,7 @@ def start(config: Path, output: RunFolder, *settings: str) -> subprocess.Popen[s
     return process
 
 
+@pytest.mark.more
 def test_a_run_that_is_asked_to_stop_saves_its_step(config: Path, output: RunFolder) -> None:
     """With no checkpoints otherwise; what it saves is a checkpoint to go on from."""
     process = start(config, output, "--training.steps=100000")

@@ -92,6 +92,7 @@ def test_steps_differ_in_their_tokens(finished: Path) -> None:
     assert max(flops) < 1.5 * min(flops)
 
 
+@pytest.mark.more
 def test_the_export_has_the_loss_that_was_measured(finished: Path) -> None:
     """On the held-out documents, each alone, by transformers."""
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]

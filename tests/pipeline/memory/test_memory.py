@@ -96,7 +96,10 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        *(("llama, tied", each) for each in SETTINGS),
+        *(
+            pytest.param("llama, tied", each, marks=[pytest.mark.more] * (n % 3 != 1))
+            for n, each in enumerate(SETTINGS)
+        ),
         *(
             pytest.param("gpt2", each, marks=[pytest.mark.grid if n % 3 != 1 else pytest.mark.more])
             for n, each in enumerate(SETTINGS)

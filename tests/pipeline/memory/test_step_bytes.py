@@ -19,6 +19,7 @@ from support.step_problems import PLACEMENTS
 OPS = (Op.F, Op.B, Op.I, Op.W)
 
 
+@pytest.mark.more
 @examples(60)
 @given(st.data())
 def test_an_order_holds_what_it_holds_lowered(data: st.DataObject) -> None:

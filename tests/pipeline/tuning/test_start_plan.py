@@ -35,6 +35,7 @@ def planned(**options: Any) -> Pipeline:
     return Pipeline.from_config(config, **settings) if model is None else Pipeline(model, **settings)
 
 
+@pytest.mark.more
 def test_the_plan_runs_from_the_first_step() -> None:
     pipe = planned()
     assert isinstance(pipe.plan, JointPlan)

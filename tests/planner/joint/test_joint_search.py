@@ -120,6 +120,7 @@ def test_more_ranks_and_microbatches() -> None:
     assert set(plan.schedule.placement) == {0, 1, 2}
 
 
+@pytest.mark.more
 def test_a_memory_limit_is_kept() -> None:
     task = problem(num_microbatches=4)
     free = find_joint_plan(task)

@@ -147,6 +147,7 @@ def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: fl
     assert may_fit(limited, configuration)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("seed", first_of(range(20)))
 def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> None:
     draw = random.Random(seed)
@@ -426,6 +427,7 @@ def jointly_planned() -> Plan:
     return search_plans(counted_llama(), SEQ_LEN, 1, options=replace(TWO_RANKS, schedule=("auto",), offload=(0.0,)))
 
 
+@pytest.mark.more
 def test_a_joint_plan_is_at_least_as_fast_as_named_schedules_and_is_what_a_pipeline_runs() -> None:
     plan = jointly_planned()
     best, found = plan.best, plan.best.joint

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from slipstream.training.corruption.fingerprints import find_differences, fingerprint, lone_places
 from support.forked import COMMAND, launch
+from support.parameters import first_of
 from support.paths import WORKERS
 
 WORKER = WORKERS / "training/flipped_bit.py"
@@ -43,7 +44,7 @@ def last_step(config: Path) -> int:
     return max(json.loads(line).get("step", 0) for line in lines)
 
 
-@pytest.mark.parametrize("what", ["model.", "optimizer.exp_avg_sq."])
+@pytest.mark.parametrize("what", first_of(["model.", "optimizer.exp_avg_sq."]))
 def test_copies_that_differ_end_the_run_within_the_period(config: Path, what: str) -> None:
     ended = launch(2, WORKER, "1", "2", what, "train", str(config))
     assert ended.returncode == 1
@@ -64,6 +65,7 @@ def test_the_copies_are_compared_before_a_checkpoint_counts(config: Path) -> Non
     assert steps == ["step-00000003"]
 
 
+@pytest.mark.more
 def test_what_one_rank_alone_holds_is_checked_between_updates(config: Path) -> None:
     ended = launch(2, WORKER, "1", "5", "optimizer.exp_avg.", "train", str(config), "--parallel.shard_optimizer=true")
     assert ended.returncode == 1

@@ -239,6 +239,7 @@ def evaluated(*arguments: str | Path) -> tuple[int, int, float]:
     return int(found[1].replace(",", "")), int(found[2].replace(",", "")), float(found[3])
 
 
+@pytest.mark.more
 def test_the_loss_is_that_of_each_whole_document(run: RunFolder, tmp_path: Path) -> None:
     """In slices of seven tokens of the checkpoint alone, and by transformers of the export."""
     rows = [f"{n} is {n * n % 97} more than {n % 13}." for n in range(5)]

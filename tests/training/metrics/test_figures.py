@@ -23,6 +23,7 @@ from slipstream.training.data import TokenBatch
 from slipstream.training.metrics.device_peak import DevicePeak, find_peak, peak_by_name
 from slipstream.training.metrics.flops import FlopsMeter, recomputed_flops
 from support.architectures import ARCHITECTURES, tokens
+from support.parameters import first_of
 
 PEAK = DevicePeak(1e12, "made up")
 BATCH, LENGTH, LAYERS, HIDDEN, VOCABULARY = 3, 512, 4, 256, 1024
@@ -136,8 +137,10 @@ def test_a_new_layout_or_new_slices_are_counted_again(gpt: FlopsMeter) -> None:
     assert gpt.of_step(1.0, full, alone(slices)) == first
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize(("recompute", "partition"), [("none", "auto"), ("full", "auto"), (1, "auto"), (2, [1.5, 2.5])])
+@pytest.mark.parametrize("name", first_of(["llama", "gpt2"]))
+@pytest.mark.parametrize(
+    ("recompute", "partition"), first_of([(1, "auto"), ("none", "auto"), ("full", "auto"), (2, [1.5, 2.5])])
+)
 def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int, partition: Any) -> None:
     """Every product outside attention, forward, backward and again, counted as PyTorch runs it."""
     slices = [16, 16, 20, 12]
@@ -171,6 +174,7 @@ def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int
     assert (again > 0) == (recompute != "none")
 
 
+@pytest.mark.more
 def test_windows_count_what_they_let_see_and_figures_are_json() -> None:
     """gemma2: every other layer sees 7 tokens, in four heads of 8, keys and values."""
     run = FlopsMeter(ARCHITECTURES["gemma2"], 64, 2, 1, PEAK).run
@@ -196,6 +200,7 @@ def test_documents_attend_to_themselves(gpt: FlopsMeter) -> None:
     assert fewer.hardware_flops == pytest.approx(2 / 3 * unpacked.hardware_flops)
 
 
+@pytest.mark.more
 def test_figures_leave_random_numbers_alone() -> None:
     """Only the first rank counts: the others' state must stay the same."""
     before = torch.get_rng_state()

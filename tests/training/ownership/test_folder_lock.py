@@ -149,6 +149,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.more
 def test_a_run_that_has_lost_its_folder_ends_without_saving_anything(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -175,7 +175,7 @@ def limit() -> None:
     inputs = tokens()
     pipe = pipeline((2, 1, 2), memory_limit=1e9)
     pipe.step(inputs, inputs)
-    with pytest.raises(SlipstreamError, match="too much .*, in the schedule"):
+    with pytest.raises(SlipstreamError, match=r"too much .*, in the schedule"):
         pipeline((2, 1, 2), memory_limit=1e5).step(inputs, inputs)
 
 
