@@ -18,6 +18,8 @@ from slipstream.training.data import (
     PackedSequences,
     TokenisedText,
     WholeDocuments,
+    load_texts,
+    save_texts,
     spread_batches,
     unigram_entropy,
 )
@@ -182,3 +184,11 @@ def test_unigram_entropy() -> None:
     assert unigram_entropy(np.array([5, 5, 5])) == 0
     assert unigram_entropy(np.arange(8)) == pytest.approx(math.log(8))
     assert unigram_entropy(np.array([0, 0, 0, 1])) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_texts_are_read_as_they_were_saved(tmp_path: Path, number: int) -> None:
+    """None, as a stream has nothing held out; one, and several sources."""
+    save_texts([numbered([3 + place, 2]) for place in range(number)], tmp_path, "validation")
+    found = load_texts(tmp_path, "validation")
+    assert [text.lengths.tolist() for text in found] == [[3 + place, 2] for place in range(number)]

@@ -112,15 +112,19 @@ class TokenisedText:
 def save_texts(texts: Sequence[TokenisedText], folder: Path, name: str) -> None:
     """Writes the text of each source: the first as `name`, the others as `name`-1 and so on."""
     for number, text in enumerate(texts):
-        text.save(folder, f"{name}-{number}" if number else name)
+        text.save(folder, _numbered(name, number))
 
 
 def load_texts(folder: Path, name: str) -> list[TokenisedText]:
-    """Returns what `save_texts` wrote."""
-    texts = [TokenisedText.load(folder, name)]
-    while (folder / f"{name}-{len(texts)}.tokens.npy").exists():
-        texts.append(TokenisedText.load(folder, f"{name}-{len(texts)}"))
+    """Returns what `save_texts` wrote: no text where there was none, as of a stream of which nothing is held out."""
+    texts: list[TokenisedText] = []
+    while (folder / f"{(numbered := _numbered(name, len(texts)))}.tokens.npy").exists():
+        texts.append(TokenisedText.load(folder, numbered))
     return texts
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}-{number}" if number else name
 
 
 def unigram_entropy(tokens: Array) -> float:
