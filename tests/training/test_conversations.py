@@ -15,6 +15,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.training.data import TokenBatch, load_texts, sequences_of
 from slipstream.training.exports import Asked, TextLoss, evaluate_model, opened_model
@@ -124,12 +125,20 @@ def test_an_evaluation_finds_the_validation_loss(finished: tuple[Path, str], fil
     asked = Asked(str(files / "held-out.jsonl") if is_named else None, seq_len=None, slice_len=40)
     with opened_model(str(output), False, Progress(None)) as opened:
         found = evaluate_model(opened, asked, Progress(None))
-        every = evaluate_model(opened, replace(asked, settings=["--data.loss=all"]), Progress(None))
-    assert isinstance(found, TextLoss)
-    assert found.loss == pytest.approx(measured, rel=1e-5)
-    assert isinstance(every, TextLoss)
-    if is_named:
-        assert every.num_predicted > 1.5 * found.num_predicted
+        assert isinstance(found, TextLoss)
+        assert found.loss == pytest.approx(measured, rel=1e-5)
+        every = replace(asked, settings=["--data.loss=all"])
+        if is_named:
+            all_tokens = evaluate_model(opened, every, Progress(None))
+            assert isinstance(all_tokens, TextLoss)
+            assert all_tokens.num_predicted > 1.5 * found.num_predicted
+            with pytest.raises(SlipstreamError, match=r"doesn't take --training.steps=3: give settings of"):
+                evaluate_model(opened, replace(asked, settings=["--training.steps=3"]), Progress(None))
+        else:
+            with pytest.raises(SlipstreamError, match=r"--data.loss=all without FILE: what the run held out"):
+                evaluate_model(opened, every, Progress(None))
+            with pytest.raises(SlipstreamError, match=r"packing=fixed with preference|no pairs of answers"):
+                evaluate_model(opened, replace(asked, settings=["--preference.beta=1"]), Progress(None))
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(finished: tuple[Path, str], files: Path, tmp_path: Path) -> None:

@@ -84,11 +84,25 @@ def _settings(opened: OpenedModel, asked: Asked) -> Config:
             raise SlipstreamError(f"--seq-len={asked.seq_len}: a sequence needs 2 tokens, so that one is predicted")
         check_length(model_config, asked.seq_len, "--seq-len")
     if opened.run is not None and opened.run.config.is_file():
+        if asked.file is None:
+            _check_settings_alone(asked)
         return settings_of_run(opened.run, asked.file, asked.seq_len, asked.settings)
     if asked.file is None:
         raise SlipstreamError("FILE is missing: only a run has held out a text of its own; give a file to evaluate on")
     seq_len = asked.seq_len or longest_sequence(model_config) or _LONGEST
     return settings_of_model(opened.path, asked.file, seq_len, asked.settings)
+
+
+def _check_settings_alone(asked: Asked) -> None:
+    """Raises SlipstreamError for settings of how a file becomes tokens, which what a run held out already is."""
+    without = [setting for setting in asked.settings if not setting.startswith("--preference.")]
+    if asked.seq_len is not None:
+        without.append(f"--seq-len={asked.seq_len}")
+    if without:
+        raise SlipstreamError(
+            f"{without[0]} without FILE: what the run held out is in tokens already, and in sequences as it validates. "
+            "Give a file, or leave it out"
+        )
 
 
 def _read(config: Config, opened: OpenedModel, asked: Asked, progress: Progress) -> list[TokenisedText]:
@@ -98,6 +112,10 @@ def _read(config: Config, opened: OpenedModel, asked: Asked, progress: Progress)
         texts = [text for text in load_texts(opened.run.inputs, "validation") if (text.lengths > 1).any()]
         if not texts:
             raise SlipstreamError(f"the run in {opened.run.path} has held out no text; give a FILE to evaluate on")
+        if (texts[0].group_size > 1) != (config.preference is not None):
+            raise SlipstreamError(
+                "settings of preference without FILE: the run has held out no pairs of answers; give one"
+            )
         return texts
     _check_file(held_out_file(config))
     source = config.data.validation_source or config.data
