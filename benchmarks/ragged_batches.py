@@ -33,7 +33,7 @@ def model_config(longest: int, num_layers: int) -> LlamaConfig:
 
 def documents(longest: int) -> Iterator[Tensor]:
     """Yields the source files of the standard library, in a random order, as tokens."""
-    texts = few(read_documents(DataSection(corpus="python-stdlib"), print), 40)
+    texts = few([*read_documents(DataSection(corpus="python-stdlib"), print)], 40)
     tokenised = tokenise(train_tokenizer(texts, VOCABULARY, Progress(None)), texts, Progress(None))
     tokens = [
         torch.from_numpy(tokenised.document(number)[:longest]).long() for number in range(tokenised.num_documents)

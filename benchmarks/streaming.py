@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import random
 import statistics
 import tempfile
 from pathlib import Path
@@ -20,15 +20,18 @@ from slipstream.training.preflight import preflight
 TEMPLATE = Path("examples/chat/template.jinja")
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
 SMALL = 2  # megabytes
+SEEDS = 32  # of conversations
+SHUFFLED = 2000  # rows in a block, so that a run goes through several
 
 
 def write_conversations(path: Path, megabytes: int) -> None:
-    """Writes conversations until the file has this size."""
+    """Writes conversations until the file has this size: of some thousands that are made, some of them at a time, in
+    random orders."""
+    lines = [json.dumps(each) + "\n" for seed in range(SEEDS) for each in make_conversations(seed)]
+    draw = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
-        for seed in itertools.count():
-            file.writelines(json.dumps(each) + "\n" for each in make_conversations(seed))
-            if file.tell() >= megabytes * 1e6:
-                return
+        while file.tell() < megabytes * 1e6:
+            file.writelines(draw.sample(lines, len(lines) // SEEDS))
 
 
 def stream(folder: Path, file: Path, steps: int) -> list[dict[str, Any]]:
@@ -37,7 +40,13 @@ def stream(folder: Path, file: Path, steps: int) -> list[dict[str, Any]]:
     config = parse_config(
         {
             "model": {"config": {"model_type": "llama", "vocab_size": 512, **MODEL}},
-            "data": {"dataset": str(file), "streaming": True, "tokenizer": str(folder), "chat_template": str(TEMPLATE)},
+            "data": {
+                "dataset": str(file),
+                "streaming": True,
+                "shuffle_rows": SHUFFLED,
+                "tokenizer": str(folder),
+                "chat_template": str(TEMPLATE),
+            },
             "pipeline": {"num_ranks": 2, "schedule": "1f1b", "slices": 4},
             "training": {"output": str(output), "seq_len": 1024, "batch_size": 2, "steps": steps},
         }

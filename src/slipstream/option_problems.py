@@ -6,7 +6,7 @@ import difflib
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -36,6 +36,8 @@ def describe_problems(error: ValidationError, record: Any) -> list[str]:
             lines[place.name] = _unknown(place, record)
         elif kind == "missing" and place.is_whole:
             lines[place.name] = _missing(place)
+        elif kind == "missing" and place.is_nested:
+            lines.setdefault(place.parent().name, _wrong(place.parent(), given, record))
         elif kind == "value_error":
             reason = str(problem["ctx"]["error"])  # of a whole section it names the options by itself
             is_section = place.option is None or records_in(place.option.annotation)
@@ -77,36 +79,60 @@ class _Place:
     owner: type[BaseModel] | None  # the section that has the option, or would have it
     option: FieldInfo | None  # None where there is none of this name, or the whole record is meant
     is_whole: bool  # and not one value of several
+    elements: tuple[int, ...] = ()  # of a value in a list of the option, or in lists in it, its places
 
     @classmethod
     def of(cls, record: type[BaseModel], place: Sequence[int | str]) -> _Place:
         """Follows pydantic's path, in which there are also names of types that were tried."""
         section = vars(record).get("section") or ""
         path, owner, option, is_whole = [section] if section else [], record, None, True
+        elements: tuple[int, ...] = ()
         for key in place:
             if isinstance(key, int):
-                is_whole = False
+                is_whole, elements = False, (*elements, key)
                 if path:
                     path[-1] += f"[{key}]"
             elif option is None or (inner := records_in(option.annotation)):
                 owner = record if option is None else inner[0]
-                option, is_whole = owner.model_fields.get(key), True
+                option, is_whole, elements = owner.model_fields.get(key), True, ()
                 path.append(key)
-        return cls(tuple(path), owner, option, is_whole)
+        return cls(tuple(path), owner, option, is_whole, elements)
 
     @property
     def name(self) -> str:
         """The option as it is typed."""
         return ".".join(self.path)
 
+    def parent(self) -> _Place:
+        """The list that has this value."""
+        path = (*self.path[:-1], self.path[-1].rpartition("[")[0])
+        return replace(self, path=path, elements=self.elements[:-1], is_whole=len(self.elements) == 1)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether this is a value in a list of lists, or such a list in it."""
+        return self.option is not None and bool(self.elements) and _is_nested(self.option.annotation)
+
+    @property
+    def annotation(self) -> Any:
+        """The type of the option; of a value in lists that of the value, which the option has once."""
+        found = None if self.option is None else self.option.annotation
+        for element in self.elements if self.is_nested else ():
+            several = next((each for each in _alternatives(found) if get_origin(each) in _SEVERAL), None)
+            inner = get_args(several)
+            found = inner[min(element, len(inner) - 1)] if inner else found
+        return found
+
 
 def _wrong(place: _Place, given: Any, record: type[BaseModel]) -> str:
     assert place.option is not None
-    annotation, limits = place.option.annotation, place.option.metadata
+    annotation, limits = place.annotation, () if place.is_nested else place.option.metadata
     if inner := records_in(annotation):
         settings = ", ".join(sorted(inner[0].model_fields))
         return f"{place.name}={given!r}: {place.path[-1]} is a section; give its settings, which are {settings}"
-    name = place.name if not isinstance(given, list) else place.name.partition("[")[0]  # which has too few values
+    name = place.name
+    if isinstance(given, list) and not place.is_nested:  # which has too few values
+        name = place.name.partition("[")[0]
     line = f"{name}={given!r}: give {allowed_text(annotation, limits)}"
     if isinstance(given, bool):
         line += " (yes, no, on and off are read as true and false)"
@@ -175,6 +201,12 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def _is_nested(annotation: Any) -> bool:
+    """Returns whether a type has lists in a list, and no section."""
+    inner = [get_args(each) for each in _alternatives(annotation) if get_origin(each) in _SEVERAL]
+    return any(get_origin(one) in _SEVERAL for several in inner for each in several for one in _alternatives(each))
+
+
 def records_in(annotation: Any) -> list[type[BaseModel]]:
     """Returns the sections that an option's type has, alone or in a list."""
     found = []
@@ -194,7 +226,11 @@ def _type_text(kind: Any, limits: Sequence[Any]) -> str:
     if origin is list:
         elements = [get_args(each)[0] if get_origin(each) is Annotated else each for each in _alternatives(inner[0])]
         what = next((_PLURALS[each] for each in reversed(elements) if each in _PLURALS), "values")
+        if get_origin(inner[0]) is tuple:
+            what = f"lists [{', '.join(allowed_text(each) for each in get_args(inner[0]))}]"
         return f"a list of {what}"
+    if origin is tuple and len({str(each) for each in inner}) > 1:
+        return f"a list [{', '.join(allowed_text(each) for each in inner)}]"
     if origin is tuple:
         return f"a list of {len(inner)} {_PLURALS.get(inner[0], 'values')}"
     if kind is dict or origin in (dict, Mapping):

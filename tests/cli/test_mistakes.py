@@ -111,7 +111,7 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("train broken.yaml --data.streaming=true --training.steps=1 --data.tokenizer=tok", ["broken.jsonl, line 2"]),
     ("train broken.yaml --data.dataset=empty.jsonl", ["empty.jsonl is empty", "at least one row"]),
     ("train broken.yaml --data.dataset=list.jsonl", ["list.jsonl, line 1 is no row", '{"text": ...}']),
-    ("train broken.yaml --data.dataset=table.csv", ["table.csv ends in .csv", ".jsonl, .parquet"]),
+    ("train broken.yaml --data.dataset=table.tsv", ["table.tsv ends in .tsv", ".jsonl, .csv, .parquet"]),
     ("train broken.yaml --data.dataset=gone.jsonl", ["there is no file gone.jsonl"]),
     ("train broken.yaml --data.dataset=wikitex", ["data.dataset=wikitex", "no such file or folder here"]),
     ("check modle", ["no model at 'modle'", "no such folder here", "did you mean 'model'?"]),
@@ -158,7 +158,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "sharegpt.jsonl").write_text('{"conversations": [{"from": "human", "value": "hello"}]}\n')
     (place / "empty.jsonl").write_text("\n\n")
     (place / "list.jsonl").write_text('["a"]\n["b"]\n')
-    (place / "table.csv").write_text("text\nhello\n")
+    (place / "table.tsv").write_text("text\nhello\n")
     train_tokenizer(["a few words"], 300, Progress(None)).save_pretrained(place / "tok")
     settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
     AutoModelForCausalLM.from_config(LlamaConfig(**settings)).save_pretrained(place / "model")

@@ -21,7 +21,8 @@ def references(number: int) -> Tensor:
 
 def log_probabilities(model: PreTrainedModel, inputs: Tensor, labels: Tensor) -> Tensor:
     """Of each row, the sum over the targets that count."""
-    logits = model(input_ids=inputs, use_cache=False).logits[:, :-1].log_softmax(-1)
+    logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     targets = labels[:, 1:]
     each = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return each.masked_fill(targets == -100, 0).sum(1)

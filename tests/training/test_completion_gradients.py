@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,18 @@ def test_gradients_are_those_of_the_plain_loss(
     assert float(measured) == pytest.approx(float(loss), rel=1e-12)
 
 
-def test_replicas_divide_by_what_counts_in_all_of_them() -> None:
-    """Two processes, each with half of the sequences, in which unequally many tokens count."""
-    ended = launch(2, WORKERS / "training" / "completion_replicas.py")
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param(["1,2,1", "1,1,2"], id="dp, tp"),
+        pytest.param(["2,2,1", "2,1,2", "1,2,2"], id="dp x pp, pp x tp, dp x tp", marks=pytest.mark.more),
+    ],
+)
+def test_processes_divide_by_what_counts_in_all_of_them(meshes: list[str]) -> None:
+    """Replicas, in which unequally many tokens count; parts of layers and of the vocabulary; packed and ragged."""
+    num_processes = prod(map(int, meshes[0].split(",")))
+    ended = launch(num_processes, WORKERS / "training" / "completion_meshes.py", *meshes)
     assert ended.returncode == 0, ended.stderr[-3000:]
     lines = ended.stdout.splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 2 * len(meshes) * num_processes
     assert max(float(line) for line in lines) < BOUND

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
 from slipstream.training.data import TokenBatch, load_texts, sequences_of
+from slipstream.training.exports import Asked, TextLoss, evaluate_model, opened_model
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 
@@ -100,7 +104,7 @@ def test_the_validation_loss_is_that_of_transformers(finished: tuple[Path, str])
     (measured,) = [line["validation_loss"] for line in records_of(output) if "validation_loss" in line]
     sequences = sequences_of(load_texts(output / "inputs", "validation"), packing, 96, None)
     assert sequences.texts[0].num_documents == 20
-    batch = sequences.batch(0, sequences.num_sequences // 4 * 4)
+    batch = sequences.batch(0, sequences.num_sequences)
     model = AutoModelForCausalLM.from_pretrained(output / "model")
     total, count = 0.0, 0
     for ids, labels in alone(batch):
@@ -112,6 +116,29 @@ def test_the_validation_loss_is_that_of_transformers(finished: tuple[Path, str])
     assert measured == pytest.approx(total / count, rel=1e-4)
     losses = [line["loss"] for line in records_of(output) if "loss" in line]
     assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["of the file", "of what the run held out"])
+def test_an_evaluation_finds_the_validation_loss(finished: tuple[Path, str], files: Path, is_named: bool) -> None:
+    output, _ = finished
+    (measured,) = [line["validation_loss"] for line in records_of(output) if "validation_loss" in line]
+    asked = Asked(str(files / "held-out.jsonl") if is_named else None, seq_len=None, slice_len=40)
+    with opened_model(str(output), False, Progress(None)) as opened:
+        found = evaluate_model(opened, asked, Progress(None))
+        assert isinstance(found, TextLoss)
+        assert found.loss == pytest.approx(measured, rel=1e-5)
+        every = replace(asked, settings=["--data.loss=all"])
+        if is_named:
+            all_tokens = evaluate_model(opened, every, Progress(None))
+            assert isinstance(all_tokens, TextLoss)
+            assert all_tokens.num_predicted > 1.5 * found.num_predicted
+            with pytest.raises(SlipstreamError, match=r"doesn't take --training.steps=3: give settings of"):
+                evaluate_model(opened, replace(asked, settings=["--training.steps=3"]), Progress(None))
+        else:
+            with pytest.raises(SlipstreamError, match=r"--data.loss=all without FILE: what the run held out"):
+                evaluate_model(opened, every, Progress(None))
+            with pytest.raises(SlipstreamError, match=r"packing=fixed with preference|no pairs of answers"):
+                evaluate_model(opened, replace(asked, settings=["--preference.beta=1"]), Progress(None))
 
 
 @pytest.mark.more
@@ -128,9 +155,11 @@ def test_a_resumed_run_is_the_same_to_the_bit(finished: tuple[Path, str], files:
 
 @pytest.mark.more
 def test_a_stream_goes_on_on_another_mesh(finished: tuple[Path, str], files: Path, tmp_path: Path) -> None:
-    """Each step has the samples that it would have had without the interruption."""
+    """Each step has the samples that it would have had without the interruption: of one stream, and of two."""
     run, packing = finished
-    data = {"dataset": f"{files}/chat.jsonl", "tokenizer": str(run / "inputs"), "streaming": True, "shuffle_rows": 9}
+    sources = [{"dataset": f"{files}/chat.jsonl", "weight": 2}, {"files": [f"{files}/pairs.jsonl"], "weight": 1}]
+    read = {"dataset": f"{files}/chat.jsonl"} if packing == "fixed" else {"sources": sources}
+    data = {**read, "tokenizer": str(run / "inputs"), "streaming": True, "shuffle_rows": 9}
     settings = {**SETTINGS, "data": {**data, "packing": packing}}
     settings["training"] = {**SETTINGS["training"], "eval_every": 0}
 
@@ -139,7 +168,7 @@ def test_a_stream_goes_on_on_another_mesh(finished: tuple[Path, str], files: Pat
         config.write_text(yaml.safe_dump(settings))
         ended = launch(2, COMMAND, "train", str(config), f"--training.output={output}", *more)
         assert ended.returncode == 0, ended.stderr[-3000:]
-        assert "stream: the first 9 rows, or as many as there are, have" in ended.stdout
+        assert "stream: the first 9 rows" in ended.stdout
         return [line for line in records_of(output) if "loss" in line]
 
     wanted = streamed(tmp_path / "whole")

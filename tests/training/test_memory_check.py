@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import LlamaConfig
 
 from slipstream import SlipstreamError
 from slipstream.training.config.config_file import parse_config
-from slipstream.training.preflight import less_memory
+from slipstream.training.preflight import less_memory, memory_account
 from slipstream.training.preflight.memory_check import check_memory
 
 MODEL = {
@@ -38,10 +39,23 @@ def configured(**sections: Any) -> Any:
 )
 def test_what_to_lower_and_by_how_much(failure: str) -> None:
     (said,) = less_memory(failure, configured(pipeline={"num_ranks": 2, "num_microbatches": 2}))
-    assert "--pipeline.num_microbatches=4 (now 2); --memory.recompute=full; a training.seq_len of half (now 32)" in said
+    assert "--pipeline.num_microbatches=4 (now 2); --memory.recompute=full; --training.seq_len=16 (now 32)" in said
     assert ("how Linux ends" in said) == ("SIGKILL" in failure)
     (said,) = less_memory(failure, configured(memory={"recompute": "full"}, pipeline={"num_microbatches": 8}))
-    assert "order: --memory.offload=0.5 (now 0); a training.seq_len" in said
+    assert "order: --memory.offload=0.5 (now 0); --training.seq_len" in said
+
+
+def test_each_change_is_told_with_what_it_leaves() -> None:
+    """By the account of the fullest rank, which the changes lower."""
+    run = configured(pipeline={"num_ranks": 2, "num_microbatches": 2, "slices": 2})
+    account = memory_account(run, LlamaConfig(**MODEL))
+    assert account is not None
+    (said,) = less_memory("rank 1 was ended by SIGKILL", run, lambda: account)
+    found = [float(number) for number in re.findall(r"([\d.]+) [kM]B", said)]
+    assert len(found) == 4
+    assert max(found[1:]) < found[0]
+    state = 16 * (NUM_PARAMETERS - 16) / 2  # of each rank, with one layer and the embedding or the head
+    assert state < account() < 10 * state  # with gradients of keys and values, messages and logits
 
 
 def test_other_failures_are_not_of_memory() -> None:

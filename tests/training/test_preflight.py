@@ -275,9 +275,9 @@ def test_too_little_text(refuse: Refuse, values: dict[str, Any], text: Path) -> 
     assert "less than one sequence of 32" in refuse(values)
 
 
-def test_too_little_text_to_validate(refuse: Refuse, values: dict[str, Any]) -> None:
-    values["training"]["batch_size"] = 100
-    assert "less than one batch of 3200; give more text" in refuse(values)
+def test_no_text_to_validate(refuse: Refuse, values: dict[str, Any]) -> None:
+    values["data"]["validation_fraction"] = 0
+    assert "needs held-out text, and there is none; give more text" in refuse(values)
 
 
 OWN = [

@@ -22,7 +22,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.training.config import load_config
-from slipstream.training.data import BatchSize, PackedSequences, TokenisedText, unigram_entropy
+from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
+from slipstream.training.data.sequences import PADDING
 from slipstream.training.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
 from support.parameters import first_of
@@ -147,16 +148,15 @@ def test_the_export_has_the_trained_weights(finished: tuple[RunFolder, str]) -> 
     settings = load_config(output.config).training
     text = TokenisedText.load(output.inputs, "validation")
     losses, counts = [], []
-    sequences = PackedSequences(text, settings.seq_len, seed=None)
-    for each in BatchSize(settings.batch_size).batches(sequences, sequences.num_sequences):
-        batch = sequences.batch(*each)
-        for row, documents in zip(batch.input_ids, batch.document_ids, strict=True):
-            for number in documents.unique():
-                tokens = row[documents == number][None]
-                if tokens.shape[1] > 1:
-                    with torch.no_grad():
-                        losses.append(model(tokens, labels=tokens).loss.item())
-                    counts.append(tokens.shape[1] - 1)
+    sequences = PackedSequences(text, settings.seq_len, seed=None, pads=True)
+    batch = sequences.batch(0, sequences.num_sequences)
+    for row, documents in zip(batch.input_ids, batch.document_ids, strict=True):
+        for number in {*documents.tolist()} - {PADDING}:
+            tokens = row[documents == number][None]
+            if tokens.shape[1] > 1:
+                with torch.no_grad():
+                    losses.append(model(tokens, labels=tokens).loss.item())
+                counts.append(tokens.shape[1] - 1)
     loss = sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts)
     assert read_metrics(output)[1][-1]["validation_loss"] == pytest.approx(loss, rel=1e-5)
 

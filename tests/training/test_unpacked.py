@@ -9,19 +9,16 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op, Schedule
 from slipstream.training.config.config_file import dump_config, load_config, parse_config
 from slipstream.training.data import TokenisedText, WholeDocuments
-from slipstream.training.preflight.text_preparation import PreparedText, check_amount
 from support.forked import COMMAND, launch
 
 SETTINGS: dict[str, Any] = {
@@ -100,7 +97,7 @@ def test_the_export_has_the_loss_that_was_measured(finished: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
     sequences = WholeDocuments(TokenisedText.load(finished / "inputs", "validation"), 64, None)
     total, count = 0.0, 0
-    for row in sequences.batch(0, sequences.num_sequences // 4 * 4).input_ids:
+    for row in sequences.batch(0, sequences.num_sequences).input_ids:
         with torch.no_grad():
             loss = model(input_ids=row[None], labels=row[None]).loss
         total, count = total + float(loss) * (len(row) - 1), count + len(row) - 1
@@ -330,16 +327,6 @@ def test_null_takes_back_what_a_file_gives() -> None:
         values = {**given, "training": training, "data": {**SETTINGS["data"], "corpus": "python-stdlib"}}
         found = parse_config(values).training
         assert (found.batch_tokens is None) == (given is BY_TOKENS)
-
-
-def test_a_held_out_text_of_less_than_a_step_is_refused() -> None:
-    given = {**BY_TOKENS, "training": {**BY_TOKENS["training"], "output": "out"}}
-    config = parse_config(given | {"data": {**SETTINGS["data"], "corpus": "python-stdlib"}})
-    train, held_out = TokenisedText.join([np.arange(60, dtype=np.int32)] * 10).split(0.2, seed=0)
-    with pytest.raises(
-        SlipstreamError, match="the held-out text has 120 tokens, less than one batch of 200; give more"
-    ):
-        check_amount(config, PreparedText(None, [train], [held_out], WholeDocuments(train, 64, 0)), Progress(None))
 
 
 def test_a_plan_file_with_damaged_rates_is_refused() -> None:

@@ -34,10 +34,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+_WITH_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(context_settings=_WITH_SETTINGS)(train)
 for command in (runs, timeline, check, profile, plan, export):
     app.command()(command)
-app.command("eval")(evaluate)  # which is the name of a function of Python's
+app.command("eval", context_settings=_WITH_SETTINGS)(evaluate)  # which is the name of a function of Python's
 app.command()(generate)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import InterruptedRunError, RankFailedError
@@ -11,7 +13,7 @@ from slipstream.launch import Progress, has_launcher, launch_ranks, make_console
 from slipstream.training.config import Config
 from slipstream.training.device_choice import check_machine
 from slipstream.training.ownership import FolderLock
-from slipstream.training.preflight import less_memory, preflight
+from slipstream.training.preflight import less_memory, memory_account, preflight
 from slipstream.training.restarts import launch_with_restarts
 from slipstream.training.run_folder import RunFolder
 
@@ -35,7 +37,7 @@ def start_training(config: Config) -> None:
     inputs = preflight(config, progress)
     if inputs.is_finished:
         return
-    with FolderLock(folder.path, progress.say), _said_how_to_go_on(config):
+    with FolderLock(folder.path, progress.say), _said_how_to_go_on(config, inputs.model_config):
         inputs.write()
         ranks = "1 rank, which imports" if num_ranks == 1 else f"{num_ranks} ranks, each of which imports"
         progress.say(f"starting {ranks} torch and transformers first")
@@ -45,7 +47,7 @@ def start_training(config: Config) -> None:
 
 
 @contextmanager
-def _said_how_to_go_on(config: Config) -> Iterator[None]:
+def _said_how_to_go_on(config: Config, model_config: Any) -> Iterator[None]:
     """Says last, after Ctrl-C and after a failure, what to type to go on: from which checkpoint, if there is one."""
     folder = RunFolder(config.training.output)
     try:
@@ -63,9 +65,10 @@ def _said_how_to_go_on(config: Config) -> Iterator[None]:
             raise
         steps = CheckpointFolder(folder.checkpoints).steps()
         again = "Type the same command with --training.overwrite=true to begin again"
+        account = partial(memory_account, config, model_config)
         if steps:
             again = f"Type the same command with --checkpoint.resume=last-good to go on from step {steps[0]}"
-        raise RankFailedError(". ".join([str(error), *less_memory(str(error), config), again])) from error
+        raise RankFailedError(". ".join([str(error), *less_memory(str(error), config, account), again])) from error
 
 
 def _compare(folder: RunFolder, progress: Progress) -> None:

@@ -28,26 +28,56 @@ def test_files_and_folders_in_order(tmp_path: Path) -> None:
     (tmp_path / "single.rst").write_text("single")
     config = DataSection(files=[tmp_path / "single.rst", tmp_path / "folder"])
     said: list[str] = []
-    assert read_documents(config, said.append) == ["single", "a", "b", "c"]
+    assert [*read_documents(config, said.append)] == ["single", "a", "b", "c"]
     assert said[0].endswith("left out 1 of 5 documents: 0 without text (null), 1 empty or of white space")
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv", ".parquet"])
 def test_a_dataset_file(tmp_path: Path, suffix: str) -> None:
+    """Which may also be named among the files: a table is read as rows there, too."""
     path = tmp_path / f"data{suffix}"
     if suffix == ".txt":
         path.write_text("\n".join(TEXTS))
-    elif suffix == ".jsonl":
+    elif suffix in (".jsonl", ".json"):
         path.write_text("\n".join(json.dumps({"text": text, "other": 1}) for text in TEXTS))
+    elif suffix == ".csv":
+        path.write_text("other,text\n" + "".join(f'1,"{text}"\n' for text in TEXTS))
     else:
         pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
-    assert read_documents(DataSection(dataset=str(path)), pytest.fail) == TEXTS
+    assert [*read_documents(DataSection(dataset=str(path)), pytest.fail)] == TEXTS
+    if suffix != ".txt":
+        assert [*read_documents(DataSection(files=[path]), pytest.fail)] == TEXTS
+
+
+def test_tables_among_files_and_in_folders(tmp_path: Path) -> None:
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": text}))
+    files = [tmp_path / f"{number}.jsonl" for number in (2, 0)]
+    assert [*read_documents(DataSection(files=files), pytest.fail)] == [TEXTS[2], TEXTS[0]]
+    assert [*read_documents(DataSection(files=[tmp_path], suffixes=[".jsonl"]), pytest.fail)] == TEXTS
+    (tmp_path / "broken.jsonl").write_text('{"text": 1}\n{')
+    with pytest.raises(SlipstreamError, match=r"data.files=.*broken.jsonl, line 2 isn't JSON"):
+        read_documents(DataSection(files=[*files, tmp_path / "broken.jsonl"]), pytest.fail)
+
+
+def test_cells_of_a_csv_file_are_texts(tmp_path: Path) -> None:
+    """Also numbers, and what pandas takes for missing."""
+    path = tmp_path / "data.csv"
+    path.write_text("\ufefftext,note\n007,x\nnull,\nNA,3\n", encoding="utf-8")
+    assert [*read_documents(DataSection(files=[path]), pytest.fail)] == ["007", "null", "NA"]
+
+
+@pytest.mark.parametrize("second", ["b.txt", "b.parquet", "folder"])
+def test_files_of_several_kinds_are_refused(tmp_path: Path, second: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"of which one source takes one kind.* --data.sources=\[{files: \[a.txt\]}"):
+        DataSection(files=[tmp_path / "a.jsonl", tmp_path / second])
 
 
 def test_rows_without_text_are_counted(tmp_path: Path) -> None:
     path, said = tmp_path / "data.jsonl", []
     path.write_text("\n".join(json.dumps({"text": text}) for text in [*TEXTS, None, "", None]))
-    assert read_documents(DataSection(dataset=str(path)), said.append) == TEXTS
+    assert [*read_documents(DataSection(dataset=str(path)), said.append)] == TEXTS
     left_out = "left out 3 of 6 documents: 2 without text (null), 1 empty or of white space"
     assert said == [f"data.dataset={path}: {left_out}"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from slipstream.training.data import (
     PackedSequences,
     TokenisedText,
     WholeDocuments,
+    load_texts,
+    save_texts,
     spread_batches,
     unigram_entropy,
 )
@@ -182,3 +185,29 @@ def test_unigram_entropy() -> None:
     assert unigram_entropy(np.array([5, 5, 5])) == 0
     assert unigram_entropy(np.arange(8)) == pytest.approx(math.log(8))
     assert unigram_entropy(np.array([0, 0, 0, 1])) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_texts_are_read_as_they_were_saved(tmp_path: Path, number: int) -> None:
+    """None, as a stream has nothing held out; one, and several sources."""
+    save_texts([numbered([3 + place, 2]) for place in range(number)], tmp_path, "validation")
+    found = load_texts(tmp_path, "validation")
+    assert [text.lengths.tolist() for text in found] == [[3 + place, 2] for place in range(number)]
+
+
+def test_a_text_that_does_not_fit_into_memory_is_read_from_a_file(tmp_path: Path) -> None:
+    """128 MiB of tokens and labels, of which a part is split off, are prepared and saved in 80 MiB."""
+    documents = [np.arange(2**18, dtype=np.int32) + number for number in range(16)]
+    tracemalloc.start()
+    text = TokenisedText.join((documents[n % 16] for n in range(64)), (documents[n % 16] for n in range(64)))
+    kept, held_out = text.split(0.1, seed=0)
+    save_texts([kept], tmp_path, "train")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 80 * 2**20
+    (found,) = load_texts(tmp_path, "train")
+    assert found.num_documents + held_out.num_documents == 64
+    assert sum(int(each.tokens.sum(dtype=np.int64)) for each in (found, held_out)) == sum(
+        4 * int(each.sum(dtype=np.int64)) for each in documents
+    )
+    assert np.array_equal(found.labels_of(57), found.document(57))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.data import MixedSequences, PackedSamples, TokenisedText, WholeDocuments, sequences_of
+from slipstream.model import IGNORED
+from slipstream.training.data import (
+    BatchSize,
+    HeldOutBatches,
+    MixedSequences,
+    PackedSamples,
+    TokenisedText,
+    WholeDocuments,
+    sequences_of,
+)
 from slipstream.training.data.packed_samples import best_fit
 
 
@@ -20,6 +31,11 @@ def samples(lengths: list[int], first: int = 0) -> TokenisedText:
     tokens = [np.arange(n, dtype=np.int32) + 100 * (number + first) for number, n in enumerate(lengths)]
     labels = [np.where(np.arange(len(each)) < len(each) // 2, -100, each).astype(np.int32) for each in tokens]
     return TokenisedText.join(tokens, labels)
+
+
+def plain(lengths: list[int], first: int = 0) -> TokenisedText:
+    """The tokens of `samples`, all of which count."""
+    return replace(samples(lengths, first), labels=None)
 
 
 LENGTHS = st.lists(st.integers(2, 12), min_size=1, max_size=30)
@@ -94,3 +110,28 @@ def test_replicas_share_mixed_sequences() -> None:
     assert mixed.mean_length == 5
     assert mixed.typical_length == pytest.approx((9 + 49 + 16 + 81 + 4 + 25) / 30)
     assert torch.equal(shares[0][0], mixed.batch(0, 6, 0, 2).input_ids[0])
+
+
+@pytest.mark.parametrize("packing", ["fixed", "none"])
+@pytest.mark.parametrize("size", [BatchSize(4), BatchSize(1), BatchSize(1, tokens=40)], ids=str)
+@pytest.mark.parametrize("make", [plain, samples], ids=["texts", "samples"])
+def test_each_held_out_token_counts_once(make: Callable[..., TokenisedText], size: BatchSize, packing: str) -> None:
+    """In batches of which the last is filled up, on two replicas, over two sources."""
+    texts = [make([7, 3, 12, 5, 9]), make([4, 8], first=50)]
+    if size.tokens and packing == "fixed":
+        return
+    sequences = sequences_of(texts, packing, 12, seed=None, pads=True)
+    held_out, counted = HeldOutBatches(sequences, size), list[int]()
+    for batch in held_out.chosen():
+        for replica in range(2 if size.sequences % 2 == 0 else 1):
+            found = held_out.batch(batch, replica, 2 if size.sequences % 2 == 0 else 1)
+            counted += [int(label) for row in found.labels for label in row if label != IGNORED]
+    assert sorted(counted) == sorted(token for text in texts for token in text.counted().tolist())
+
+
+def test_pairs_that_fill_a_batch_up_are_told_apart() -> None:
+    pairs = replace(samples([3, 4, 2, 5, 6, 3]), group_size=2)
+    held_out = HeldOutBatches(sequences_of([pairs], "none", 12, seed=None), BatchSize(2))
+    assert [held_out.counts(batch) for batch in held_out.chosen()] == [[True, True], [True, False]]
+    both = [held_out.counts((2, 2), replica, 2) for replica in range(2)]
+    assert sorted(both) == [[False], [True]]

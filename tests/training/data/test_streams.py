@@ -16,7 +16,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.training.config import SourceSection
 from slipstream.training.config.config_file import parse_config
 from slipstream.training.data import TokenisedText
-from slipstream.training.data.samples import StreamedSequences
+from slipstream.training.data.samples import MixedStreams, StreamedSequences
 from slipstream.training.data.samples.row_stream import RowStream
 
 NUM_ROWS, BLOCK = 50, 16
@@ -84,6 +84,34 @@ def test_blocks_are_shuffled_otherwise(file: Path) -> None:
     assert sorted(firsts[45:59]) == sorted(firsts[:14])
 
 
+@pytest.mark.parametrize("packing", ["fixed", "none"])
+def test_several_streams_come_by_weight_also_after_a_resume(tmp_path: Path, packing: str) -> None:
+    """Each row of each stream once in an epoch of its own; resumed on another number of replicas."""
+    sizes, weights, size = (70, 30, 50), (3.0, 1.0, 0.5), 6
+    for number, rows in enumerate(sizes):
+        lines = ({"input_ids": [1000 * number + 10 * row + i for i in range(4 + row % 5)]} for row in range(rows))
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def opened() -> MixedStreams:
+        return MixedStreams([stream(tmp_path / f"{number}.jsonl", packing) for number in range(3)], weights, 5)
+
+    whole, wanted, states = opened(), [], []
+    for step in range(100):
+        wanted.append(counted(whole.batch(size * step, size)))
+        states.append(json.loads(json.dumps(whole.state(size * (step + 1)))))
+    assert np.bincount([whole._find(index)[0] for index in range(512)]).tolist() == [341, 114, 57]
+    seen = Counter(token for step in wanted for token in step)
+    for number, rows in enumerate(sizes):
+        times = [seen[1000 * number + 10 * row] for row in range(rows)]
+        assert max(times) - min(times) <= 1
+        assert max(times) >= 1
+    for step in (1, 7, 42, 43, 85, 98):
+        again = opened()
+        again.go_to(states[step - 1])
+        shares = [again.batch(size * step, size, replica, 2) for replica in range(2)]
+        assert sorted(token for share in shares for token in counted(share)) == sorted(wanted[step])
+
+
 def test_what_has_passed_cannot_be_asked_for(file: Path) -> None:
     sequences = stream(file, "none")
     sequences.batch(40, 2)
@@ -112,7 +140,16 @@ def test_a_broken_row_is_named(tmp_path: Path) -> None:
         ({"eval_every": 5}, {}, "training.eval_every=5 with data.streaming=true"),
         ({"single_process_steps": 5}, {}, "training.single_process_steps=5 with data.streaming=true"),
         ({}, {"tokenizer": None}, "a model without a tokenizer with data.streaming=true"),
-        ({}, {"dataset": None, "corpus": "python-stdlib"}, "data.streaming=true reads a data set, but data.corpus is"),
+        (
+            {},
+            {"dataset": None, "sources": [{"dataset": "x.jsonl"}, {"files": ["y.jsonl"]}]},
+            "Give each source one, such as weight: 1",
+        ),
+        (
+            {},
+            {"dataset": None, "corpus": "python-stdlib"},
+            "data.streaming=true reads rows, but data.corpus=python-stdlib has texts",
+        ),
     ],
 )
 def test_what_needs_all_rows_is_refused(training: dict[str, Any], data: dict[str, Any], words: str) -> None:

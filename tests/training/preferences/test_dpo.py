@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from slipstream import Pipeline, Runtime
-from slipstream.training.config import PreferenceSection
-from slipstream.training.data import sequences_of
+from slipstream.training.config import PreferenceSection, precision_named
+from slipstream.training.data import TokenBatch, sequences_of
 from slipstream.training.preferences import mean_rewards, preference_loss, reward_sums
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 from support.forked import launch
 from support.paths import WORKERS
 from support.preference_pairs import NAME, SECTION, expected_of_dpo, pairs
+from support.preferences import log_probabilities
 from support.ragged_batches import MODELS
 
 
@@ -34,8 +36,10 @@ def expected() -> tuple[float, dict[str, float], dict[str, Tensor]]:
         {"schedule": "gpipe", "num_ranks": 1},
         {"schedule": "zb-v", "stages_per_rank": 2},
         {"schedule": "interleaved-1f1b", "stages_per_rank": 2},
+        {"schedule": "auto", "slices": "auto"},
+        {"schedule": "auto", "slices": "auto", "num_ranks": 1},
     ],
-    ids=lambda order: order["schedule"],
+    ids=lambda order: f"{order['schedule']} on {order.get('num_ranks', 2)}",
 )
 def test_a_step_is_that_of_plain_dpo(expected: Any, order: dict[str, Any]) -> None:
     loss, rewards, grads = expected
@@ -50,6 +54,43 @@ def test_a_step_is_that_of_plain_dpo(expected: Any, order: dict[str, Any]) -> No
     assert batch.sequence_values is not None
     measured = mean_rewards(reward_sums(pipe, batch.sequence_values, SECTION))
     assert measured == pytest.approx(rewards, rel=BOUND)
+
+
+def alone(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """The log-probability of each sequence by the unsplit model, by itself."""
+    both = zip(batch.input_ids, batch.labels, strict=True)
+    with torch.no_grad():
+        return torch.cat([log_probabilities(model, ids[None], labels[None]) for ids, labels in both]).double()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-weights"])
+def test_in_bfloat16_it_is_as_near_to_plain_dpo_as_the_unsplit_model(expected: Any, precision: str) -> None:
+    """Rewards are differences of large sums: those of the pipeline mustn't be rounded more than the model's own."""
+    loss, rewards, _ = expected
+    sequences = sequences_of([pairs()], "none", 24, seed=None)
+    batch = sequences.batch(0, sequences.num_sequences)
+    assert batch.sequence_values is not None
+    model = copy.deepcopy(MODELS[NAME]).to(torch.bfloat16 if precision == "bf16-weights" else torch.float32)
+    casts = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    exact = alone(MODELS[NAME], batch)
+    with casts:
+        plain = alone(model, batch)
+    pipe = Pipeline(
+        model,
+        num_ranks=2,
+        slices=4,
+        num_microbatches=2,
+        loss_fn=preference_loss(SECTION),
+        precision=precision_named(precision),
+        runtime=Runtime(self_check=False),
+    )
+    with casts:
+        found = float(pipe.step(batch.input_ids, batch.labels, sequence_values=batch.sequence_values))
+    ours = pipe.sequence_log_probabilities()
+    assert (ours - exact).abs().max() < 2 * (plain - exact).abs().max()
+    assert found == pytest.approx(loss, rel=0.05)
+    measured = mean_rewards(reward_sums(pipe, batch.sequence_values, SECTION))
+    assert measured["margin"] == pytest.approx(rewards["margin"], abs=0.05)
 
 
 @pytest.mark.parametrize("mesh", ["dp", "tp"])

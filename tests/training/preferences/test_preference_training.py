@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.training.config import load_config
 from slipstream.training.config.config_file import parse_config
 from slipstream.training.data import TokenisedText, load_texts
+from slipstream.training.exports import Asked, PairLoss, evaluate_model, opened_model
+from slipstream.training.preferences import load_with_reference, preference_loss
 from slipstream.training.preflight import preflight
 from support.forked import COMMAND, launch
 from support.preferences import log_probabilities
@@ -76,6 +80,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
     output = tmp_path_factory.mktemp("finished") / "run"
     said = train(output, file)
     assert "left out 1 of 50 pairs: 1 with equal answers (first: row 18)" in said
+    assert "computed the reference of 49 pairs, kept in" in said
     return output
 
 
@@ -113,13 +118,33 @@ def test_the_figures_are_those_of_the_exported_model(finished: Path) -> None:
     (text,) = load_texts(finished / "inputs", "validation")
     after = found_by(AutoModelForCausalLM.from_pretrained(finished / "model"), text)
     kept = load_file(finished / "reference.safetensors")["validation-0"]
-    used = text.num_documents // 2 // 4 * 4  # whole batches of pairs
-    chosen, rejected = (BETA * (after - kept)).reshape(-1, 2)[:used].T
+    assert text.num_documents // 2 % 4  # the last batch of pairs is filled up
+    chosen, rejected = (BETA * (after - kept)).reshape(-1, 2).T
     margins = chosen - rejected
     assert measured["validation_loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), rel=1e-3)
     expected = {"chosen": chosen.mean(), "rejected": rejected.mean(), "margin": margins.mean()}
     assert measured["rewards"] == pytest.approx({**expected, "accuracy": (margins > 0).mean()}, rel=1e-3)
     assert "perplexity" not in measured
+
+
+def test_an_evaluation_finds_the_figures_of_the_validation(finished: Path, file: Path, tmp_path: Path) -> None:
+    (measured,) = lines_of(finished, "validation_loss")
+    asked = Asked(None, seq_len=None, slice_len=10)
+    with opened_model(str(finished), False, Progress(None)) as opened:
+        found = evaluate_model(opened, asked, Progress(None))
+        with pytest.raises(SlipstreamError, match=r"random weights.* --reference=MODEL, or leave FILE out"):
+            evaluate_model(opened, replace(asked, file=str(file)), Progress(None))
+    assert isinstance(found, PairLoss)
+    assert found.loss == pytest.approx(measured["validation_loss"], rel=1e-5)
+    assert found.rewards == pytest.approx(measured["rewards"], rel=1e-4)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:3]))
+    settings = ["--preference.beta=0.5"]
+    with opened_model(str(finished / "model"), False, Progress(None)) as opened:
+        asked = Asked(str(rows), 64, 10, settings, reference=str(finished / "model"))
+        alike = evaluate_model(opened, asked, Progress(None))
+    assert isinstance(alike, PairLoss)
+    assert (alike.num_pairs, alike.loss) == (3, pytest.approx(math.log(2)))
 
 
 def begun(whole: Path, output: Path, *parts: str) -> Path:
@@ -132,13 +157,26 @@ def begun(whole: Path, output: Path, *parts: str) -> Path:
 
 def test_a_resumed_run_is_the_same_to_the_bit(finished: Path, file: Path, tmp_path: Path) -> None:
     output = begun(finished, tmp_path / "half", "reference.safetensors")
-    train(output, file, "--checkpoint.resume=latest")
+    said = train(output, file, "--checkpoint.resume=latest")
+    assert "computed the reference" not in said
     wanted, found = (lines_of(each, "grad_norm") for each in (finished, output))
     assert len(found) == 3
     for name in ("step", "loss", "grad_norm", "tokens", "rewards"):
         assert [step[name] for step in found] == [step[name] for step in wanted[3:]]
     kept = [(each / "reference.safetensors").read_bytes() for each in (finished, output)]
     assert kept[0] == kept[1]
+
+
+def test_a_resumed_run_reads_the_reference(finished: Path) -> None:
+    """Which the model would find otherwise by then."""
+    config = load_config(finished / "config.yaml")
+    assert config.preference is not None
+    pipe = Pipeline.from_pretrained(finished / "model", num_ranks=1, loss_fn=preference_loss(config.preference))
+    found = load_with_reference(config, pipe, Progress(None), resumes=True)
+    kept = load_file(finished / "reference.safetensors")
+    for part in ("train", "validation"):
+        (text,) = found[part]
+        assert np.array_equal(text.values, kept[f"{part}-0"])
 
 
 def test_replicas_train_alike(finished: Path, file: Path, tmp_path: Path) -> None:
@@ -151,6 +189,19 @@ def test_replicas_train_alike(finished: Path, file: Path, tmp_path: Path) -> Non
         if ours["step"] == 1:  # all rewards are 0, but for rounding, and which one is larger is chance
             del ours["rewards"]["accuracy"], theirs["rewards"]["accuracy"]
         assert ours["rewards"] == pytest.approx(theirs["rewards"], rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("precision", "near"), [("float32", 1e-3), ("bf16", 0.1), ("bf16-weights", 0.1)])
+def test_with_a_plan_that_is_open(finished: Path, file: Path, tmp_path: Path, precision: str, near: float) -> None:
+    """Schedule, slices and cut planned from measured costs: another plan of the same losses."""
+    is_open = ["--pipeline.schedule=auto", "--pipeline.slices=auto", f"--training.precision={precision}"]
+    said = train(tmp_path / "run", file, *is_open)
+    assert "wrote the plan to" in said
+    ours, theirs = (lines_of(each, "grad_norm") for each in (tmp_path / "run", finished))
+    assert [each["loss"] for each in ours] == pytest.approx([each["loss"] for each in theirs], rel=near)
+    (measured,), (expected,) = (lines_of(each, "validation_loss") for each in (tmp_path / "run", finished))
+    assert measured["validation_loss"] == pytest.approx(expected["validation_loss"], rel=near)
 
 
 def test_an_adapter_begins_at_its_reference(finished: Path, file: Path, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from slipstream.options import Record
 Form = Literal["text", "messages", "prompt-completion", "tokens"]
 Loss = Literal["all", "assistant", "completion"]
 _SOURCES = ("corpus", "files", "dataset")
-_ENDINGS = (".txt", ".json", ".jsonl", ".parquet")
+TABLES = (".json", ".jsonl", ".csv", ".parquet")
+"""Endings of files that have rows, in `dataset` and in `files`."""
+_ENDINGS = (".txt", *TABLES)
 
 
 class SourceSection(Record):
@@ -21,11 +23,12 @@ class SourceSection(Record):
     corpus: Literal["python-stdlib"] | None = None
     """Text that every machine has: the source files of Python's standard library."""
     files: list[Path] | None = None
-    """Text files and folders; each file is a document."""
+    """Text files and folders, each file of which is a document; or .jsonl, .csv or .parquet files, whose rows are the
+    samples, as with `dataset`."""
     suffixes: list[str] = Field(default=[".txt", ".md"])
     """Which files of a folder are read."""
     dataset: str | None = None
-    """A .txt (a line is a document), .jsonl or .parquet file, or the hub name of a data set."""
+    """A .txt (a line is a document), .jsonl, .csv or .parquet file, or the hub name of a data set."""
     dataset_config: str | None = None
     """Configuration of a data set on the hub, where it has several."""
     split: str = "train"
@@ -51,12 +54,39 @@ class SourceSection(Record):
             raise ValueError(f"{without[0]!r} has no dot, which is part of it; give [{dotted}]")
         return suffixes
 
+    @model_validator(mode="after")
+    def _one_kind_of_files(self) -> Self:
+        """Takes texts or tables, and tables that are read alike."""
+        endings = self._file_endings()
+        if len({each.replace(".jsonl", ".json") for each in endings}) > 1:
+            kinds = " and ".join(each or "of texts" for each in endings)
+            raise ValueError(
+                f"data.files names files {kinds}, of which one source takes one kind: tables are read as rows, a text "
+                "as a document. Give each kind as a source: --data.sources=[{files: [a.txt]}, {files: [b.jsonl]}]"
+            )
+        return self
+
+    def _file_endings(self) -> list[str]:
+        """Returns the endings of tables among `files`, and "" where there is anything else."""
+        endings = (self.suffixes if path.is_dir() else [path.suffix] for path in self.files or ())
+        return sorted({ending if ending in TABLES else "" for each in endings for ending in each})
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is read as the rows of a data set, and not as texts."""
+        return self.dataset is not None or any(self._file_endings())
+
+    @property
+    def option(self) -> str:
+        """The setting that names it."""
+        return f"data.{self._given_sources()[0]}"
+
     @property
     def name(self) -> str:
         """The source as it is typed."""
         if self.files is not None:
-            return "data.files=" + ", ".join(map(str, self.files))
-        return f"data.corpus={self.corpus}" if self.corpus is not None else f"data.dataset={self.dataset}"
+            return f"{self.option}=" + ", ".join(map(str, self.files))
+        return f"{self.option}={self.corpus if self.dataset is None else self.dataset}"
 
     def _given_sources(self) -> list[str]:
         return [name for name in _SOURCES if getattr(self, name) is not None]
@@ -81,7 +111,8 @@ class DataSection(SourceSection):
     """The samples, and how they become tokens: one of `corpus`, `files`, `dataset` and `sources`."""
 
     sources: list[WeightedSource] | None = Field(default=None, min_length=1)
-    """Several sources, each with the settings above and a `weight`. Without weights each sample comes once an epoch."""
+    """Several sources, each with the settings above and a `weight`. Without weights each sample comes once an epoch;
+    with `streaming` each needs one."""
     packing: Literal["fixed", "none"] = "fixed"
     """fixed: documents follow each other in sequences of `training.seq_len` tokens; conversations and the like aren't
     cut but put together into such sequences, whose rest is padding. none: each document is a sequence, and one of more
@@ -94,10 +125,10 @@ class DataSection(SourceSection):
     chat_template: Path | None = None
     """A file with the Jinja template by which messages become text. Default: the tokenizer's own."""
     streaming: bool = False
-    """Read `dataset` while training, and keep neither its text nor its tokens; for a file or a data set of the hub that
-    is too large for that. Needs `training.steps` and a tokenizer."""
+    """Read rows while training, and keep neither their text nor their tokens; for files or data sets of the hub that
+    are too large for that. Needs `training.steps` and a tokenizer."""
     shuffle_rows: PositiveInt = 10_000
-    """With `streaming`: how many rows are read, shuffled and trained on at a time."""
+    """With `streaming`: how many rows of each source are read, shuffled and trained on at a time."""
     validation: str | None = None
     """What is held out: a file of the same form, or the name of a split of `dataset`."""
     validation_fraction: float = Field(default=0.05, ge=0, lt=1)
@@ -113,8 +144,12 @@ class DataSection(SourceSection):
             raise ValueError("data.vocab_size is for a tokenizer trained here; remove it or data.tokenizer")
         if self.sources is not None:
             self._check_sources(self.sources)
-        if self.streaming and self.dataset is None:
-            raise ValueError(f"data.streaming=true reads a data set, but data.{given[0]} is given; use data.dataset")
+        for source in self.all_sources if self.streaming else ():
+            if not source.has_rows:
+                raise ValueError(
+                    f"data.streaming=true reads rows, but {source.name} has texts; use data.dataset, or leave "
+                    "data.streaming out"
+                )
         if self.validation is not None and self.dataset is None and not _is_file(self.validation):
             raise ValueError(
                 f"data.validation={self.validation} is no file, and a split needs data.dataset, whose split it is; "
@@ -127,6 +162,11 @@ class DataSection(SourceSection):
         if outside := [name for name in own if getattr(self, name) != type(self).model_fields[name].default]:
             raise ValueError(f"data.{outside[0]} with data.sources: give it to each of the sources that it is for")
         with_weight = [source.weight is not None for source in sources]
+        if self.streaming and len(sources) > 1 and not any(with_weight):
+            raise ValueError(
+                "data.streaming=true with several data.sources: how many samples a stream has isn't known before it "
+                "ends, so that only weights say how often each comes. Give each source one, such as weight: 1"
+            )
         if any(with_weight) and not all(with_weight):
             number = with_weight.index(False) + 1
             raise ValueError(f"data.sources: number {number} has no weight, but others have; give all of them one")
@@ -152,9 +192,9 @@ class DataSection(SourceSection):
         if not _is_file(self.validation):
             others = {"dataset": like.dataset, "dataset_config": like.dataset_config, "split": self.validation}
             return SourceSection(**shared, loss=like.loss, **others)
-        if like.dataset is None:
-            return SourceSection(files=[Path(self.validation)])
-        return SourceSection(**shared, loss=like.loss, dataset=self.validation)
+        if like.has_rows:
+            return SourceSection(**shared, loss=like.loss, dataset=self.validation)
+        return SourceSection(files=[Path(self.validation)])
 
 
 def _is_file(name: str) -> bool:

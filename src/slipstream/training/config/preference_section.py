@@ -44,9 +44,9 @@ def check_preference(data: DataSection, pipeline: PipelineSection) -> None:
 
 
 def _check_source(source: SourceSection, name: str) -> None:
-    if source.dataset is None:
+    if not source.has_rows:
         raise ValueError(f"preference needs pairs; give {name}.dataset, a .jsonl or .parquet file or a name on the hub")
-    if source.dataset.endswith(".txt"):
+    if str(source.dataset).endswith(".txt"):
         raise ValueError(f"{name}.dataset={source.dataset} has lines and no pairs; give a .jsonl or .parquet file")
     for setting in _OF_OTHER_ROWS:
         value = getattr(source, setting)

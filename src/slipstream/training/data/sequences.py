@@ -55,11 +55,12 @@ class Row(NamedTuple):
     values: Array | None = None  # (documents,) float64, what the loss takes of each besides
 
     def parts(self) -> list[tuple[Array, Array]]:
-        """Returns tokens and labels of each document."""
+        """Returns tokens and labels of each document; padding is none."""
         if self.documents is None:
             return [(self.tokens, self.labels)]
         ends = np.flatnonzero(np.diff(self.documents)) + 1
-        return [*zip(np.split(self.tokens, ends), np.split(self.labels, ends), strict=True)]
+        columns = (np.split(column, ends) for column in (self.tokens, self.labels, self.documents))
+        return [(tokens, labels) for tokens, labels, ids in zip(*columns, strict=True) if ids[0] != PADDING]
 
 
 class TrainingSequences(ABC):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from slipstream.model import IGNORED
-
-Array = np.ndarray[Any, Any]
+from slipstream.training.data.array_writer import Array, ArrayWriter
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,17 @@ class TokenisedText:
 
     @classmethod
     def join(
-        cls, documents: Sequence[Array], labels: Sequence[Array] | None = None, group_size: int = 1
+        cls, documents: Iterable[Array], labels: Iterable[Array] | None = None, group_size: int = 1
     ) -> TokenisedText:
         """Joins documents, each an array of token ids, and their labels."""
-        offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-        return cls(_joined(documents), offsets, None if labels is None else _joined(labels), group_size)
+        writer = DocumentWriter()
+        if labels is None:
+            for document in documents:
+                writer.add(document)
+        else:
+            for document, counted in zip(documents, labels, strict=True):
+                writer.add(document, counted)
+        return writer.finish(has_labels=labels is not None, group_size=group_size)
 
     @property
     def num_documents(self) -> int:
@@ -84,8 +89,8 @@ class TokenisedText:
     def _select(self, groups: Sequence[int] | Array) -> TokenisedText:
         size = self.group_size
         chosen = [int(group) * size + place for group in groups for place in range(size)]
-        labels = None if self.labels is None else [self.labels_of(index) for index in chosen]
-        return TokenisedText.join([self.document(index) for index in chosen], labels, size)
+        labels = None if self.labels is None else map(self.labels_of, chosen)
+        return TokenisedText.join(map(self.document, chosen), labels, size)
 
     def save(self, folder: Path, name: str) -> None:
         """Writes `name`.tokens.npy and `name`.offsets.npy, where there are labels `name`.labels.npy, and of documents
@@ -109,18 +114,45 @@ class TokenisedText:
         )
 
 
+class DocumentWriter:
+    """A text that grows by a document at a time; it needn't fit into memory."""
+
+    def __init__(self) -> None:
+        self._tokens, self._labels = ArrayWriter(), ArrayWriter()
+        self._lengths = array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self._lengths) - 1
+
+    def add(self, tokens: Array, labels: Array | None = None) -> None:
+        """Adds a document; either all have labels, or none has. Raises SlipstreamError where the disk has no room."""
+        self._tokens.add(tokens)
+        self._lengths.append(len(tokens))
+        if labels is not None:
+            self._labels.add(labels)
+
+    def finish(self, has_labels: bool, group_size: int = 1) -> TokenisedText:
+        """Returns the documents, to which no more can be added."""
+        offsets = np.cumsum(self._lengths, dtype=np.int64)
+        return TokenisedText(self._tokens.finish(), offsets, self._labels.finish() if has_labels else None, group_size)
+
+
 def save_texts(texts: Sequence[TokenisedText], folder: Path, name: str) -> None:
     """Writes the text of each source: the first as `name`, the others as `name`-1 and so on."""
     for number, text in enumerate(texts):
-        text.save(folder, f"{name}-{number}" if number else name)
+        text.save(folder, _numbered(name, number))
 
 
 def load_texts(folder: Path, name: str) -> list[TokenisedText]:
-    """Returns what `save_texts` wrote."""
-    texts = [TokenisedText.load(folder, name)]
-    while (folder / f"{name}-{len(texts)}.tokens.npy").exists():
-        texts.append(TokenisedText.load(folder, f"{name}-{len(texts)}"))
+    """Returns what `save_texts` wrote: no text where there was none, as of a stream of which nothing is held out."""
+    texts: list[TokenisedText] = []
+    while (folder / f"{(numbered := _numbered(name, len(texts)))}.tokens.npy").exists():
+        texts.append(TokenisedText.load(folder, numbered))
     return texts
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}-{number}" if number else name
 
 
 def unigram_entropy(tokens: Array) -> float:
@@ -128,7 +160,3 @@ def unigram_entropy(tokens: Array) -> float:
     counts = np.bincount(tokens)
     shares = counts[counts > 0] / len(tokens)
     return float(-(shares * np.log(shares)).sum())
-
-
-def _joined(arrays: Sequence[Array]) -> Array:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.data.tokenised_text import TokenisedText
+from slipstream.training.data.tokenised_text import DocumentWriter, TokenisedText
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -57,7 +58,7 @@ def _absence(name: str, error: Exception) -> str:
     return f"no tokenizer at {name!r}: there is no such folder here. On the hub: {reason}"
 
 
-def train_tokenizer(documents: Sequence[str], vocab_size: int, progress: Progress) -> Any:
+def train_tokenizer(documents: Iterable[str], vocab_size: int, progress: Progress) -> Any:
     """Trains a byte-level BPE of at most `vocab_size` tokens, one of which ends a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -75,21 +76,26 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, progress: Progres
         vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=sorted(alphabet), show_progress=False
     )
     with progress.waiting("training a tokenizer"):
-        tokenizer.train_from_iterator(documents, trainer=trainer, length=len(documents))
+        tokenizer.train_from_iterator(documents, trainer=trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT)
 
 
-def tokenise(tokenizer: Any, documents: Sequence[str], progress: Progress) -> TokenisedText:
-    """Returns the tokens of all documents, each ended by the end-of-document token if there is one."""
-    end = tokenizer.eos_token_id
-    tokens: list[np.ndarray[Any, Any]] = []
-    done = 0
-    with progress.counting("tokenising", total=sum(map(len, documents))) as show:
-        for first in range(0, len(documents), _GROUP):
-            group = documents[first : first + _GROUP]
-            for ids in tokenizer(list(group), verbose=False, return_attention_mask=False)["input_ids"]:
+def tokenise(
+    tokenizer: Any, documents: Iterable[str], progress: Progress, num_characters: int | None = None
+) -> TokenisedText:
+    """Returns the tokens of all documents, each ended by the end-of-document token if there is one.
+
+    `num_characters` of all documents, where they are known, are what progress is shown of.
+    """
+    if num_characters is None:
+        documents = [*documents]
+        num_characters = sum(map(len, documents))
+    end, writer, left, done = tokenizer.eos_token_id, DocumentWriter(), iter(documents), 0
+    with progress.counting("tokenising", total=num_characters) as show:
+        while group := [*islice(left, _GROUP)]:
+            for ids in tokenizer(group, verbose=False, return_attention_mask=False)["input_ids"]:
                 closed = ids if end is None or ids[-1:] == [end] else [*ids, end]
-                tokens.append(np.asarray(closed, dtype=np.int32))
+                writer.add(np.asarray(closed, dtype=np.int32))
             done += sum(map(len, group))
             show(done)
-    return TokenisedText.join(tokens)
+    return writer.finish(has_labels=False)

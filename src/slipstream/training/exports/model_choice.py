@@ -25,6 +25,7 @@ class OpenedModel:
     path: str
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     trusts_code: bool
+    run: RunFolder | None = None  # that has left it
 
 
 @contextmanager
@@ -47,14 +48,14 @@ def opened_model(place: str, trusts_code: bool, progress: Progress, best: bool =
     else:
         found = None if best else _exported_by(RunFolder(path))
     if found is not None:
-        yield _open(found, trusts_code)
+        yield _open(found, trusts_code, None if found == place else RunFolder(path))
         return
     chosen = choose_checkpoint(path, best=best)
     with TemporaryDirectory(prefix="slipstream-") as folder:
         with progress.waiting("reading the checkpoint"):
             saved = chosen.read(progress.say)
             export_checkpoint(chosen.run, saved, Path(folder, "model"), trusts_code)
-        yield _open(str(Path(folder, "model")), trusts_code)
+        yield _open(str(Path(folder, "model")), trusts_code, chosen.run)
 
 
 def _is_surely_a_folder(place: str) -> bool:
@@ -68,7 +69,7 @@ def _exported_by(run: RunFolder) -> str | None:
     return str(run.model) if (run.model / "config.json").is_file() and not is_being_written else None
 
 
-def _open(path: str, trusts_code: bool) -> OpenedModel:
+def _open(path: str, trusts_code: bool, run: RunFolder | None) -> OpenedModel:
     if trusts_code:
         trust_remote_code(path)
     load_config(path)  # its errors say whether there is a model
@@ -78,4 +79,4 @@ def _open(path: str, trusts_code: bool) -> OpenedModel:
             f"the model in {folder} has no tokenizer next to it; copy the files of its tokenizer there "
             "(tokenizer.json, tokenizer_config.json), which runs and `slipstream export` write with a model"
         )
-    return OpenedModel(path, load_tokenizer(path, trusts_code), trusts_code)
+    return OpenedModel(path, load_tokenizer(path, trusts_code), trusts_code, run)

@@ -7,5 +7,6 @@ from slipstream.training.preferences.preference_loss import (
     mean_rewards,
     preference_loss,
     reward_sums,
+    sums_of_pairs,
 )
-from slipstream.training.preferences.reference import check_reference, load_with_reference
+from slipstream.training.preferences.reference import check_reference, kept_reference, load_with_reference

@@ -9,9 +9,8 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED
-from slipstream.training.data import TokenisedText
+from slipstream.training.data import DocumentWriter, TokenisedText
 from slipstream.training.data.samples.tokenised_samples import Sample, SampleReader, UnusableRowError
-from slipstream.training.data.tokenised_text import Array
 
 _EQUAL = "with equal answers"
 _FULL = "with no room for an answer after the prompt"
@@ -77,7 +76,7 @@ def read_pairs(
     Raises:
         SlipstreamError: with the number of the row, where one hasn't the form of the others, or no pair is left.
     """
-    tokens, labels, left_out = list[Array](), list[Array](), dict[str, list[int]]()
+    writer, left_out = DocumentWriter(), dict[str, list[int]]()
     number = 0
     for number, row in enumerate(rows, start=1):
         try:
@@ -87,15 +86,15 @@ def read_pairs(
         except SlipstreamError as error:
             raise SlipstreamError(f"{name}, row {number}: {error}") from error
         else:
-            tokens += [np.asarray(ids, dtype=np.int32) for ids, _ in pair]
-            labels += [np.asarray(counted, dtype=np.int32) for _, counted in pair]
+            for document in pair:
+                writer.add(*(np.asarray(each, dtype=np.int32) for each in document))
         show(number)
     report = _report(left_out, reader, number)
-    if not tokens:
+    if not len(writer):
         raise SlipstreamError(f"{name} holds no pair to train on{': ' + report if report else ''}")
     if report:
         say(f"{name}: {report}")
-    return TokenisedText.join(tokens, labels, group_size=2)
+    return writer.finish(has_labels=True, group_size=2)
 
 
 def _report(left_out: Mapping[str, list[int]], reader: PairReader, total: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,21 +26,33 @@ def preference_loss(section: PreferenceSection) -> SequenceLoss:
     return SequenceLoss(dpo, group_size=2)
 
 
-def reward_sums(pipe: Pipeline, reference: Tensor, section: PreferenceSection) -> Tensor:
-    """Returns, of the last step or evaluation and all replicas, sums over pairs, (4,) float64: 1, the rewards of the
-    chosen and of the rejected answers, and whether the chosen one's is larger. Collective.
+def reward_sums(
+    pipe: Pipeline, reference: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
+) -> Tensor:
+    """Returns what `sums_of_pairs` does, of the last step or evaluation and all replicas. Collective.
 
-    `reference` has the log-probabilities of this replica's answers, in the order of its batch.
+    `reference` has the log-probabilities of this replica's answers, in the order of its batch; `counts` says of each of
+    its pairs whether it counts, by default all.
     """
-    chosen, rejected = _rewards(pipe.sequence_log_probabilities(), reference.to(pipe.device), section)
-    is_right = (chosen > rejected).double()
-    sums = torch.stack([each.sum() for each in (torch.ones_like(chosen), chosen, rejected, is_right)])
+    sums = sums_of_pairs(pipe.sequence_log_probabilities(), reference.to(pipe.device), section, counts)
     return pipe.axes["dp"].sum(sums)
+
+
+def sums_of_pairs(
+    log_probabilities: Tensor, reference: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
+) -> Tensor:
+    """Returns sums over pairs, (5,) float64: 1, the rewards of the chosen and of the rejected answers, whether the
+    chosen one's is larger, and the loss."""
+    chosen, rejected = _rewards(log_probabilities, reference, section)
+    losses = preference_loss(section).function(log_probabilities, reference)
+    columns = torch.stack([torch.ones_like(chosen), chosen, rejected, (chosen > rejected).double(), losses])
+    kept = slice(None) if counts is None else torch.tensor(counts, device=columns.device)
+    return columns[:, kept].sum(1)
 
 
 def mean_rewards(sums: Tensor) -> dict[str, float]:
     """Returns what the metrics say of rewards, means over pairs, from `reward_sums` of one batch or several."""
-    count, chosen, rejected, num_right = sums.tolist()
+    count, chosen, rejected, num_right, _ = sums.tolist()
     return {
         "chosen": chosen / count,
         "rejected": rejected / count,

@@ -79,6 +79,16 @@ def check_reference(config: Config, texts: Texts) -> None:
         )
 
 
+def kept_reference(file: Path, text: TokenisedText) -> Array | None:
+    """Returns what the file of a run has of these very answers, (D,) float64; None where it has nothing of them."""
+    with safe_open(file, framework="np") as opened:
+        was = json.loads(opened.metadata()["slipstream"])
+        for part in ("train", "validation"):
+            if (this := describe_text(text)) in was[part]:
+                return np.asarray(opened.get_tensor(f"{part}-{was[part].index(this)}"))
+    return None
+
+
 def _describe(config: Config, texts: Texts) -> dict[str, Any]:
     """Returns what the reference depends on."""
     model, seed = config.model, config.training.seed

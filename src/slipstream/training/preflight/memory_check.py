@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
 from slipstream.training.config import Config
+from slipstream.training.preflight.memory_account import Account
 from slipstream.units import bytes_text
 
 # Bytes of a parameter at least: float32, or bfloat16 with a float32 master, whose gradient may be in either
@@ -17,27 +19,47 @@ _FROZEN_BYTES, _TRAINED_BYTES, _STATE_BYTES = 4, 8, 8
 _RAN_OUT = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc|ended by SIGKILL", re.IGNORECASE)
 
 
-def less_memory(failure: str, config: Config) -> list[str]:
-    """Returns a sentence about what to change and by how much, where the last line of a failure is one of memory.
+def less_memory(failure: str, config: Config, account: Callable[[], Account | None] = lambda: None) -> list[str]:
+    """Returns sentences about what to change and by how much, where the last line of a failure is one of memory.
 
-    What changes no numbers comes first.
+    What changes no numbers comes first. `account` makes the account of the run's memory, by which each change is told
+    with what the fullest rank then holds.
     """
     if not _RAN_OUT.search(failure.splitlines()[-1]):
         return []
+    found, changes = account(), _changes(config)
+    told = [text if found is None else f"{text}: {_bytes_with(found, change)}" for text, change in changes]
+    why = "That is how Linux ends what runs out of memory. " if "SIGKILL" in failure.splitlines()[-1] else ""
+    holds = "" if found is None else f"By the planner's account the fullest rank holds {bytes_text(found())}. "
+    return [f"{why}{holds}To need less memory, try in this order: {'; '.join(told)}; or more ranks"]
+
+
+def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Returns changes that need less memory, as they are typed, and as an account takes them."""
     pipeline, memory, training = config.pipeline, config.memory, config.training
-    rows, changes = training.batch_size // config.parallel.data, []
+    rows, changes = training.batch_size // config.parallel.data, list[tuple[str, dict[str, Any]]]()
     if training.batch_tokens is None and pipeline.num_microbatches < rows and pipeline.microbatches is None:
         more = min(2 * pipeline.num_microbatches, rows)
-        changes.append(f"--pipeline.num_microbatches={more} (now {pipeline.num_microbatches})")
+        text = f"--pipeline.num_microbatches={more} (now {pipeline.num_microbatches})"
+        changes.append((text, {"num_microbatches": more}))
     if memory.recompute == "none":
-        changes.append("--memory.recompute=full")
+        changes.append(("--memory.recompute=full", {"recompute": "full"}))
     elif memory.offload < 1:
-        changes.append(f"--memory.offload={min(1.0, memory.offload + 0.5):g} (now {memory.offload:g})")
+        share = min(1.0, memory.offload + 0.5)
+        changes.append((f"--memory.offload={share:g} (now {memory.offload:g})", {"offload": share}))
     if config.parallel.data > 1 and not config.parallel.shard_optimizer:
-        changes.append("--parallel.shard_optimizer=true")
-    changes.append(f"a training.seq_len of half (now {training.seq_len}), or more ranks")
-    why = "That is how Linux ends what runs out of memory. " if "SIGKILL" in failure.splitlines()[-1] else ""
-    return [f"{why}To need less memory, try in this order: {'; '.join(changes)}"]
+        changes.append(("--parallel.shard_optimizer=true", {"shard_optimizer": True}))
+    half = max(1, training.seq_len // 2)
+    changes.append((f"--training.seq_len={half} (now {training.seq_len})", {"seq_len": half}))
+    return changes
+
+
+def _bytes_with(account: Account, change: dict[str, Any]) -> str:
+    """Returns what the fullest rank holds with a change; "unknown" where the planner has no such plan."""
+    try:
+        return bytes_text(account(**change))
+    except SlipstreamError:
+        return "unknown"
 
 
 def check_memory(config: Config, model_config: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from slipstream.errors import SlipstreamError
@@ -11,7 +12,7 @@ from slipstream.launch import Progress
 from slipstream.model import longest_sequence
 from slipstream.training import data
 from slipstream.training.config import Config, SampleSection, SourceSection
-from slipstream.training.data.samples import ChatTemplate, OpenSource, show_example, stream_sequences
+from slipstream.training.data.samples import ChatTemplate, MixedStreams, OpenSource, show_example, stream_sequences
 from slipstream.training.preferences import PairSource
 
 
@@ -79,15 +80,17 @@ def _open_validation(config: Config, progress: Progress) -> list[OpenSource | Pa
 def _open_stream(
     config: Config, tokenizer: Any, progress: Progress
 ) -> tuple[data.TrainingSequences, list[data.TokenisedText]]:
-    """Returns the sequences of a stream, and the text of its first block."""
+    """Returns the sequences of the streams, and the text of the first block of each."""
     with progress.waiting("reading the first rows"):
         sequences = stream_sequences(config, tokenizer, progress.say)
-    text = sequences.first_text
-    progress.say(
-        f"stream: the first {config.data.shuffle_rows:,} rows, or as many as there are, have {len(text.tokens):,} "
-        f"tokens in {sequences.num_sequences:,} sequences"
-    )
-    return sequences, [text]
+    streams = sequences.parts if isinstance(sequences, MixedStreams) else [sequences]
+    for source, stream in zip(config.data.all_sources, streams, strict=True):
+        whose = "" if len(streams) == 1 else f" of {source.name}"
+        progress.say(
+            f"stream: the first {config.data.shuffle_rows:,} rows{whose}, or as many as there are, have "
+            f"{len(stream.first_text.tokens):,} tokens in {stream.num_sequences:,} sequences"
+        )
+    return sequences, [stream.first_text for stream in streams]
 
 
 def _make_tokenizer(
@@ -101,13 +104,14 @@ def _make_tokenizer(
     else:
         vocab_size = vocab_size or model_config.get_text_config().vocab_size
         check_vocabulary(vocab_size - 1, model_config)
-        texts = [text for source in sources for text in source.texts()]
-        if not texts:
+        texts = (text for source in sources for text in source.texts())
+        first = next(texts, None)
+        if first is None:
             raise SlipstreamError(
                 f"{sources[0].source.name} has tokens and no text, on which a tokenizer could be trained; name the one "
                 "that they are from with --data.tokenizer=..."
             )
-        tokenizer = data.train_tokenizer(texts, vocab_size, progress)
+        tokenizer = data.train_tokenizer(chain([first], texts), vocab_size, progress)
         model_config.eos_token_id = tokenizer.eos_token_id
         model_config.bos_token_id = model_config.pad_token_id = None
     if tokenizer.eos_token_id is None and (number := sum(source.num_closed for source in sources)):
@@ -149,7 +153,7 @@ def check_amount(config: Config, text: PreparedText, progress: Progress) -> None
     """Says where a step goes through the training text several times, and how much of its sequences is padding.
 
     Raises:
-        SlipstreamError: if it is shorter than a sequence, or the held-out text than a batch that validation needs.
+        SlipstreamError: if nothing is held out, where validation needs it.
     """
     training, sequences = config.training, text.sequences
     size = data.BatchSize(training.batch_size, training.batch_tokens).at(sequences, 0)
@@ -168,21 +172,9 @@ def check_amount(config: Config, text: PreparedText, progress: Progress) -> None
 
 
 def _check_validation(config: Config, texts: list[data.TokenisedText]) -> None:
-    """Raises SlipstreamError where the held-out text is less than a batch."""
-    training, unit = config.training, "tokens"
-    given, needed = sum(len(text.tokens) for text in texts), training.batch_tokens or 0
-    needed = needed or training.seq_len * training.batch_size
-    is_enough = given >= needed
-    if given and (config.data.packing == "none" or any(text.labels is not None for text in texts)):
-        kept = [text for text in texts if len(text.tokens)]
-        sequences = data.sequences_of(kept, config.data.packing, training.seq_len, None)
-        batches = data.BatchSize(training.batch_size, training.batch_tokens)
-        is_enough = any(batches.batches(sequences, sequences.num_sequences))
-        if training.batch_tokens is None:
-            unit = "sequences" if config.preference is None else "pairs"
-            given, needed = sequences.num_sequences, training.batch_size
-    if not is_enough:
+    """Raises SlipstreamError where nothing is held out of which a token could be predicted."""
+    if not any((text.lengths > 1).any() for text in texts):
         raise SlipstreamError(
-            f"the held-out text has {given} {unit}, less than one batch of {needed}; give more text, "
-            f"a larger data.validation_fraction (now {config.data.validation_fraction}), or --training.eval_every=0"
+            "training.eval_every needs held-out text, and there is none; give more text, a larger "
+            f"data.validation_fraction (now {config.data.validation_fraction}), or --training.eval_every=0"
         )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.training.config import Config
-from slipstream.training.data import BatchSize, TokenBatch, TokenisedText, sequences_of, spread_batches, unigram_entropy
+from slipstream.training.data import BatchSize, HeldOutBatches, TokenBatch, TokenisedText, sequences_of, unigram_entropy
 from slipstream.training.metrics import ValidationRecord
 from slipstream.training.preferences import describe_rewards, mean_rewards, reward_sums
 from slipstream.training.training_step import autocast
@@ -67,18 +67,21 @@ class Validator:
     def _measure(self) -> tuple[float, dict[str, float] | None]:
         """Returns the mean loss on the held-out text, and of preferences the mean rewards."""
         training, preference, pipe = self._config.training, self._config.preference, self._pipe
-        sequences = sequences_of(self._texts, self._config.data.packing, training.seq_len, seed=None)
-        total, count, sums = 0.0, 0, torch.zeros(4, dtype=torch.float64)
-        batches = [*self._batch_size.batches(sequences, sequences.num_sequences)]
-        for first, size in spread_batches(batches, training.eval_batches):
-            mine = sequences.batch(first, size, pipe.replica, pipe.num_replicas)
+        sequences = sequences_of(self._texts, self._config.data.packing, training.seq_len, seed=None, pads=True)
+        held_out, replica = HeldOutBatches(sequences, self._batch_size), (pipe.replica, pipe.num_replicas)
+        total, count, sums = 0.0, 0, torch.zeros(5, dtype=torch.float64)
+        for batch in held_out.chosen(training.eval_batches):
+            mine, number = held_out.batch(batch, *replica), held_out.batch(batch).num_predicted
+            if not number:
+                continue
             loss = self._evaluate(mine)
-            # The loss is a mean over tokens, or over pairs.
-            number = size if preference is not None else sequences.batch(first, size).num_predicted
             total, count = total + loss * number, count + number
             if preference is not None and mine.sequence_values is not None:
-                sums += reward_sums(pipe, mine.sequence_values, preference).cpu()
-        return total / count, None if preference is None else mean_rewards(sums)
+                counts = held_out.counts(batch, *replica)
+                sums += reward_sums(pipe, mine.sequence_values, preference, counts).cpu()
+        if preference is None:
+            return total / count, None
+        return float(sums[4] / sums[0]), mean_rewards(sums)
 
     def _evaluate(self, batch: TokenBatch) -> float:
         with autocast(self._config, self._device):

@@ -2,6 +2,7 @@
 
 from slipstream.training.data.samples.chat_template import ChatTemplate
 from slipstream.training.data.samples.example_text import show_example
+from slipstream.training.data.samples.mixed_streams import MixedStreams
 from slipstream.training.data.samples.open_source import OpenSource
 from slipstream.training.data.samples.streamed_sequences import StreamedSequences
 from slipstream.training.data.samples.tokenised_samples import SampleReader, tokenise_samples

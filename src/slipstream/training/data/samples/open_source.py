@@ -8,7 +8,8 @@ from typing import Any
 
 from slipstream.launch import Progress
 from slipstream.training.config import SourceSection
-from slipstream.training.data.corpus import read_documents, read_rows
+from slipstream.training.data.corpus import Documents, read_documents
+from slipstream.training.data.rows import read_rows
 from slipstream.training.data.samples.chat_template import ChatTemplate
 from slipstream.training.data.samples.forms import find_form, find_loss
 from slipstream.training.data.samples.tokenised_samples import SampleReader, tokenise_samples
@@ -23,7 +24,7 @@ class OpenSource:
     source: SourceSection
     form: str
     loss: str
-    rows: Any  # a sequence of documents, or of dictionaries by column
+    rows: Any  # Documents, or a datasets.Dataset
 
     @classmethod
     def of(cls, source: SourceSection, say: Callable[[str], None]) -> OpenSource:
@@ -32,16 +33,16 @@ class OpenSource:
         Raises:
             SlipstreamError: where it can't be read, holds nothing, or its columns fit no form.
         """
-        rows = None if source.dataset is None else read_rows(source)
+        rows = read_rows(source) if source.has_rows else None
         form = "text" if rows is None else find_form(source, rows.column_names)
         loss = find_loss(source, form)
         return cls(source, form, loss, read_documents(source, say, rows) if form == "text" else rows)
 
     def describe(self) -> str:
         """Returns how many rows there are, of what form, and which tokens count."""
-        if self.form == "text":
+        if isinstance(self.rows, Documents):
             noun = "document" if len(self.rows) == 1 else "documents"
-            return f"text: {len(self.rows):,} {noun}, {sum(map(len, self.rows)):,} characters"
+            return f"text: {len(self.rows):,} {noun}, {self.rows.num_characters:,} characters"
         counted = {"all": "every token counts", "assistant": "the assistant's turns count"}
         counted |= {"completion": "the completion counts" if self.form != "messages" else "the last turn counts"}
         what = "what the labels say counts" if "labels" in self.rows.column_names else counted[self.loss]
@@ -78,8 +79,8 @@ class OpenSource:
         Raises:
             SlipstreamError: with the number of a row that hasn't the form of the others.
         """
-        if self.form == "text":
-            return tokenise(tokenizer, self.rows, progress)
+        if isinstance(self.rows, Documents):
+            return tokenise(tokenizer, self.rows, progress, self.rows.num_characters)
         reader = SampleReader(self.source, self.form, self.loss, tokenizer, template)
         with progress.counting("tokenising", total=len(self.rows)) as show:
             return tokenise_samples(self.rows, reader, self.source.name, seq_len, progress.say, show)

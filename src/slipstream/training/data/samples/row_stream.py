@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.config import SourceSection
-from slipstream.training.data.corpus import find_bad_line, open_rows
+from slipstream.training.data.rows import find_bad_line, open_rows, row_files
 
 State = dict[str, Any]
 
 
 class RowStream:
-    """The rows of `source.dataset` in their order, `block_rows` at a time, epoch after epoch; none spans two epochs."""
+    """The rows of a source in their order, `block_rows` at a time, epoch after epoch; none spans two epochs."""
 
     def __init__(self, source: SourceSection, block_rows: int) -> None:
         """Raises SlipstreamError where the data set can't be read, or is empty."""
@@ -30,9 +29,9 @@ class RowStream:
     @property
     def facts(self) -> dict[str, Any]:
         """What decides which rows come when: of a file its size, too."""
-        source, file = self._source, Path(str(self._source.dataset))
-        size = file.stat().st_size if file.is_file() else None
-        return {"stream": f"{source.dataset}/{source.dataset_config}/{source.split}", "bytes": size}
+        source, sizes = self._source, [file.stat().st_size for file in row_files(self._source)]
+        what = source.dataset if source.files is None else source.name
+        return {"stream": f"{what}/{source.dataset_config}/{source.split}", "bytes": sum(sizes) if sizes else None}
 
     def state(self) -> State:
         """Returns what `go_to` needs to go on with the next block, as JSON can hold it."""
@@ -64,6 +63,6 @@ class RowStream:
             return [*islice(self._iterator, number)]
         except Exception as error:  # `datasets` raises many types; all mean that it can't be read
             where = f"after row {self._num_read:,}" if self._num_read else "from its beginning"
-            if line := find_bad_line(Path(str(self._source.dataset))):
-                raise SlipstreamError(f"{self._source.name}, {line}") from error
+            if line := find_bad_line(row_files(self._source)):
+                raise SlipstreamError(f"{self._source.option}={line}") from error
             raise SlipstreamError(f"can't read {self._source.name} {where}: {error}") from error

@@ -82,11 +82,19 @@ class StreamedSequences(TrainingSequences):
 
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
         """Returns one replica's part of a batch. What is before it can't be asked for any more."""
-        self._next = self._next or self._begin()
+        self.read_ahead()
         found = super().batch(first, size, replica, num_replicas)
-        while self._blocks[0].end <= first:
-            del self._blocks[0]
+        self.forget_before(first)
         return found
+
+    def read_ahead(self) -> None:
+        """Begins to read and to tokenise the next block."""
+        self._next = self._next or self._begin()
+
+    def forget_before(self, index: int) -> None:
+        """Lets go of blocks whose sequences are all before `index`, which mustn't be asked for any more."""
+        while self._blocks[0].end <= index and len(self._blocks) > 1:
+            del self._blocks[0]
 
     def state(self, index: int) -> State:
         """Returns where a run begins to read whose next sequence is `index`, as JSON can hold it."""

@@ -12,7 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED
 from slipstream.training.config import SourceSection
 from slipstream.training.data.samples.chat_template import ChatTemplate
-from slipstream.training.data.tokenised_text import Array, TokenisedText
+from slipstream.training.data.tokenised_text import DocumentWriter, TokenisedText
 
 Sample = tuple[list[int], list[int]]  # tokens and labels
 _NULL, _EMPTY, _NOTHING, _CUT = "without content (null)", "empty", "in which no token counts", "cut"
@@ -162,7 +162,7 @@ def read_samples(
     Raises:
         SlipstreamError: with the number of the row, where one hasn't the form of the others.
     """
-    tokens, labels, found = list[Array](), list[Array](), Counter[str]()
+    writer, found = DocumentWriter(), Counter[str]()
     for number, row in enumerate(rows, start=1):
         try:
             ids, counted = reader.read(row)
@@ -174,11 +174,11 @@ def read_samples(
             raise SlipstreamError(f"{name}, row {number}: {error}") from error
         else:
             found[_CUT] += len(ids) > seq_len
-            tokens.append(np.asarray(ids[:seq_len], dtype=np.int32))
-            labels.append(np.asarray(counted[:seq_len], dtype=np.int32))
+            both = (np.asarray(each[:seq_len], dtype=np.int32) for each in (ids, counted))
+            writer.add(*both)
         show(number)
-    report = _report(found, sum(found.values()) - found[_CUT] + len(tokens), seq_len)
-    return TokenisedText.join(tokens, labels), report
+    report = _report(found, sum(found.values()) - found[_CUT] + len(writer), seq_len)
+    return writer.finish(has_labels=True), report
 
 
 def _report(found: Counter[str], total: int, seq_len: int) -> str:

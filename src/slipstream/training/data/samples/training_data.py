@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.launch import Progress
-from slipstream.training.config import Config
+from slipstream.training.config import Config, SourceSection
 from slipstream.training.data import TokenisedText, load_texts, load_tokenizer, sequences_of, tokenise
 from slipstream.training.data.samples.chat_template import ChatTemplate
 from slipstream.training.data.samples.forms import find_form, find_loss
+from slipstream.training.data.samples.mixed_streams import MixedStreams
 from slipstream.training.data.samples.row_stream import RowStream
 from slipstream.training.data.samples.streamed_sequences import StreamedSequences
 from slipstream.training.data.samples.tokenised_samples import SampleReader, read_samples
@@ -26,17 +27,23 @@ def load_sequences(config: Config, inputs: Path, say: Callable[[str], None]) -> 
     return sequences_of(texts, section.packing, training.seq_len, training.seed, section.weights)
 
 
-def stream_sequences(config: Config, tokenizer: Any, say: Callable[[str], None]) -> StreamedSequences:
-    """Opens the data set as a stream, and reads its first block.
+def stream_sequences(config: Config, tokenizer: Any, say: Callable[[str], None]) -> StreamedSequences | MixedStreams:
+    """Opens the data sets as streams, and reads the first block of each.
 
     Raises:
-        SlipstreamError: where it can't be read, or its columns fit no form.
+        SlipstreamError: where one can't be read, or its columns fit no form.
     """
-    source, seq_len = config.data, config.training.seq_len
-    stream = RowStream(source, source.shuffle_rows)
+    streams = [_stream(config, source, tokenizer, say) for source in config.data.all_sources]
+    weights = config.data.weights
+    return streams[0] if weights is None else MixedStreams(streams, weights, config.training.seed)
+
+
+def _stream(config: Config, source: SourceSection, tokenizer: Any, say: Callable[[str], None]) -> StreamedSequences:
+    section, seq_len = config.data, config.training.seq_len
+    stream = RowStream(source, section.shuffle_rows)
     form = find_form(source, stream.columns)
     loss = find_loss(source, form)
-    template = ChatTemplate(tokenizer, source.chat_template) if form == "messages" or source.chat_template else None
+    template = ChatTemplate(tokenizer, section.chat_template) if form == "messages" or section.chat_template else None
     reader = SampleReader(source, form, loss, tokenizer, template)
 
     def make(name: str, rows: list[dict[str, Any]]) -> TokenisedText:
@@ -52,5 +59,5 @@ def stream_sequences(config: Config, tokenizer: Any, say: Callable[[str], None])
             say(f"{name}: {report}")
         return text
 
-    facts = {"form": form, "loss": loss, "shuffle_rows": source.shuffle_rows}
-    return StreamedSequences(stream, make, facts, source.packing, seq_len, config.training.seed)
+    facts = {"form": form, "loss": loss, "shuffle_rows": section.shuffle_rows}
+    return StreamedSequences(stream, make, facts, section.packing, seq_len, config.training.seed)

@@ -1,8 +1,10 @@
-"""What each of two replicas runs: a step on its half of the samples; prints how far loss and gradients are off."""
+"""What each process runs: on each mesh a step on its part of the samples; prints how far loss and gradients are off."""
 
 from __future__ import annotations
 
 import copy
+import sys
+from itertools import product
 
 import numpy as np
 import torch
@@ -10,8 +12,9 @@ import torch.distributed as dist
 
 from slipstream import Pipeline, Runtime, make_mesh
 from slipstream.training.data import TokenisedText, sequences_of
-from support.architectures import gradient_error, gradients
+from support.architectures import no_rounding_inside
 from support.ragged_batches import MODELS, one_by_one
+from workers.pipeline.ragged_meshes import error
 
 NAME, LENGTH = "llama, tied", 16
 
@@ -26,16 +29,22 @@ def main() -> None:
     ]
     text = TokenisedText.join(tokens, labels)
     rows = [[torch.from_numpy(each.astype(np.int64)) for each in column] for column in (tokens, labels)]
-    loss, expected = one_by_one(NAME, *rows)
-    for packing in ("fixed", "none"):
+    with no_rounding_inside():
+        loss, expected = one_by_one(NAME, *rows)
+    for mesh, packing in product(sys.argv[1:], ("fixed", "none")):
         sequences = sequences_of([text], packing, LENGTH, seed=3)
+        axes = dict(zip(("pp", "dp", "tp"), map(int, mesh.split(",")), strict=True))
         pipe = Pipeline(
-            copy.deepcopy(MODELS[NAME]), slices=2, mesh=make_mesh(pp=1, dp=2), runtime=Runtime(self_check=False)
+            copy.deepcopy(MODELS[NAME]),
+            slices=[7, 1, 8] if packing == "fixed" else 2,
+            num_microbatches=2,
+            mesh=make_mesh(**axes),
+            runtime=Runtime(self_check=False),
         )
         batch = sequences.batch(0, sequences.num_sequences, pipe.replica, pipe.num_replicas)
-        found = pipe.step(batch.input_ids, batch.labels, document_ids=batch.document_ids)
-        error = gradient_error(expected, gradients(pipe.named_parameters()))
-        print(max(error, abs(float(found) - float(loss))), flush=True)
+        with no_rounding_inside():
+            found = pipe.step(batch.input_ids, batch.labels, document_ids=batch.document_ids)
+        print(max(error(pipe, expected), abs(float(found) - float(loss))), flush=True)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,135 @@
+"""Finds the files of a source, and reads the rows of those that have rows, or of a data set of the hub."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.training.config import SourceSection
+
+_READ_FOR_TEXT = 65536  # bytes; a file that begins with so many blank ones is read whole
+_SHOWN = 80  # bytes of a line that can't be read
+_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
+    """Returns the files among `sources`, and those in its folders whose suffix is one of `suffixes`.
+
+    Raises SlipstreamError where there is no such file or folder, or a folder has none with such a suffix.
+    """
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            inside = sorted(path for path in source.rglob("*") if path.suffix in suffixes and path.is_file())
+            if not inside:
+                raise SlipstreamError(
+                    f"the folder {source} holds no file ending in {', '.join(suffixes)}; "
+                    f"name other endings with --data.suffixes=[.txt,.rst]"
+                )
+            found += inside
+        elif source.is_file():
+            found.append(source)
+        else:
+            raise SlipstreamError(f"data.files: there is no file or folder {source}")
+    return found
+
+
+def read_rows(config: SourceSection) -> Any:
+    """Returns the rows of a source, a `datasets.Dataset`: dictionaries that are read from the disk when used.
+
+    Raises:
+        SlipstreamError: if it can't be read.
+    """
+    return _load(config)
+
+
+def open_rows(config: SourceSection) -> Any:
+    """Returns the rows of a source, a `datasets.IterableDataset`: read from the files or the hub when used.
+
+    Raises:
+        SlipstreamError: if it can't be read.
+    """
+    return _load(config, streaming=True)
+
+
+def row_files(config: SourceSection) -> list[Path]:
+    """Returns the files whose rows a source has; none of a data set of the hub."""
+    if config.files is not None:
+        return find_files(config.files, config.suffixes)
+    file = Path(str(config.dataset))
+    return [file] if file.suffix in _BUILDERS else []
+
+
+def _load(config: SourceSection, **options: Any) -> Any:
+    from datasets import load_dataset
+    from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
+
+    disable_progress_bar()  # its bars and ours would overwrite each other
+    set_verbosity(CRITICAL)  # what it logs, an error of ours says better
+    files = row_files(config)
+    _check_files(config, files)
+    try:
+        if files:
+            builder = _BUILDERS[files[0].suffix]
+            if builder == "csv":
+                options |= _as_texts(files)
+            return load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
+        return load_dataset(str(config.dataset), config.dataset_config, split=config.split, **options)
+    except Exception as error:  # `datasets` raises many types; all mean that it can't be read
+        if where := find_bad_line(files):
+            raise SlipstreamError(f"{config.option}={where}") from error
+        if not files and not Path(str(config.dataset)).exists():
+            raise SlipstreamError(
+                f"{config.name}: there is no such file or folder here, and it can't be read as a data set of the "
+                f"hub (split {config.split}): {error}. Give a {', '.join(_BUILDERS)} file, or its name on the hub"
+            ) from error
+        raise SlipstreamError(f"can't read {config.name} (split {config.split}): {error}") from error
+
+
+def _check_files(config: SourceSection, files: Sequence[Path]) -> None:
+    """Raises SlipstreamError where a file of rows isn't there, is empty, or is of a kind that isn't read."""
+    given = Path(str(config.dataset))
+    if not files and given.is_file():
+        raise SlipstreamError(
+            f"data.dataset={given} ends in {given.suffix or 'nothing'}, which isn't read; give a file that ends in "
+            f"{', '.join(_BUILDERS)}, or a text with --data.files=[{given}]"
+        )
+    for file in files:
+        if not file.is_file():
+            raise SlipstreamError(f"data.dataset: there is no file {file}")
+        with file.open("rb") as opened:
+            if not opened.read(_READ_FOR_TEXT).strip() and not file.read_bytes().strip():
+                raise SlipstreamError(f"{config.name}: {file} is empty; give a file with at least one row")
+
+
+def _as_texts(files: Sequence[Path]) -> dict[str, Any]:
+    """Returns how `datasets` reads .csv files: every column as text, also numbers and the word null."""
+    from datasets import Features, Value
+
+    with files[0].open(encoding="utf-8-sig", newline="") as opened:
+        columns = [name for name in next(csv.reader(opened)) if name]
+    return {"features": Features({name: Value("string") for name in columns}), "keep_default_na": False}
+
+
+def find_bad_line(files: Sequence[Path]) -> str:
+    """Returns the first line of .jsonl files that isn't a row, and why; "" where all are."""
+    return next(filter(None, map(_bad_line_of, files)), "")
+
+
+def _bad_line_of(path: Path) -> str:
+    if path.suffix != ".jsonl":
+        return ""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            shown = line[:_SHOWN].decode(errors="replace").strip()
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except ValueError as error:
+                return f"{path}, line {number} isn't JSON ({error}): {shown}. Mend it, or leave it out"
+            if not isinstance(row, dict):
+                return f'{path}, line {number} is no row: {shown}. Write each line as {{"text": ...}}'
+    return ""
