@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -513,3 +514,31 @@ def test_an_output_that_cannot_be_written(values: dict[str, Any], tmp_path: Path
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SlipstreamError, match=r"can't write to training.output=.*file/output"):
         inputs.write()
+
+
+def test_how_many_parameters_train_is_told(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Progress, "say", lambda _, text: said.append(text))
+    values["model"]["freeze"] = ["model.embed_tokens*", "model.layers.0.*"]
+    preflight(parse_config(values), Progress(None))
+    assert any(re.search(r"model.freeze: [\d,]+ of [\d,]+ parameters train \(", text) for text in said), said
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("model.layer.0.*", r"model.freeze: 'model.layer.0.\*' matches no parameter"),
+        ("*", r"model.freeze=.*all of the"),
+    ],
+)
+def test_patterns_of_nothing_and_of_everything(
+    refuse: Refuse, values: dict[str, Any], pattern: str, message: str
+) -> None:
+    values["model"]["freeze"] = [pattern]
+    assert re.search(message, refuse(values))
+
+
+def test_an_adapter_and_frozen_patterns_exclude_each_other(values: dict[str, Any], model_folder: Path) -> None:
+    values |= {"model": {"path": str(model_folder), "freeze": ["model.*"]}, "lora": {}}
+    with pytest.raises(SlipstreamError, match=r"model.freeze=.*with lora, which freezes all.*lora.target_modules"):
+        parse_config(values)

@@ -29,7 +29,7 @@ from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.saving import Scheduler, load_loop, save_loop
 from slipstream.pipeline.sequences import Lengths, Rows, Sequences
-from slipstream.pipeline.weights import WeightSource, save_on_leader, with_adapter, write_model
+from slipstream.pipeline.weights import WeightSource, save_on_leader, with_adapter, with_frozen, write_model
 from slipstream.pipeline.weights.adapter_export import write_adapter, write_merged
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.slicing import BatchSlicing
@@ -132,22 +132,29 @@ class Pipeline:
         self.train()
 
     @classmethod
-    def from_config(cls, config: PretrainedConfig, seed: int = 0, **options: Any) -> Self:
+    def from_config(
+        cls, config: PretrainedConfig, seed: int = 0, *, freeze: Sequence[str] = (), **options: Any
+    ) -> Self:
         """Returns a pipeline with the weights of `torch.manual_seed(seed)` and
         `AutoModelForCausalLM.from_config(config)`, of which each rank holds only its part. `options` are the
-        constructor's. Collective."""
-        return cls(WeightSource(config, partial(random_model, config, seed)), **options)
+        constructor's; `freeze` is as in `from_pretrained`. Collective."""
+        return cls(with_frozen(WeightSource(config, partial(random_model, config, seed)), freeze), **options)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, lora: Any = None, lora_seed: int = 0, **options: Any) -> Self:
+    def from_pretrained(
+        cls, path: str | Path, *, freeze: Sequence[str] = (), lora: Any = None, lora_seed: int = 0, **options: Any
+    ) -> Self:
         """Returns a pipeline with the weights of a folder of safetensors, or of a name on the hub, of which each rank
         reads only its part. `options` are the constructor's. Collective.
 
         With `lora`, a `peft.LoraConfig`, an adapter is added and the weights are frozen. It is drawn by `lora_seed` and
         the modules' names, so it is the same however the model is cut.
+
+        `freeze` has patterns of parameters' names, as `fnmatch` has them, such as `model.layers.0.*`: these aren't
+        trained. Raises SlipstreamError for one that matches nothing, and where nothing is left to train.
         """
         config = load_config(str(path))
-        source = WeightSource(config, partial(pretrained_model, str(path), config))
+        source = with_frozen(WeightSource(config, partial(pretrained_model, str(path), config)), freeze)
         return cls(source if lora is None else with_adapter(source, lora, lora_seed), **options)
 
     @property

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.launch import reported_to_the_launcher
 from slipstream.model import trust_remote_code
+from slipstream.model.adapters import find_frozen, freeze
 from slipstream.pipeline import Pipeline
 from slipstream.training.config import Config, load_config
 from slipstream.training.configured_pipeline import make_pipeline
@@ -44,6 +45,7 @@ class UnslicedModel(torch.nn.Module):
         else:
             model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
             self.model = AutoModelForCausalLM.from_config(model_config)
+        freeze(self.model, find_frozen(self.model, config.model.freeze, "model.freeze"))
         self.model.to(device).train()
         self.device = device
 

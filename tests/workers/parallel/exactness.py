@@ -9,6 +9,7 @@ the first step's gradients (the design's measure), of the losses, and of the par
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 import math
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slipstream import Pipeline, make_mesh
+from slipstream.model.adapters import find_frozen, freeze
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, tokens, unsplit_step
 from support.options import grouped
 from workers.parallel.adapter_cases import adapted
@@ -31,6 +33,7 @@ from workers.parallel.adapter_cases import adapted
 ADAPTED = "llama, adapted"
 MODELS = ("llama", "llama, tied", "qwen3", "gpt2", "mixtral", ADAPTED)
 ADAPTER = {"target_modules": "all-linear", "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM"}
+FROZEN = ("*embed_tokens*", "*wte*", "*wpe*", "*.0.*", "*norm.weight")  # the first stage, and parts of others
 SLICES = [5, 30, 17, 12]
 STEPS = 3
 MICROBATCHES = 2  # of each replica, a row each
@@ -46,6 +49,7 @@ class Case:
     recompute: str = "none"
     sequence: bool = False
     shard_optimizer: bool = False
+    freeze: tuple[str, ...] = ()
 
     def settings(self) -> dict[str, object]:
         return {
@@ -60,7 +64,8 @@ class Case:
 
 
 def cases(pp: int, dp: int, tp: int) -> Iterator[Case]:
-    """Slices everywhere; interleaving, recomputation, sequence parallelism and ZeRO-1 each with every model."""
+    """Slices everywhere; interleaving, recomputation, sequence parallelism, ZeRO-1 and frozen parts each with every
+    model."""
     for model in MODELS:
         yield Case(model, sequence=False, shard_optimizer=dp > 1)
         if pp > 1:
@@ -68,7 +73,8 @@ def cases(pp: int, dp: int, tp: int) -> Iterator[Case]:
         elif tp > 1 or dp > 1:
             yield Case(model, "1f1b", 1, "selective", sequence=tp > 1)
         if pp > 1:
-            yield Case(model, "zb-v", 2, "none", tp > 1, dp > 1)
+            frozen = () if model == ADAPTED else FROZEN
+            yield Case(model, "zb-v", 2, "none", tp > 1, dp > 1, frozen)
 
 
 def config_of(model: str, pp: int, tp: int) -> PretrainedConfig:
@@ -99,13 +105,18 @@ def run(case: Case, mesh: tuple[int, int, int], device_mesh: object) -> float:
     whole: Any = build(config, seed=3)
     if case.model == ADAPTED:
         whole = adapted(whole, peft.LoraConfig(r=4, **ADAPTER))
+    patterns = [each for each in case.freeze if fnmatch.filter([name for name, _ in whole.named_parameters()], each)]
+    frozen = find_frozen(whole, patterns)
+    freeze(whole, frozen)
     settings = {"dtype": torch.float64, "mesh": device_mesh, "self_check": False, **case.settings()}
     if case.model == ADAPTED:
         pipe = Pipeline(copy.deepcopy(whole), **grouped(**settings))
     elif case.model == "mixtral":  # transformers' own way with experts, unlike the one of `build`, has no float64
-        pipe = Pipeline(build(config, seed=3), **grouped(**settings))
+        own = build(config, seed=3)
+        freeze(own, frozen)
+        pipe = Pipeline(own, **grouped(**settings))
     else:
-        pipe = Pipeline.from_config(config, seed=3, **grouped(**settings))
+        pipe = Pipeline.from_config(config, seed=3, freeze=patterns, **grouped(**settings))
     optimizers = [torch.optim.AdamW(parameters, lr=1e-3) for parameters in (pipe.parameters(), whole.parameters())]
     errors, rows = [], MICROBATCHES * mesh[1]
     mine = slice(pipe.replica * MICROBATCHES, (pipe.replica + 1) * MICROBATCHES)
@@ -134,7 +145,7 @@ def error(pipe: Pipeline, whole: dict[str, Tensor], what: str) -> float:
     errors = [0.0]
     for piece in pipe.parameter_shards():
         if not piece.parameter.requires_grad:
-            continue  # frozen beside an adapter
+            continue  # frozen
         all_rows = whole[piece.name].detach()
         own = getattr(piece.parameter, what).detach()
         rows = piece.share.take(all_rows)[piece.first_row :][: len(own)]

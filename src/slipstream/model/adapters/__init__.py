@@ -1,4 +1,4 @@
-"""Adapters of PEFT: which can be trained exactly, how each rank gets its own, and the folders they are saved in."""
+"""What of a model is trained: what is not frozen, or an adapter of PEFT, of which each rank gets its own part."""
 
 from slipstream.model.adapters.adapted_modules import (
     AdaptedName,
@@ -12,3 +12,4 @@ from slipstream.model.adapters.adapted_modules import (
 )
 from slipstream.model.adapters.adapter_check import Adapter, adapter_of, check_method, check_parallel
 from slipstream.model.adapters.adapter_loading import adapted_model, add_adapter, find_targets, quiet_peft
+from slipstream.model.adapters.frozen_parameters import find_frozen, freeze, trained_text

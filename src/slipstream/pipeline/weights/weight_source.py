@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, StagePart, meta_model
-from slipstream.model.adapters import Adapter, adapter_of, add_adapter, check_method
+from slipstream.model.adapters import Adapter, adapter_of, add_adapter, check_method, find_frozen, freeze
 from slipstream.model.saving import compiled_modules
 
 
@@ -33,6 +33,23 @@ def with_adapter(source: WeightSource, config: Any, seed: int) -> WeightSource:
         return model
 
     return source._replace(load=load, adapter=Adapter("default", config))
+
+
+def with_frozen(source: WeightSource, patterns: Sequence[str]) -> WeightSource:
+    """Returns a source whose model has the parameters frozen that the patterns match.
+
+    Raises SlipstreamError where a pattern matches none, or all together match every one.
+    """
+    if not patterns:
+        return source
+    names = find_frozen(meta_model(source.config), patterns)
+
+    def load(anatomy: ModelAnatomy, parts: list[StagePart], dtype: torch.dtype | None) -> PreTrainedModel:
+        model = source.load(anatomy, parts, dtype)
+        freeze(model, names)
+        return model
+
+    return source._replace(load=load)
 
 
 def in_memory(model: object) -> WeightSource:

@@ -85,6 +85,11 @@ class Config(Record):
     def _adapter_fits(self) -> Self:
         if self.lora is None:
             return self
+        if self.model.freeze:
+            raise ValueError(
+                f"model.freeze={self.model.freeze} with lora, which freezes all of the model's weights; leave "
+                "model.freeze out, and choose what gets an adapter by lora.target_modules and lora.layers_to_transform"
+            )
         if not self.model.pretrained:
             raise ValueError("lora trains an adapter of given weights; give model.path, and no model.init=random")
         if self.parallel.shard_parameters:

@@ -19,6 +19,9 @@ class ModelSection(Record):
     """A transformers configuration, `model_type` first: `{model_type: llama, hidden_size: 256, ...}`."""
     init: Literal["pretrained", "random"] | None = None
     """Weights of `path`, or random ones from `training.seed`. Default: `pretrained` with a path."""
+    freeze: list[str] = Field(default=[])
+    """Patterns of parameters' names, such as `[model.embed_tokens*, model.layers.0.*]`, that aren't trained. `*` stands
+    for anything. The backward ends at the lowest layer that has a trained one."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with `path`, for a model that isn't part of transformers. It runs on every
     rank and can do whatever you can: read it first."""

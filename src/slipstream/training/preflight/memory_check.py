@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
+from slipstream.model.adapters import find_frozen, freeze
 from slipstream.training.config import Config
 from slipstream.training.preflight.memory_account import Account
 from slipstream.units import bytes_text
@@ -72,10 +73,13 @@ def check_memory(config: Config, model_config: Any) -> None:
     if limit is None:
         return
     state = _STATE_BYTES / (parallel.data if parallel.shard_optimizer else 1)
-    each = _FROZEN_BYTES if config.lora is not None else _TRAINED_BYTES + state
-    number = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
+    whole = meta_model(model_config)
+    freeze(whole, find_frozen(whole, config.model.freeze, "model.freeze"))
+    number = sum(parameter.numel() for parameter in whole.parameters())
+    trained = sum(parameter.numel() for parameter in whole.parameters() if parameter.requires_grad)
+    trained = 0 if config.lora is not None else trained
     shared = num_ranks * parallel.tensor * (parallel.data if parallel.shard_parameters else 1)
-    least = number * each / shared
+    least = (_FROZEN_BYTES * (number - trained) + (_TRAINED_BYTES + state) * trained) / shared
     if least <= limit:
         return
     what = "the frozen weights" if config.lora is not None else "weights, gradients and AdamW's state"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,7 @@ from slipstream.model import (
     meta_model,
     trust_remote_code,
 )
-from slipstream.model.adapters import Adapter, find_targets
+from slipstream.model.adapters import Adapter, find_frozen, find_targets, freeze, trained_text
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
@@ -49,7 +50,9 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
     """
     check_layers(config, model_config)
     if config.lora is not None:
-        _check_lora(config, model_config)
+        _check_lora(config, model_config, progress)
+    if config.model.freeze:
+        _check_frozen(config.model.freeze, model_config, progress)
     check_length(model_config, config.training.seq_len, "training.seq_len")
     if config.model.pretrained:
         _check_weights(Path(str(config.model.path)))
@@ -96,12 +99,21 @@ def _check_layout(config: Config, model_config: Any) -> None:
     plan_layout(model_config, anatomy, tuner.schedule, tuner.slices, options, tensor_ranks)
 
 
-def _check_lora(config: Config, model_config: Any) -> None:
-    """Raises SlipstreamError where PEFT isn't installed, or no module of the model can have the adapter."""
+def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:
+    """Says how much trains. Raises SlipstreamError where PEFT isn't installed, or no module can have the adapter."""
     if find_spec("peft") is None:
         raise SlipstreamError("lora needs PEFT, an extra: pip install 'slipstream[peft]'")
     assert config.lora is not None
-    find_targets(meta_model(model_config), config.lora.peft_config(str(config.model.path)))
+    whole = meta_model(model_config)
+    find_targets(whole, config.lora.peft_config(str(config.model.path)))
+    progress.say(f"lora: {trained_text(whole)}")
+
+
+def _check_frozen(patterns: Sequence[str], model_config: Any, progress: Progress) -> None:
+    """Says how much is trained. Raises SlipstreamError for a pattern of nothing, or where nothing is left to train."""
+    whole = meta_model(model_config)
+    freeze(whole, find_frozen(whole, patterns, "model.freeze"))
+    progress.say(f"model.freeze: {trained_text(whole)}")
 
 
 def _check_weights(folder: Path) -> None:
