@@ -28,6 +28,7 @@ from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import load_trace, save_trace
 from slipstream.units import duration_unit
 from support.architectures import llama
+from support.run_folders import make_run
 from support.timeouts import LIMIT
 
 
@@ -98,7 +99,10 @@ def test_a_schedule_file_as_a_file(tmp_path: Path, suffix: str) -> None:
     plan = tmp_path / "schedule.txt"
     plan.write_text(str(one_f_one_b(3, 2, 2)))
     output = tmp_path / f"timeline{suffix}"
-    lines = shown(plan, "--output", output)
+    *lines, wrote = shown(plan, "--output", output)
+    assert wrote == f"wrote {output}"
+    assert f"--output={output} exists; choose another file, or give --overwrite" in refused(plan, "--output", output)
+    assert shown(plan, "--output", output, "--overwrite") == [*lines, wrote]
     assert lines[0] == "1f1b, simulated: 18 s, 33.3% idle"
     assert output.stat().st_size > 1000
     if suffix == ".json":
@@ -128,6 +132,17 @@ def test_a_measured_timeline_and_its_simulation_above_it(measured: Path, tmp_pat
     assert shown(tmp_path / "both.json") == both
 
 
+def test_a_runs_folder_is_its_timeline(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "first")
+    assert shown(run.path) == shown(run.perfetto)
+    assert shown("1f1b", "--against", run.path)[-3:] == shown(run.path)[-3:]
+    assert f"is no run's: it has no timeline.json. Give what training.output was, such as {run.path}" in refused(
+        tmp_path / "runs"
+    )
+    run.perfetto.unlink()
+    assert "has no timeline.json, which is written after its last step" in refused(run.path)
+
+
 def test_two_schedules_on_one_scale() -> None:
     lines = shown("gpipe", "--against=interleaved-1f1b", "--microbatches=4", "--slices=1")
     titles = [line.split(":")[0] for line in lines if "simulated" in line]
@@ -145,7 +160,7 @@ def test_what_is_not_known(tmp_path: Path, measured: Path) -> None:
     assert "stages_per_rank=3, but the schedule 'zb-v' has exactly 2" in refused("zb-v", "--stages-per-rank=3")
     assert "gpipe is not one measured timeline" in refused("gpipe", "--against=simulated")
     assert "can't read the timeline" in refused(tmp_path / "nothing.json")
-    assert "can't read the schedule" in refused(tmp_path)
+    assert "is no run's: it has no timeline.json. Give what training.output was" in refused(tmp_path)
     assert "there is no schedule or file 'simulted'" in refused(measured, "--against=simulted")
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     assert "other.json is not a timeline" in refused(tmp_path / "other.json")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit
 
-from slipstream.cli.trust_option import TrustRemoteCode
+from slipstream.cli.model_options import TrustRemoteCode
 
 if TYPE_CHECKING:
     from rich.table import Table

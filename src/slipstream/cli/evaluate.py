@@ -6,9 +6,8 @@ from typing import Annotated
 
 from typer import Argument, Context, Option
 
-from slipstream.cli.best_option import Best
+from slipstream.cli.model_options import Best, TrustRemoteCode
 from slipstream.cli.number_options import count
-from slipstream.cli.trust_option import TrustRemoteCode
 from slipstream.errors import SlipstreamError
 
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from slipstream.cli.best_option import Best
-from slipstream.cli.trust_option import TrustRemoteCode
+from slipstream.cli.model_options import Best, TrustRemoteCode
 
 
 def export(

@@ -6,9 +6,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from slipstream.cli.best_option import Best
+from slipstream.cli.model_options import Best, TrustRemoteCode
 from slipstream.cli.number_options import amount, count
-from slipstream.cli.trust_option import TrustRemoteCode
 
 
 def generate(

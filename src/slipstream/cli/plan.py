@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from slipstream.cli.new_file import Overwrite, check_new_file
 from slipstream.cli.number_options import above_zero, count
 from slipstream.errors import SlipstreamError
 
@@ -61,7 +62,7 @@ def plan(
     ] = None,
     output: Annotated[Path, Option(help="The plan file to write, for `slipstream train`.")] = Path("plan.yaml"),
     report: Annotated[Path | None, Option(help="An HTML report of the plan, its timeline and memory.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace files that exist.")] = False,
+    overwrite: Overwrite = False,
     top: Annotated[int, count("The number of plans to show.")] = 5,
 ) -> None:
     """Find the fastest configuration to train MODEL on CLUSTER that fits its memory, and say why it is the fastest."""
@@ -105,7 +106,7 @@ def _yes_or_no(text: str) -> bool:
 def _run(model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> None:
     from rich.console import Console
 
-    from slipstream.planning.plan_file import check_new_file, schedule_file, write_plan_file
+    from slipstream.planning.plan_file import schedule_file, write_plan_file
 
     check_new_file(output, "--output", overwrite)
     check_new_file(schedule_file(output), "--output", overwrite)

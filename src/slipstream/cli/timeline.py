@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from slipstream.cli.new_file import Overwrite, check_new_file
 from slipstream.cli.number_options import amount, count, numbers
 from slipstream.errors import SlipstreamError, did_you_mean
 
@@ -24,7 +25,9 @@ _SIMULATED = "simulated"
 
 
 def timeline(
-    schedule: Annotated[str, Argument(help="A schedule's name or text file, or the timeline.json of a training run.")],
+    schedule: Annotated[
+        str, Argument(help="A schedule's name or text file, a training run's output folder, or its timeline.json.")
+    ],
     against: Annotated[
         str | None, Option(help="Another SCHEDULE to show beneath. 'simulated': above a measured run, its simulation.")
     ] = None,
@@ -80,12 +83,13 @@ def timeline(
     output: Annotated[
         Path | None, Option(help="A .png, .svg or .pdf picture, or a .json trace for ui.perfetto.dev.")
     ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Show when each rank computes under SCHEDULE, and why it waits."""
     if output is not None and output.suffix not in _SUFFIXES:
         raise SlipstreamError(f"--output={output} must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
-    if output is not None and not output.parent.is_dir():
-        raise SlipstreamError(f"--output={output}: there is no folder {output.parent}; create it first")
+    if output is not None:
+        check_new_file(output, "--output", overwrite)
     from slipstream.schedule import Op
 
     gradients = {Op.I: input_gradient, Op.W: weight_gradient}
@@ -109,7 +113,7 @@ def timeline(
 
 
 def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule], TableCost]) -> tuple[Timeline, ...]:
-    """Returns the simulation of a schedule given by name or file, or the timelines that a file holds."""
+    """Returns the simulation of a schedule given by name or file, or the timelines in a file or a run's folder."""
     from slipstream.schedule import GENERATORS
     from slipstream.simulator import simulate
     from slipstream.timeline import load_trace
@@ -117,6 +121,8 @@ def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule],
     path = Path(name)
     if name in GENERATORS:
         plan = make(name)
+    elif path.is_dir():
+        return load_trace(_of_run(path))
     elif path.suffix == ".json":
         return load_trace(path)
     elif path.exists():
@@ -124,9 +130,27 @@ def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule],
     else:
         raise SlipstreamError(
             f"there is no schedule or file {name!r}{did_you_mean(name, GENERATORS)} Choose one of "
-            f"{', '.join(GENERATORS)}, or name a schedule's text file or the timeline.json of a run."
+            f"{', '.join(GENERATORS)}, or name a schedule's text file, a run's output folder or its timeline.json."
         )
     return (simulate(plan, cost(plan)),)
+
+
+def _of_run(folder: Path) -> Path:
+    """Returns the timeline of the run whose output folder this is. Raises SlipstreamError where there is none."""
+    from slipstream.training.run_folder import RunFolder
+
+    run = RunFolder(folder)
+    if run.perfetto.is_file():
+        return run.perfetto
+    if run.metrics.exists():
+        raise SlipstreamError(
+            f"the run in {folder} has no {run.perfetto.name}, which is written after its last step: wait until then"
+        )
+    inside = sorted(each.parent for each in folder.glob(f"*/{run.perfetto.name}"))
+    raise SlipstreamError(
+        f"the folder {folder} is no run's: it has no {run.perfetto.name}. Give what training.output was"
+        + (f", such as {inside[0]}" if inside else "")
+    )
 
 
 def _make(num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int | None, name: str) -> Schedule:
@@ -212,7 +236,7 @@ def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
     if len(measured) != 1 or not measured[0].measured:
         raise SlipstreamError(
             f"--against={_SIMULATED} needs a run to simulate again, but {name} is not one measured timeline. Give "
-            "the timeline.json of a training run, or the name of another schedule to --against."
+            "the output folder of a training run, or the name of another schedule to --against."
         )
     return simulate(measured[0].schedule, MeasuredCost(measured[0]))
 
@@ -235,6 +259,8 @@ def _show(shown: tuple[Timeline, ...], output: Path | None, in_bytes: bool) -> N
         per_second, unit = duration_unit(timeline.makespan)
         print(f"{timeline.title}: {timeline.makespan * per_second:.4g} {unit}, {timeline.idle_fraction:.1%} idle")
         print(_table(timeline))
+    if output is not None:
+        print(f"wrote {output}")
 
 
 def _text(timeline: Timeline, longest: float, columns: int) -> str:

@@ -9,24 +9,11 @@ from typing import Any
 
 import yaml
 
-from slipstream.errors import SlipstreamError
 from slipstream.planner import Plan
 from slipstream.version import __version__
 
 _PRECISIONS = {"float32": "float32", "bfloat16": "bf16-weights"}
 _DIGITS = 6  # of the predicted numbers that are written
-
-
-def check_new_file(path: Path, option: str, overwrite: bool) -> None:
-    """Checks that a file can be written.
-
-    Raises:
-        SlipstreamError: where its folder doesn't exist, or the file does and `overwrite` is False.
-    """
-    if not path.parent.is_dir():
-        raise SlipstreamError(f"{option}={path}: there is no folder {path.parent}; create it first")
-    if path.exists() and not overwrite:
-        raise SlipstreamError(f"{option}={path} exists; choose another file, or give --overwrite to replace it")
 
 
 def schedule_file(path: Path) -> Path:

@@ -1,8 +1,16 @@
-"""The option of subcommands that may run a model's own code."""
+"""The options of subcommands that open a model."""
 
 from typing import Annotated
 
 from typer import Option
+
+Best = Annotated[
+    bool,
+    Option(
+        "--best",
+        help="Of a run with --checkpoint.keep_best=true: the checkpoint of its lowest validation loss.",
+    ),
+]
 
 TrustRemoteCode = Annotated[
     bool,
