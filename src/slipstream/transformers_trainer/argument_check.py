@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
@@ -14,7 +15,7 @@ from transformers import TrainingArguments
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline import Pipeline
-from slipstream.transformers_trainer.known_arguments import DETAILS, OPTIMIZERS, REFUSED, TAKEN, WITH_CONDITIONS
+from slipstream.transformers_trainer.known_arguments import NOT_REFUSED, OPTIMIZERS, REFUSED
 
 _SAMPLING = ("random", "sequential", "group_by_length")
 _INSTEAD = {
@@ -89,7 +90,7 @@ def _refused(args: TrainingArguments) -> Iterator[str]:
 
 def _unknown(args: TrainingArguments) -> Iterator[str]:
     """Yields what is said of arguments that a later version of transformers has, where they are given."""
-    known = TAKEN | DETAILS | WITH_CONDITIONS | REFUSED.keys()
+    known = NOT_REFUSED | REFUSED.keys()
     for field in fields(args):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.name not in known and getattr(args, field.name) != default and type(args) is TrainingArguments:
@@ -114,7 +115,7 @@ def _in_part(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
 
 
 def _of_processes(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
-    if args.device != pipe.device:
+    if torch.empty(0, device=args.device).device != torch.empty(0, device=pipe.device).device:  # "cpu:0" is "cpu"
         yield (
             f"the Trainer's device is {args.device}, the Pipeline's {pipe.device}: give Pipeline(device="
             f"{str(args.device)!r}), or TrainingArguments(use_cpu=True) for a Pipeline on the CPU."
@@ -128,7 +129,7 @@ def _of_processes(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
         yield f"ddp_timeout={args.ddp_timeout}: give Pipeline(runtime=slipstream.Runtime(stall_limit=...))."
     processes = math.prod(each.size for each in pipe.axes.values())
     if args.world_size != processes:
-        yield f"the Trainer counts {args.world_size} processes, the Pipeline's mesh has {processes}: give one mesh of all."
+        yield f"the Trainer has {args.world_size} processes, the Pipeline's mesh {processes}: give a mesh of all."
     backend = dist.get_backend() if dist.is_initialized() else None
     if args.ddp_backend is not None and args.ddp_backend != backend:
         yield (
@@ -145,5 +146,3 @@ def _of_optimizer(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
         )
     if args.optim == "adafactor" and not all(each.is_whole for each in pipe.parameter_shards()):
         yield "optim='adafactor' where a rank has a part of a matrix: give adamw_torch, or a mesh without it."
-
-

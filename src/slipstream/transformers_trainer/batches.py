@@ -13,8 +13,10 @@ from slipstream.pipeline import Pipeline
 
 
 def with_rows(batch: Mapping[str, Any], num_rows: int) -> Mapping[str, Any]:
-    """Returns the batch with at least `num_rows` rows, as many as there are microbatches: the last one of a data set may
-    have fewer. Those that are added have no label that counts, and so no part in the loss or in a gradient."""
+    """Returns the batch with at least `num_rows` rows, one for each microbatch: the last of a data set may have fewer.
+
+    Rows that are added have no label that counts, and so no part in the loss or in a gradient.
+    """
     rows = len(batch["input_ids"]) if isinstance(batch.get("input_ids"), Tensor) else num_rows
     if rows >= num_rows:
         return batch

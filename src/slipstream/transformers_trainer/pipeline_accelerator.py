@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
@@ -17,14 +17,11 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     pipe: Pipeline
 
     @classmethod
-    def of(cls, accelerator: Accelerator, pipe: Pipeline) -> Self:
-        """Returns the accelerator, which becomes one of this class: bound methods that others hold stay right."""
-        accelerator.__class__ = cls
-        accelerator.pipe = pipe
+    def take_over(cls, accelerator: Accelerator, pipe: Pipeline) -> None:
+        """Makes an accelerator one of this class, so that its methods that a Trainer has kept are these too."""
+        accelerator.__class__, accelerator.pipe = cls, pipe
         if accelerator.dataloader_config.dispatch_batches is None:  # else rank 0 would deal out a batch's rows
             accelerator.dataloader_config.dispatch_batches = False
-        own: Self = accelerator
-        return own
 
     @property
     def num_processes(self) -> int:

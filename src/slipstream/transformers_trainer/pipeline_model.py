@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -27,14 +26,9 @@ class PipelineModel(nn.Module):
     def __init__(self, pipe: Pipeline) -> None:
         super().__init__()
         self.pipe, self.config = pipe, pipe.config
-        forward = self.forward
-        # A Trainer drops the columns of a data set that aren't arguments: what the unsplit model takes has to arrive,
-        # so that a Pipeline, which may not take it, can say so.
-        self.forward = lambda *args, **columns: forward(*args, **columns)
-        self.forward.__signature__ = inspect.signature(meta_model(pipe.config).forward)  # type: ignore[attr-defined]
 
     @cached_property
-    def unsplit(self) -> nn.Module:
+    def unsplit(self) -> Any:
         """The unsplit model on the meta device, without memory: for names and counts."""
         model = meta_model(self.config)
         return model if self.pipe.adapter is None else adapted_model(model, self.pipe.adapter)
@@ -59,7 +53,7 @@ class PipelineModel(nn.Module):
             self.pipe.eval()
         return super().train(mode)
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Tensor]:
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Returns the whole model's state on rank 0, an empty dict on the others. Collective."""
         return self.pipe.state_dict()
 

@@ -26,8 +26,8 @@ FOLDER = "slipstream"
 
 
 class SlipstreamTrainer(Trainer):  # type: ignore[misc]
-    """A `transformers.Trainer` that trains a Pipeline. Every rank makes it, with equal arguments, and calls its methods:
-    they are collective.
+    """A `transformers.Trainer` that trains a Pipeline. All ranks make it, with equal arguments, and call its methods,
+    which are collective.
 
     `per_device_train_batch_size` is the rows that one call of `Pipeline.step` takes, in all of its microbatches, on
     each replica. `gradient_accumulation_steps` calls it several times. Checkpoints are folders that `from_pretrained`
@@ -54,7 +54,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator, one that knows which ranks share the data."""
         super().create_accelerator_and_postprocess()
-        self.accelerator = PipelineAccelerator.of(self.accelerator, self.pipe)
+        PipelineAccelerator.take_over(self.accelerator, self.pipe)
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of a batch; returns its part of the loss of all that is accumulated."""
@@ -104,6 +104,10 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         sharing = self.args.world_size // self.pipe.num_replicas
         return float(super().floating_point_ops(inputs) / max(1, sharing))
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps the columns that the unsplit model takes, so that a Pipeline, which may not take them, can say so."""
+        self._signature_columns = [*inspect.signature(self.model.unsplit.forward).parameters, "label", "label_ids"]
+
     def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         """Writes the whole model, the tokenizer and the arguments."""
         folder = output_dir or self.args.output_dir
@@ -139,5 +143,6 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     @property
     def _optimizer(self) -> Optimizer:
         """The optimizer in accelerate's."""
-        optimizer: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return optimizer
+        given: Any = self.optimizer
+        own: Optimizer = getattr(given, "optimizer", given)
+        return own
