@@ -43,8 +43,13 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     """
 
     def __init__(self, model: Pipeline, args: TrainingArguments | None = None, *others: Any, **options: Any) -> None:
+        if type(self).compute_loss is not SlipstreamTrainer.compute_loss:
+            raise SlipstreamError(
+                f"{type(self).__name__}.compute_loss would never be called, as pipe.step computes the loss: give "
+                "Pipeline(loss_fn=...), a function that returns (sum, count)."
+            )
         given = inspect.signature(Trainer).bind(model, args, *others, **options).arguments
-        check_script(model, type(self), given)
+        check_script(model, given)
         args = args or TrainingArguments()
         check_arguments(args, model, given.get("optimizers", (None, None))[0])
         self.pipe = model
@@ -77,6 +82,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns a batch's loss, and unless only that is wanted, its logits and labels, on every rank."""
+        self._num_predictions += 1
         labels = inputs.get("labels")
         batch = with_rows(inputs, self.pipe.order.num_microbatches)
         loss = None if labels is None else self.pipe.evaluate(batch)
@@ -84,6 +90,28 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
             return loss, None, None
         logits = replicated_logits(self.pipe, batch)
         return loss, logits[: len(inputs["input_ids"])], labels
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Returns what the model makes of a loader's batches."""
+        self._num_predictions = 0
+        return super().evaluation_loop(*args, **options)
+
+    def predict(self, *args: Any, **options: Any) -> Any:
+        """Returns predictions and metrics of a data set, on every rank."""
+        output = super().predict(*args, **options)
+        self._correct_speed(output.metrics)
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs on every rank."""
+        self._correct_speed(logs)
+        super().log(logs, start_time)
+
+    def _correct_speed(self, metrics: dict[str, float]) -> None:
+        """Counts an evaluation's steps as they were; a Trainer divides samples by all processes."""
+        for name, seconds in [*metrics.items()]:
+            if name.endswith("_runtime") and name != "train_runtime" and seconds:
+                metrics[name.replace("_runtime", "_steps_per_second")] = round(self._num_predictions / seconds, 3)
 
     def get_train_dataloader(self) -> Any:
         """Returns the loader of this rank's replica."""
