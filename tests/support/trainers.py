@@ -80,6 +80,9 @@ def data(**changes: Any) -> dict[str, Any]:
     return {"train_dataset": rows(), "eval_dataset": rows(7), "data_collator": collate} | changes
 
 
+FULL = data(train_dataset=rows(24), eval_dataset=rows(8))  # as many rows as fill the batches of two replicas
+
+
 def unsplit_trainer(model: Any, args: TrainingArguments, **changes: Any) -> Trainer:
     return Trainer(model, args, compute_loss_func=float64_loss, **data(**changes))
 
