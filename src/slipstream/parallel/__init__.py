@@ -1,7 +1,7 @@
 """Tensor and data parallelism within the pipeline: the mesh, its groups, and each rank's share of the parameters."""
 
 from slipstream.parallel.device_mesh import MeshAxes, make_mesh
-from slipstream.parallel.launched_group import join_launched_group
+from slipstream.parallel.launched_group import end_group_at_exit, join_launched_group
 from slipstream.parallel.parameter_shard import ParameterShard
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds
 from slipstream.parallel.rank_group import RankGroup, release_groups_at_exit

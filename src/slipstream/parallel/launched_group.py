@@ -60,6 +60,12 @@ def _make_group(environment: Mapping[str, str], may_use_gpus: bool) -> None:
     if uses_gpus:
         torch.cuda.set_device(int(environment.get("LOCAL_RANK", environment["RANK"])))
     dist.init_process_group("nccl" if uses_gpus else "gloo", timeout=NO_LIMIT)
+    end_group_at_exit()
+
+
+def end_group_at_exit() -> None:
+    """Has the default process group destroyed when the program ends; for one that another library has made."""
+    atexit.unregister(_end_group)
     atexit.register(_end_group)
 
 

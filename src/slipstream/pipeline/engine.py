@@ -33,7 +33,7 @@ from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.sequences import Sequences
 from slipstream.pipeline.stage import Stage
-from slipstream.pipeline.step_loss import StepLoss
+from slipstream.pipeline.step_loss import StepLoss, share_of_targets
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.step_runner import StepRunner
 from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
@@ -114,8 +114,15 @@ class Engine:
         )
         return plan_start(family.config, request, self.ranks, self.device, _log.info)
 
-    def step(self, whole: WholeBatch | Sequences, loss_scale: float, plan: StepPlan | None = None) -> Tensor:
-        """Adds the batch's gradients, and returns the global mean loss. Collective. `plan` is for sequences alone."""
+    def step(
+        self,
+        whole: WholeBatch | Sequences,
+        loss_scale: float,
+        plan: StepPlan | None = None,
+        num_targets: int | None = None,
+    ) -> Tensor:
+        """Adds the batch's gradients, and returns the global mean loss, or the sum over `num_targets`. Collective.
+        `plan` is for sequences alone."""
         if (mine := board()) is not None:
             mine.set_step(self.random_state[1] + 1)
         self.parameters.publish()
@@ -133,7 +140,8 @@ class Engine:
             length = self.family.length(whole)
             self._adopt(self.tuner.begin(length))
             batch, microbatches = self._within_limit(whole, length), self._microbatches(whole, length)
-        batch = replace(batch, loss_scale=loss_scale)
+        weight = share_of_targets(batch, num_targets)
+        batch = replace(batch, loss_scale=loss_scale * weight)
         if self._adds_router_loss:
             batch = batch.with_loss_shares()
         self.last_step = ExecutedStep(self.layout, microbatches)
@@ -149,7 +157,7 @@ class Engine:
         if self.tuner.listens_to(length):
             with counted_off("choosing a schedule"):
                 self._tune(self.runner.timeline())
-        return StepLoss.of(loss)
+        return StepLoss.of(loss * weight)
 
     def evaluate(self, whole: WholeBatch | Sequences, plan: StepPlan | None = None) -> Tensor:
         """Returns the global mean loss of a forward in evaluation mode. Collective. `plan` is for sequences alone."""

@@ -267,6 +267,7 @@ class Pipeline:
         sequence_values: Tensor | None = None,
         plan: StepPlan | None = None,
         loss_scale: float = 1.0,
+        num_targets: int | None = None,
     ) -> Tensor:
         """Runs forward and backward of one batch: adds to `.grad` and returns the global mean loss. Collective.
 
@@ -288,6 +289,8 @@ class Pipeline:
                 `inputs`.
             loss_scale: a factor of the loss, so that small gradients of float16 don't vanish; they are divided by it at
                 the end. A power of two changes none of their digits.
+            num_targets: what the sum of the losses is divided by, where several steps add up one update's gradients:
+                the targets that count in all of their batches, on all replicas. Default: those of this batch.
 
         Returns:
             A float64 scalar, equal on every rank.
@@ -298,7 +301,7 @@ class Pipeline:
         """
         of_rows = position_ids, document_ids, lengths, sequence_values
         whole = self._batch(inputs, targets, *of_rows, plan is not None)
-        return self._engine.step(whole, loss_scale, plan)
+        return self._engine.step(whole, loss_scale, plan, num_targets)
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step on sequences of these lengths, in tokens, and returns at once; `step` on such sequences

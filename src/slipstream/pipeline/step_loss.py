@@ -9,6 +9,7 @@ from typing import Any, Never
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.pipeline.batch import SplitBatch
 
 _SCALERS = "torch.amp.grad_scaler"
 
@@ -53,6 +54,23 @@ class StepLoss(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
+
+
+def share_of_targets(batch: SplitBatch, num_targets: int | None) -> float:
+    """Returns the share of the batch's targets that count in those by whose number its loss is divided; by default 1.
+
+    Raises SlipstreamError where those are fewer, and for a loss of whole sequences.
+    """
+    if num_targets is None:
+        return 1.0
+    if batch.sequences:
+        raise SlipstreamError("num_targets with a SequenceLoss, which is a mean over sequences: leave it out.")
+    if num_targets < batch.num_valid:
+        raise SlipstreamError(
+            f"num_targets={num_targets}, but {batch.num_valid} targets of this batch alone count: give the number of "
+            "all batches' labels that aren't -100, of a causal LM without each row's first, on all replicas."
+        )
+    return batch.num_valid / num_targets
 
 
 def _refuse_scaler() -> Never:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 _PLACE = (
     "its parameters are where Pipeline(device=...) puts them, and of the dtype in precision=slipstream.Precision(dtype="
-    "...). accelerate and transformers' Trainer, which call it, have loops of their own: write yours around "
-    "pipe.step(inputs, targets), or use `slipstream train`"
+    "...). accelerate, which calls it, has a loop of its own: write yours around pipe.step(inputs, targets), or use "
+    "`slipstream train`; for transformers' Trainer there is slipstream.transformers_trainer.SlipstreamTrainer"
 )
 _LAYERS = "its layers are spread over the ranks, and pipe.named_parameters() yields what this rank's optimizer updates"
 _RECOMPUTE = "give Pipeline(memory=slipstream.Memory(recompute='full')), or 'selective'"

@@ -1,0 +1,142 @@
+"""Finds what a Trainer is given that a Pipeline would ignore or do otherwise, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
+
+from slipstream.errors import SlipstreamError
+from slipstream.pipeline import Pipeline
+from slipstream.transformers_trainer.known_arguments import NOT_REFUSED, OPTIMIZERS, REFUSED
+
+_SAMPLING = ("random", "sequential", "group_by_length")
+_INSTEAD = {
+    "model_init": "give a Pipeline: slipstream.Pipeline.from_config(config, seed=...) draws the weights",
+    "compute_loss_func": "give Pipeline(loss_fn=...), a function that returns (sum, count)",
+}
+
+
+def check_script(model: object, given: Mapping[str, Any]) -> None:
+    """Raises SlipstreamError for a model that isn't a Pipeline of a causal LM, and for functions of the script that
+    would never be called."""
+    for name, instead in _INSTEAD.items():
+        if given.get(name) is not None:
+            raise SlipstreamError(f"{name}=... in a SlipstreamTrainer: {instead}.")
+    if not isinstance(model, Pipeline):
+        raise SlipstreamError(
+            f"a SlipstreamTrainer trains a Pipeline, and model= is a {type(model).__name__}: give "
+            "slipstream.Pipeline.from_pretrained(folder or name, slices=8), or slipstream.Pipeline(model, slices=8)."
+        )
+    _ = model.config  # of an nn.Sequential it raises
+    chosen = given.get("optimizer_cls_and_kwargs")
+    if chosen is not None and not (isinstance(chosen[0], type) and issubclass(chosen[0], Optimizer)):
+        raise SlipstreamError(
+            "optimizer_cls_and_kwargs has something that makes optimizers of the whole model's modules: give a "
+            "subclass of torch.optim.Optimizer, or optimizers=(optimizer of pipe.parameters(), None)."
+        )
+
+
+def check_arguments(args: TrainingArguments, pipe: Pipeline, optimizer: Optimizer | None) -> None:
+    """Raises SlipstreamError, with all that is wrong, for arguments that would be ignored."""
+    problems = [*_refused(args), *_unknown(args), *_in_part(args, pipe), *_of_processes(args, pipe)]
+    if optimizer is None:
+        problems += _of_optimizer(args, pipe)
+    else:
+        own = {id(each) for each in pipe.parameters()}
+        if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
+            problems.append("optimizers=...: make the optimizer of pipe.parameters(), after the Pipeline.")
+    if problems:
+        raise SlipstreamError("\n".join(problems))
+
+
+def check_batches(pipe: Pipeline, dataset: Any, args: TrainingArguments) -> None:
+    """Raises SlipstreamError where a last, smaller batch would have to be filled up with rows that weigh in the balance
+    of a mixture of experts."""
+    num_microbatches, rows = pipe.order.num_microbatches, args.per_device_train_batch_size
+    if rows < num_microbatches:
+        raise SlipstreamError(
+            f"per_device_train_batch_size={rows}, which a step cuts into num_microbatches={num_microbatches}: give at "
+            f"least {num_microbatches} rows, or fewer microbatches."
+        )
+    if not hasattr(pipe.config, "router_aux_loss_coef") or args.dataloader_drop_last:
+        return
+    is_known = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    if not is_known or 0 < len(dataset) % rows < num_microbatches:
+        raise SlipstreamError(
+            f"the last batch of a mixture of experts may have fewer rows than num_microbatches={num_microbatches}: "
+            "give dataloader_drop_last=True."
+        )
+
+
+def _refused(args: TrainingArguments) -> Iterator[str]:
+    for name, instead in REFUSED.items():
+        if value := getattr(args, name, None):
+            yield f"{name}={value!r} in a SlipstreamTrainer: {instead[0].lower()}{instead[1:]}."
+
+
+def _unknown(args: TrainingArguments) -> Iterator[str]:
+    """Yields what is said of arguments that a later version of transformers has, where they are given."""
+    known = NOT_REFUSED | REFUSED.keys()
+    for field in fields(args):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name not in known and getattr(args, field.name) != default and type(args) is TrainingArguments:
+            yield f"{field.name}={getattr(args, field.name)!r}: a SlipstreamTrainer doesn't know it. Leave it out."
+
+
+def _in_part(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
+    """Yields what is said of values that aren't taken."""
+    loader = args.accelerator_config
+    if loader.dispatch_batches:
+        yield "accelerator_config.dispatch_batches=True: leave it out, every rank reads its replica's batches."
+    if pipe.num_replicas > 1 and not loader.even_batches:
+        yield "accelerator_config.even_batches=False: leave it out, all replicas run equally many steps."
+    if pipe.num_replicas > 1 and not args.average_tokens_across_devices:
+        yield "average_tokens_across_devices=False: leave it out, the loss is the mean over all replicas' labels."
+    if args.label_names not in (None, ["labels"]):
+        yield f"label_names={args.label_names!r}: leave it out, a causal LM's labels are called 'labels'."
+    if args.load_best_model_at_end and args.save_only_model:
+        yield "load_best_model_at_end=True with save_only_model=True: give one of the two."
+    if args.train_sampling_strategy not in _SAMPLING:
+        yield f"train_sampling_strategy={args.train_sampling_strategy!r}: give one of {', '.join(_SAMPLING)}."
+
+
+def _of_processes(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
+    if torch.empty(0, device=args.device).device != torch.empty(0, device=pipe.device).device:  # "cpu:0" is "cpu"
+        yield (
+            f"the Trainer's device is {args.device}, the Pipeline's {pipe.device}: give Pipeline(device="
+            f"{str(args.device)!r}), or TrainingArguments(use_cpu=True) for a Pipeline on the CPU."
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"{args.n_gpu} GPUs in one process: start the script with torchrun --nproc-per-node={args.n_gpu}, or with "
+            "CUDA_VISIBLE_DEVICES=0."
+        )
+    if args.ddp_timeout != 1800:
+        yield f"ddp_timeout={args.ddp_timeout}: give Pipeline(runtime=slipstream.Runtime(stall_limit=...))."
+    processes = math.prod(each.size for each in pipe.axes.values())
+    if args.world_size != processes:
+        yield f"the Trainer has {args.world_size} processes, the Pipeline's mesh {processes}: give a mesh of all."
+    backend = dist.get_backend() if dist.is_initialized() else None
+    if args.ddp_backend is not None and args.ddp_backend != backend:
+        yield (
+            f"ddp_backend={args.ddp_backend!r}, and the process group has {backend}: leave it out, or call "
+            "torch.distributed.init_process_group(...) before the Pipeline is made."
+        )
+
+
+def _of_optimizer(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
+    if args.optim not in OPTIMIZERS:
+        yield (
+            f"optim={args.optim!r}: give one of {', '.join(OPTIMIZERS)}, or optimizers=(optimizer of "
+            "pipe.parameters(), None)."
+        )
+    if args.optim == "adafactor" and not all(each.is_whole for each in pipe.parameter_shards()):
+        yield "optim='adafactor' where a rank has a part of a matrix: give adamw_torch, or a mesh without it."

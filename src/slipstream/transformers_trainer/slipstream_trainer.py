@@ -1,0 +1,176 @@
+"""The Trainer of transformers with a Pipeline in place of its model: the loop stays theirs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+
+from slipstream.checkpoint import CheckpointFolder
+from slipstream.errors import SlipstreamError
+from slipstream.parallel import end_group_at_exit
+from slipstream.pipeline import Pipeline
+from slipstream.transformers_trainer.argument_check import check_arguments, check_batches, check_script
+from slipstream.transformers_trainer.batches import replicated_logits, with_rows
+from slipstream.transformers_trainer.pipeline_accelerator import PipelineAccelerator
+from slipstream.transformers_trainer.pipeline_model import PipelineModel
+
+FOLDER = "slipstream"
+"""Where a checkpoint of the Trainer has that of the Pipeline."""
+
+
+class SlipstreamTrainer(Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` that trains a Pipeline. All ranks make it, with equal arguments, and call its methods,
+    which are collective.
+
+    `per_device_train_batch_size` is the rows that one call of `Pipeline.step` takes, in all of its microbatches, on
+    each replica. `gradient_accumulation_steps` calls it several times. Checkpoints are folders that `from_pretrained`
+    reads, and have everything that training needs to go on.
+
+    Args:
+        model: a Pipeline of a causal LM.
+        args: as a Trainer's. What can't be done exactly is refused.
+        options: a Trainer's other arguments. `optimizers` has an optimizer of `pipe.parameters()`.
+
+    Raises:
+        SlipstreamError: for what would be ignored, or be otherwise than a Trainer does it, before anything runs.
+    """
+
+    def __init__(self, model: Pipeline, args: TrainingArguments | None = None, *others: Any, **options: Any) -> None:
+        if type(self).compute_loss is not SlipstreamTrainer.compute_loss:
+            raise SlipstreamError(
+                f"{type(self).__name__}.compute_loss would never be called, as pipe.step computes the loss: give "
+                "Pipeline(loss_fn=...), a function that returns (sum, count)."
+            )
+        given = inspect.signature(Trainer).bind(model, args, *others, **options).arguments
+        check_script(model, given)
+        args = args or TrainingArguments()
+        check_arguments(args, model, given.get("optimizers", (None, None))[0])
+        self.pipe = model
+        super().__init__(PipelineModel(model), args, *others, **options)
+        end_group_at_exit()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator, one that knows which ranks share the data."""
+        super().create_accelerator_and_postprocess()
+        PipelineAccelerator.take_over(self.accelerator, self.pipe)
+
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Runs forward and backward of a batch; returns its part of the loss of all that is accumulated."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # of optimizers without a learning-rate schedule
+            self.optimizer.train()
+        num_targets = None if num_items_in_batch is None else int(num_items_in_batch)
+        batch = with_rows(inputs, self.pipe.order.num_microbatches)
+        return self.pipe.step(batch, num_targets=num_targets).as_subclass(Tensor)
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        """Raises SlipstreamError: a loss of one's own is the Pipeline's."""
+        raise SlipstreamError("pipe.step has computed the loss: give Pipeline(loss_fn=...) for one of your own.")
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns a batch's loss, and unless only that is wanted, its logits and labels, on every rank."""
+        self._num_predictions += 1
+        labels = inputs.get("labels")
+        batch = with_rows(inputs, self.pipe.order.num_microbatches)
+        loss = None if labels is None else self.pipe.evaluate(batch)
+        if prediction_loss_only:
+            return loss, None, None
+        logits = replicated_logits(self.pipe, batch)
+        return loss, logits[: len(inputs["input_ids"])], labels
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Returns what the model makes of a loader's batches."""
+        self._num_predictions = 0
+        return super().evaluation_loop(*args, **options)
+
+    def predict(self, *args: Any, **options: Any) -> Any:
+        """Returns predictions and metrics of a data set, on every rank."""
+        output = super().predict(*args, **options)
+        self._correct_speed(output.metrics)
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs on every rank."""
+        self._correct_speed(logs)
+        super().log(logs, start_time)
+
+    def _correct_speed(self, metrics: dict[str, float]) -> None:
+        """Counts an evaluation's steps as they were; a Trainer divides samples by all processes."""
+        for name, seconds in [*metrics.items()]:
+            if name.endswith("_runtime") and name != "train_runtime" and seconds:
+                metrics[name.replace("_runtime", "_steps_per_second")] = round(self._num_predictions / seconds, 3)
+
+    def get_train_dataloader(self) -> Any:
+        """Returns the loader of this rank's replica."""
+        check_batches(self.pipe, self.train_dataset, self.args)
+        return super().get_train_dataloader()
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Returns the rows of an update: those of all replicas."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.pipe.num_replicas)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Returns the names of the unsplit model's parameters that have weight decay."""
+        names: list[str] = super().get_decay_parameter_names(self.model.unsplit)
+        return names
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+        """Returns this rank's share of a batch's operations; a Trainer adds up those of all processes."""
+        sharing = self.args.world_size // self.pipe.num_replicas
+        return float(super().floating_point_ops(inputs) / max(1, sharing))
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps the columns that the unsplit model takes, so that a Pipeline, which may not take them, can say so."""
+        self._signature_columns = [*inspect.signature(self.model.unsplit.forward).parameters, "label", "label_ids"]
+
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
+        """Writes the whole model, the tokenizer and the arguments."""
+        folder = output_dir or self.args.output_dir
+        self.pipe.save_pretrained(folder)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, Path(folder, "training_args.bin"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        step, own = self.state.global_step, {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
+        self.pipe.save(Path(output_dir, FOLDER), step, keep=1, replace=True, **own)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Checks that training can go on from a checkpoint; its weights are loaded together with the optimizer."""
+        if not CheckpointFolder(Path(resume_from_checkpoint, FOLDER)).steps():
+            raise SlipstreamError(
+                f"{resume_from_checkpoint} has no folder {FOLDER!r}, which a SlipstreamTrainer saves in a checkpoint "
+                "unless save_only_model=True: training can't go on from there. To begin with its weights type "
+                f"Pipeline.from_pretrained({str(resume_from_checkpoint)!r}), and train() without "
+                "resume_from_checkpoint."
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            own = {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
+            self.pipe.load(Path(checkpoint, FOLDER), **own)
+
+    def _load_best_model(self) -> None:
+        self.pipe.load(Path(self.state.best_model_checkpoint, FOLDER))
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        """The optimizer in accelerate's."""
+        given: Any = self.optimizer
+        own: Optimizer = getattr(given, "optimizer", given)
+        return own

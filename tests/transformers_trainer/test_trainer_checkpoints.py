@@ -1,0 +1,68 @@
+"""Checkpoints of a SlipstreamTrainer: training goes on from them to the bit, and transformers loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer
+
+from slipstream import Pipeline, SlipstreamError
+from slipstream.transformers_trainer import SlipstreamTrainer
+from support.architectures import BOUND
+from support.trainers import arguments, collate, history, pipeline, rows, trainer
+
+
+def saving(folder: Path, **changes: Any) -> Any:
+    return arguments(folder, **{"save_strategy": "steps", "save_steps": 2, "eval_steps": 2} | changes)
+
+
+def dropping(pipe: Pipeline) -> Pipeline:
+    """The pipeline, with dropout: the same numbers are drawn only where the state is the same."""
+    for stage in pipe._engine.stages.values():
+        for module in stage.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+    return pipe
+
+
+def check_saved(folder: Path, pipe: Pipeline) -> None:
+    """The folder is a model of transformers with the pipeline's logits."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    batch = collate(rows(3))
+    with torch.no_grad():
+        expected = model(**batch).logits
+    found = pipe.logits({key: value for key, value in batch.items() if key != "labels"})
+    assert isinstance(found, torch.Tensor)
+    counts = batch["attention_mask"].bool()
+    assert (found - expected)[counts].abs().max() < BOUND
+
+
+def test_training_goes_on_to_the_bit_and_the_best_model_is_kept(tmp_path: Path) -> None:
+    chosen = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    whole = trainer(dropping(pipeline(num_ranks=2)), saving(tmp_path, **chosen))
+    whole.train()
+    best = Path(whole.state.best_model_checkpoint)
+    assert best.name == "checkpoint-2"  # the first has the greatest loss
+    check_saved(best, whole.pipe)
+    again = trainer(dropping(pipeline(num_ranks=2)), saving(tmp_path, **chosen))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert history(again)[:-1] == history(whole)[:-1]  # the last has the mean of the steps that ran
+    again.pipe.load(tmp_path / "checkpoint-6" / "slipstream")
+    check_saved(tmp_path / "checkpoint-6", again.pipe)
+
+
+def test_a_checkpoint_without_an_optimizer_is_a_model_alone(tmp_path: Path) -> None:
+    first = trainer(pipeline(num_ranks=2), saving(tmp_path, save_only_model=True, max_steps=2, eval_strategy="no"))
+    first.train()
+    check_saved(tmp_path / "checkpoint-2", first.pipe)
+    with pytest.raises(SlipstreamError, match=r"has no folder 'slipstream'.* type Pipeline.from_pretrained\("):
+        first.train(resume_from_checkpoint=True)
+
+
+def test_what_is_overridden_is_there() -> None:
+    """One that a version of transformers calls otherwise would never be called."""
+    own = {"pipe", "_optimizer", "_correct_speed"}
+    assert {name for name in vars(SlipstreamTrainer) if not name.startswith("__")} - own <= {*dir(Trainer)}
