@@ -24,7 +24,7 @@ def test_the_conversations_are_what_the_program_makes() -> None:
     assert len(made.getvalue().splitlines()) == 400
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_the_configuration_of_the_guide_learns_to_answer(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream", "train", "examples/chat/fine_tune.yaml"]
     result = subprocess.run(

@@ -28,7 +28,7 @@ def run(num_ranks: int, script: str, *arguments: str) -> tuple[list[float], list
     return [float(loss) for loss in losses], [float(share) for share in right]
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_images_are_learned() -> None:
     arguments = ["--model", "resnet", "--steps", "40", "--recompute", "full", "--microbatches", "2", "--width", "8"]
     losses, (before, after) = run(2, "train_images.py", *arguments)

@@ -23,7 +23,7 @@ def test_the_pairs_are_what_the_program_makes() -> None:
     assert len(made.getvalue().splitlines()) == 200
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_the_configuration_of_the_guide_learns_to_prefer(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream", "train", "examples/preferences/dpo.yaml"]
     result = subprocess.run(

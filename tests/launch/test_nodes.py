@@ -224,7 +224,7 @@ def test_other_code_and_settings_are_told_on_every_rank(network: Network, config
     assert not (tmp_path / "output").exists()
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_folder_that_is_not_shared(network: Network, config: Path) -> None:
     """Even where an earlier run has left the same files on the node's own disk."""
     output, disk = config.parent / "output", config.parent / "disk"
@@ -248,7 +248,7 @@ def test_tasks_sum_over_their_addresses(network: Network) -> None:
         assert result.stdout == "rank 0 (node0), rank 1 (node1); eth0; sum 1\n", result.stderr
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_two_nodes_that_only_reach_the_master(make_network: Callable[[int], Network]) -> None:
     network = make_network(3)
     network.hosts.cut(1, 2)
@@ -258,7 +258,7 @@ def test_two_nodes_that_only_reach_the_master(make_network: Callable[[int], Netw
         assert "let firewalls pass TCP" in result.stderr
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_wrong_interface_is_told_on_every_rank(network: Network) -> None:
     variables = [slurm_variables(0, 2), slurm_variables(1, 2) | {"GLOO_SOCKET_IFNAME": "eth9"}]
     for result in network.run([WORKER] * 2, variables):

@@ -220,7 +220,7 @@ TIED_RUNS = [(2, "1f1b", "llama, tied"), (3, "zb-h1", "gpt2"), (2, "zb-v", "gemm
 UNTIED_RUNS = [(2, "1f1b", "llama"), (3, "zb-h1", "llama"), (2, "zb-v", "llama"), (4, "replicas", "llama")]
 
 
-@pytest.mark.parametrize(("num_processes", "how", "model"), first_of(TIED_RUNS) + first_of(UNTIED_RUNS))
+@pytest.mark.parametrize(("num_processes", "how", "model"), first_of(TIED_RUNS, 1, "grid") + first_of(UNTIED_RUNS))
 def test_processes_train_checkpoint_and_export_as_the_unsplit_model(
     num_processes: int, how: str, model: str, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def test_a_second_start_measures_nothing(measured: list[float], cache: Path) -> 
     assert (measured, lines) == ([], [])
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_other_settings_are_another_file(measured: list[float], cache: Path) -> None:
     measured += [0.0, 0.0]
     costs([])
@@ -69,7 +69,7 @@ def test_costs_of_other_numbers_of_processes_are_other_files() -> None:
     assert len(paths) == 5
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_costs_of_another_version_are_measured_again(measured: list[float], cache: Path) -> None:
     measured += [0.0, 0.0]
     costs([])
@@ -84,7 +84,7 @@ def test_costs_of_another_version_are_measured_again(measured: list[float], cach
     assert "torch 1.0" in lines[0]
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_costs_without_the_bytes_of_actions_are_measured_again(measured: list[float], cache: Path) -> None:
     measured += [0.0, 0.0]
     costs([])

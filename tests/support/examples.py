@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: all in `make test-all`, a fifth in `make test`."""
+"""How many examples a property is tried with: a fifth in `make test`, all in `make exactness`."""
 
 from __future__ import annotations
 

@@ -22,9 +22,10 @@ def each_once(rows: Iterable[Any], columns: Iterable[Any]) -> list[ParameterSet]
     ]
 
 
-def first_of(values: Iterable[Any], count: int = 1) -> list[ParameterSet]:
-    """All values, of which `make test` runs the first ones."""
-    return [pytest.param(*_values(each), marks=[pytest.mark.more] * (n >= count)) for n, each in enumerate(values)]
+def first_of(values: Iterable[Any], count: int = 1, others: str = "more") -> list[ParameterSet]:
+    """All values; those after the first ones have the mark `others`, and so `make test` leaves them out."""
+    mark = getattr(pytest.mark, others)
+    return [pytest.param(*_values(each), marks=[mark] * (n >= count)) for n, each in enumerate(values)]
 
 
 def _values(given: Any) -> tuple[Any, ...]:

@@ -86,7 +86,7 @@ def logits(output: Path, inputs: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_from_a_configuration_to_an_export(config: Path) -> None:
     """In slices under two schedules, planned by itself, and whole in one process: the same model comes out."""
     whole = ["--pipeline.num_ranks=1", "--pipeline.schedule=gpipe", "--pipeline.slices=1"]

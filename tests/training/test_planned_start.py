@@ -233,7 +233,7 @@ def own_costs(first_run: Path) -> tuple[CostCache, Profile]:
     return CostCache(config, request.profile, cpu, num_processes=2), profile_model(config, request.profile, cpu)
 
 
-@pytest.mark.more
+@pytest.mark.grid
 @pytest.mark.parametrize("are_whole", [True, pytest.param(False, marks=pytest.mark.grid)])
 def test_costs_that_cannot_be_used_are_measured_again(
     first_run: Path, own_costs: tuple[CostCache, Profile], are_whole: bool
@@ -262,7 +262,7 @@ MIXTURE = {
 WINDOWS = {"model_type": "gemma2", "sliding_window": 16, "query_pre_attn_scalar": 8}
 
 
-@pytest.mark.more
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "family", [MIXTURE, pytest.param(WINDOWS, marks=pytest.mark.grid)], ids=lambda family: family["model_type"]
 )
@@ -295,7 +295,7 @@ def test_replicas_are_planned_together(first_run: Path) -> None:
     assert len(_losses(first_run / "replicas")) == 4
 
 
-@pytest.mark.more
+@pytest.mark.grid
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.grid), True])
 def test_ranks_that_share_layers_are_planned(first_run: Path, sequence: bool) -> None:
     """From what their shares cost, which is kept apart from what whole layers cost four ranks."""

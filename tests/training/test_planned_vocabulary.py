@@ -83,7 +83,7 @@ def logits(folder: Path) -> Tensor:
         (1, False),
         pytest.param(2, False, marks=pytest.mark.grid),
         pytest.param(1, True, marks=pytest.mark.grid),
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.grid),
     ],
 )
 def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int, tied: bool) -> None:
@@ -129,7 +129,9 @@ def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int, tied: bool) 
         pytest.param(
             {"pipeline": {"schedule": "1f1b", "slices": 3}, "parallel": {"data": 2}}, 4, marks=pytest.mark.grid
         ),
-        ({"pipeline": {"schedule": "1f1b", "slices": 3}, "data": {"packing": "none"}}, 2),
+        pytest.param(
+            {"pipeline": {"schedule": "1f1b", "slices": 3}, "data": {"packing": "none"}}, 2, marks=pytest.mark.grid
+        ),
     ],
     ids=["zb-h1", "interleaved", "replicas", "unpacked"],
 )

@@ -205,7 +205,7 @@ def test_bfloat16_trains_too(config: Path, output: RunFolder) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_an_export_is_trained_further(finished: tuple[RunFolder, str], config: Path, output: RunFolder) -> None:
     values = yaml.safe_load(config.read_text())
     values["model"] = {"path": str(finished[0].model)}
@@ -231,7 +231,7 @@ def test_bad_input_starts_nothing(config: Path, output: RunFolder, change: str, 
     assert not output.path.exists()
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: RunFolder) -> None:
     result = run(TORCHRUN, config, "--data.files=[nowhere]")
     assert result.returncode != 0
@@ -254,7 +254,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path, output: RunFolder
     assert lines == [{"step": 2, "started_after": started_after} for started_after in starts]
 
 
-@pytest.mark.parametrize("policy", first_of(["rollback", "skip", "stop"], 0))
+@pytest.mark.more
+@pytest.mark.parametrize("policy", first_of(["rollback", "skip", "stop"], 1, "grid"))
 def test_bad_steps_are_decided_alike_on_all_ranks(config: Path, output: RunFolder, policy: str) -> None:
     """Batches of three sequences; a checkpoint every four steps."""
     settings = [f"--training.bad_numbers={policy}", "--training.spike_factor=20", "--checkpoint.every=4"]
@@ -322,7 +323,7 @@ def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, outpu
     assert [step["step"] for step in read_metrics(output)[0]] == [1, 2]
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_full_disk_does_not_end_the_training(config: Path, output: RunFolder) -> None:
     """Only the trained model is missed at the end, which a resumed run would write."""
     settings = ["--training.steps=80", "--training.export_every=30", "--checkpoint.every=40"]
@@ -350,7 +351,8 @@ def test_a_run_that_is_killed_in_an_export_leaves_no_half_of_it(config: Path, ou
     assert AutoModelForCausalLM.from_pretrained(output.model) is not None
 
 
-@pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"], 0))
+@pytest.mark.more
+@pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"], 1, "grid"))
 def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFolder, how: str) -> None:
     command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0", "--checkpoint.every=3"]
     with running(command) as process:

@@ -47,7 +47,7 @@ def test_the_plan_runs_from_the_first_step() -> None:
     assert torch.isfinite(pipe.step(inputs, inputs))
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_length_that_is_no_multiple_of_the_granularity_is_planned() -> None:
     pipe = planned(seq_len=61)
     assert pipe.plan is not None
@@ -56,7 +56,7 @@ def test_a_length_that_is_no_multiple_of_the_granularity_is_planned() -> None:
     assert torch.isfinite(pipe.step(inputs, inputs))
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement_run, "_WARM_UP_SHARE", 0.0)  # only the fewest points: up to 16 tokens
     plan = planned().plan
@@ -64,7 +64,7 @@ def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: 
     assert max(plan.slices) <= 16
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_what_it_does_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(start_plan, "_EVERY", 0.0)
     with caplog.at_level(logging.INFO, "slipstream"):
@@ -86,7 +86,7 @@ def test_layers_that_cannot_be_cut_in_half_are_planned_whole(caplog: pytest.LogC
     )
 
 
-@pytest.mark.parametrize("num_ranks", first_of([2, 3]))
+@pytest.mark.parametrize("num_ranks", first_of([2, 3], 1, "grid"))
 def test_a_planned_step_has_the_gradients_of_the_whole_model(num_ranks: int) -> None:
     config, inputs = llama(), tokens(batch=2, length=LENGTH)
     whole = build(config).double()
@@ -106,9 +106,9 @@ def held(pipe: Pipeline, inputs: Tensor) -> float:
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("vocabulary", "tied"),
-    first_of([("whole", False), ("spread", True), ("spread", False)]),
+    first_of([("whole", False), ("spread", True), ("spread", False)], 1, "grid"),
 )
-@pytest.mark.parametrize("share", [0.5, pytest.param(1.02, marks=pytest.mark.more)])
+@pytest.mark.parametrize("share", first_of([0.5, 1.02], 1, "grid"))
 def test_a_planned_step_keeps_to_the_memory_limit(share: float, vocabulary: str, tied: bool) -> None:
     """A limit above what the plan without one holds leaves it room; a tighter one needs other slices or stages."""
     inputs = tokens(batch=4, length=LENGTH)
@@ -152,7 +152,9 @@ def test_nothing_is_planned_where_anything_is_given(given: dict[str, object]) ->
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("vocabulary", "tied"), [("whole", False), ("spread", False), ("spread", True)])
+@pytest.mark.parametrize(
+    ("vocabulary", "tied"), first_of([("spread", True), ("whole", False), ("spread", False)], 1, "grid")
+)
 def test_what_a_plan_holds_is_known_before_it_runs(
     vocabulary: Any, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

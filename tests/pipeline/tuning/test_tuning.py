@@ -132,7 +132,7 @@ def test_without_auto_there_is_nothing_to_learn() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "stages_per_rank"),
-    first_of([("auto", 2, 1), ("auto", 2, 2), ("auto", 1, 1), ("auto-v", 2, 2)]),
+    first_of([("auto", 2, 1), ("auto", 2, 2), ("auto", 1, 1), ("auto-v", 2, 2)], 1, "grid"),
 )
 def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(
     schedule: str, ranks: int, stages_per_rank: int

@@ -55,7 +55,7 @@ def test_copies_that_differ_end_the_run_within_the_period(config: Path, what: st
     assert "--checkpoint.resume=last-good" in ended.stderr
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_the_copies_are_compared_before_a_checkpoint_counts(config: Path) -> None:
     no_period = ["--training.check_replicas_every=0", "--checkpoint.every=3"]
     ended = launch(2, WORKER, "0", "5", "model.", "train", str(config), *no_period)
@@ -74,7 +74,7 @@ def test_what_one_rank_alone_holds_is_checked_between_updates(config: Path) -> N
     assert "optimizer.exp_avg." in ended.stderr
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_the_majority_puts_a_copy_right_to_the_bit(config: Path) -> None:
     three = ["--parallel.data=3", "--training.corrupt_replicas=majority", "--sample.prompt=null"]
     weights = []

@@ -91,7 +91,7 @@ def test_a_llama_differs_from_equation_3_by_its_own_shapes() -> None:
     assert run.model_flops == pytest.approx(run.ptdp_flops - 3 * MASKED - 3 * fewer, rel=1e-12)
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_gpt_3_has_the_papers_parameters_and_takes_its_34_days() -> None:
     """On 1024 A100, 1536 sequences of 2048 a step, at 140 TFLOP/s by eq. 3, 300 billion tokens (section 5.1)."""
     config = GPT2Config(n_layer=96, n_embd=12288, n_head=96, vocab_size=51200, n_positions=2048)
