@@ -27,7 +27,7 @@ from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.step_loss import StepLoss
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.step_runner import StepRunner
-from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
+from slipstream.pipeline.tuning import TrialResult, Tuner, is_free, plan_start, with_plan
 from slipstream.pipeline.weights import gather_state
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.steps import StageRates, StepPlan
@@ -59,7 +59,9 @@ class Engine:
         self._adds_router_loss = options.router_loss != "none"
         if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
             with counted_off("measuring what layers cost"):
-                self.plan, self._given_rates = self._plan_start(self.family, options, num_ranks)
+                request = self.family.start_request(num_ranks)
+                found = plan_start(self.family.config, request, self.ranks, self.device, _log.info)
+                self.plan, self._given_rates = found
             options = with_plan(options, self.plan)
             self.family.adopt(options)
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
@@ -86,25 +88,6 @@ class Engine:
     def _is_open(self, options: PipelineOptions, num_ranks: int) -> bool:
         """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
         return is_free(options) and num_ranks > 1 and not self.family.compiled
-
-    def _plan_start(
-        self, family: CausalLMFamily, options: PipelineOptions, num_ranks: int
-    ) -> tuple[JointPlan, StageRates]:
-        """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
-        assert options.seq_len is not None
-        dtype = options.precision.dtype or str(family.config.dtype or torch.float32).removeprefix("torch.")
-        request = StartRequest(
-            seq_len=options.seq_len,
-            microbatch_size=1,
-            num_microbatches=options.num_microbatches,
-            num_ranks=num_ranks,
-            dtype=dtype,
-            memory_limit=options.memory.limit,
-            vocabulary=family.planned_vocabulary(num_ranks),
-            parallel=options.parallel,
-            tied=family.is_tied,
-        )
-        return plan_start(family.config, request, self.ranks, self.device, _log.info)
 
     def _rehearsal_with(self, losses: Losses) -> partial[RehearsedStep]:
         """Returns what makes the rehearsal of a step of this pipeline's parts."""

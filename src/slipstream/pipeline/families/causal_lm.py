@@ -45,6 +45,7 @@ from slipstream.pipeline.families.tensor_parallel_check import check_tensor_para
 from slipstream.pipeline.families.weighed_rates import weighed_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
 from slipstream.pipeline.sequences import Sequences, consecutive_groups
+from slipstream.pipeline.tuning import StartRequest
 from slipstream.pipeline.weights import WeightSource
 from slipstream.pipeline.whole_sequences import (
     check_groups,
@@ -114,6 +115,22 @@ class CausalLMFamily:
         asked = self.config, self._anatomy, num_ranks, self._ranks.tensor.size, self._options
         found: Vocabulary = self._ranks.decided(lambda: planned_vocabulary(*asked))
         return found
+
+    def start_request(self, num_ranks: int) -> StartRequest:
+        """Returns what a plan of schedule, slices and partition is to be for. Collective, as `planned_vocabulary`."""
+        options = self._options
+        assert options.seq_len is not None
+        return StartRequest(
+            seq_len=options.seq_len,
+            microbatch_size=1,
+            num_microbatches=options.num_microbatches,
+            num_ranks=num_ranks,
+            dtype=options.precision.dtype or str(self.config.dtype or torch.float32).removeprefix("torch."),
+            memory_limit=options.memory.limit,
+            vocabulary=self.planned_vocabulary(num_ranks),
+            parallel=options.parallel,
+            tied=self.is_tied,
+        )
 
     def length(self, batch: WholeBatch) -> int:
         """Returns the tokens of a sequence."""
